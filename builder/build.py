@@ -3,6 +3,7 @@
 recipe -> checkpoint -> weights file -> step program -> torch.export -> target -> engine directory
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -27,6 +28,8 @@ from mtpbuild.runtime.contract.manifest import (
     read_manifest,
 )
 from mtpbuild.runtime.errors import BuildError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
@@ -105,10 +108,26 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                         (folder / WEIGHTS).unlink()
                 copy_side_files(job.source.folder, building.folder)
                 write_draft_ids(plan.draft_ids, building.folder)
-                write_manifests(job, out, model, building, folders, programs, exact=inexact is None)
+                write = partial(write_manifests, job, out, model, building, folders, programs)
+                write(exact=inexact is None)
+            if inexact is None and plan.ranks.tp == 1:
+                with stages("probe"):
+                    probe_it(building.folder, out.name, write, refuse=request.exact)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]
+
+
+def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
+    """Try whether an engine is exact, and write what was found; refuse: raise BuildError if not."""
+    from mtpbuild.builder.engine.probe import probe
+
+    found = probe(folder)
+    if found.wrong is not None and refuse:
+        raise BuildError(f"--exact: {name}: {found.wrong}")
+    if found.wrong is not None:
+        logger.warning("note: %s is not exact: %s", name, found.wrong)
+    write(exact=found.wrong is None, probed=found.checked)
 
 
 def write_weights(

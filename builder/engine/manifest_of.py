@@ -33,10 +33,11 @@ def write_manifests(
     programs: dict[str, ProgramSpec],
     *,
     exact: bool,
+    probed: tuple[str, ...] = (),
 ) -> None:
     """Write engine.json into the engine's folder, and into those of its ranks if it is split.
 
-    exact: whether results depend on tokens and weights alone.
+    exact: whether results depend on tokens and weights alone. probed: how that was tried.
     """
     plan = job.plans[out]
     first = next(iter(folders.values()))
@@ -45,7 +46,7 @@ def write_manifests(
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=model.info(),
-            build=build_info(job, out, model, exact=exact),
+            build=build_info(job, out, model, exact=exact).model_copy(update={"probed": probed}),
             target=job.target.info(plan),
             capabilities={
                 "acceptance": [*BUILT_IN, *plan.rules],

@@ -3,11 +3,25 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import StepOutput
+from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.request import FinishReason, Request
 from mtpbuild.runtime.stats import SpeculativeDecoding
+
+
+def load_again(
+    folder: Path, engine: Engine, chunk: int | None, threads: int | None, **options: Any
+) -> Engine:
+    """Load an engine once more, with another chunk of prompts or number of threads."""
+    size = chunk or engine.manifest.build.prefill_chunk
+    build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
+    manifest = engine.manifest.model_copy(update={"build": build})
+    programs = load_programs(folder, manifest, threads=threads, **options)
+    return Engine(programs, manifest, engine.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
 from mtpbuild.builder.verify.compare import Finding, NotChecked
+from mtpbuild.builder.verify.play import load_again
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.compiled_prefixes import check_prefixes
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.targets import find_target
 
 PROMPTS = 4  # of each kind that is built in
@@ -86,11 +86,8 @@ def verify(
             base = str(reason)
 
         def reloaded(chunk: int | None = None, threads: int | None = request.threads) -> Engine:
-            size = chunk or engine.manifest.build.prefill_chunk
-            build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
-            manifest = engine.manifest.model_copy(update={"build": build})
-            programs = load_programs(request.engine, manifest, threads=threads, **request.options)
-            return stack.enter_context(Engine(programs, manifest, engine.tokenizer))
+            found = load_again(request.engine, engine, chunk, threads, **request.options)
+            return stack.enter_context(found)
 
         # 3. The checks, in turn.
         case = Case(

@@ -94,6 +94,7 @@ class BuildInfo(_Record):
     # Whether texts and log-probabilities by strict acceptance depend on tokens and weights alone:
     # all operators of all programs are ones that were probed.
     exact: bool = False
+    probed: tuple[str, ...] = ()  # what the build has tried of it
     # What the build quantised the checkpoint's weights to; None: they are in its own formats.
     quantised_to: QuantisedType | None = None
     head_weights: HeadType | None = None  # likewise embedding and head

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.engine import probe
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import exact, load_target
 from mtpbuild.builder.targets.onnxruntime import OnnxOptions
@@ -99,6 +100,40 @@ def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
     builds = [read_manifest(engine).build for engine in engines]
     assert {build.cpu_layout for build in builds} == {LAYOUT}
     assert all(build.exact for build in builds)
+
+
+@needs_library
+def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
+    alone, many = (read_manifest(engine).build.probed for engine in engines)
+    steps, chunks, batch = probe.CHECKS
+    assert (alone, many) == ((steps, chunks), (steps, chunks, batch))
+
+
+@needs_library
+def test_a_probe_that_fails(
+    engines: Sequence[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever it is: here another model's engine speaks in place of the one in other chunks."""
+    folder = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+    wanted = BuildRequest(str(folder), nextn=(0,), max_seq_len=160, out=tmp_path / "engine")
+    monkeypatch.setattr(probe, "load_again", lambda *given: Engine.load(engines[0]))
+    differs = "prompt chunks and threads change nothing, but: text 0, token 0: "
+    with pytest.raises(BuildError, match=f"--exact: engine: {differs}"):
+        build(replace(wanted, exact=True))
+    assert not wanted.out.exists()  # type: ignore[union-attr]
+    (built,) = build(wanted)
+    assert (built.manifest.build.exact, built.manifest.build.probed) == (False, ())
+    assert f"note: engine is not exact: {differs}" in caplog.text
+
+    def broken(*given: object) -> Engine:
+        raise EngineError("it is damaged")
+
+    monkeypatch.setattr(probe, "load_again", broken)
+    with pytest.raises(BuildError, match="--exact: engine: it was not probed: it is damaged"):
+        build(replace(wanted, exact=True, force=True))
 
 
 @needs_library

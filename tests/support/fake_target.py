@@ -58,4 +58,5 @@ def quick_target(
     A build takes milliseconds, and everything around the compiler is real.
     """
     methods: dict[str, Callable[..., Any]] = {"trace": no_trace, "lower": two_bytes}
+    methods["inexact"] = lambda files: "its graphs are two bytes"
     return in_place_of(name, **methods | replaced)
