@@ -59,7 +59,7 @@ class Recurrent:
     dtype: FloatType = "float32"
 
     def spec(self, batch: int) -> StateSpec:
-        """The state of all slots. None is kept at earlier tokens, so no prompt can share it."""
+        """The state of all slots. It can't be cut at earlier tokens: copies of it are kept, or none."""
         return StateSpec(
             name=layer_state(self.name, self.layer),
             role="recurrent",
