@@ -59,7 +59,7 @@ class Recurrent:
     dtype: FloatType = "float32"
 
     def spec(self, batch: int) -> StateSpec:
-        """The state of all slots. It can't be cut at earlier tokens: copies of it are kept, or none."""
+        """The state of all slots, which can't be cut at an earlier token, but copied at one."""
         return StateSpec(
             name=layer_state(self.name, self.layer),
             role="recurrent",
