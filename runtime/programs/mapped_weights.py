@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from mtpbuild.runtime.contract.manifest import COPY_AGAIN
+from mtpbuild.runtime.errors import EngineFileError
 
 DTYPES = {
     **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
@@ -16,15 +20,24 @@ DTYPES = {
 
 
 def mapped(path: Path) -> dict[str, NDArray[Any]]:
-    """Map the tensors of a safetensors file; bfloat16 comes as its bits, in uint16."""
-    data = np.memmap(path, mode="r")
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
-    header.pop("__metadata__", None)
-    tensors = dict[str, NDArray[Any]]()
-    for name, entry in header.items():
-        place = slice(*(start + offset for offset in entry["data_offsets"]))
-        tensors[name] = data[place].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    """Map the tensors of a safetensors file; bfloat16 comes as its bits, in uint16.
+
+    Raises EngineFileError if the file is not what its header says.
+    """
+    try:
+        with safe_open(path, "np"):
+            """Its tensors fill the file, and each its part of it."""
+        data = np.memmap(path, mode="r")
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:start].tobytes())
+        header.pop("__metadata__", None)
+        tensors = dict[str, NDArray[Any]]()
+        for name, entry in header.items():
+            place = slice(*(start + offset for offset in entry["data_offsets"]))
+            tensors[name] = data[place].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0]
+        raise EngineFileError(f"{path}: not readable ({why}); {COPY_AGAIN}") from None
     return tensors
 
 

@@ -1,7 +1,8 @@
-"""The CPU's kernels on processors that are not here, which qemu plays: equal to the bit.
+"""The CPU's operators outside onnxruntime: on processors that are not here, and damaged.
 
-What the other tests of operators asked onnxruntime, and the operators of an engine that runs, is
-asked again of the library for that processor.
+What the other tests of operators ask onnxruntime, and what an engine asks that runs, is asked again
+of the library for a processor that qemu plays: results are equal to the bit. Damaged at random it
+is asked of a library that looks at each access and each operation of integers.
 """
 
 import os
@@ -18,9 +19,11 @@ import pytest
 from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
+from tests.support.cpu_fuzz import damaged
 from tests.support.cpu_host import RECORD, Case, differences, recorded, replay
 from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled
 from tests.support.cpu_nodes import calls
+from tests.support.exact_engines import save
 from tests.support.isas import isas
 
 pytestmark = [
@@ -125,9 +128,11 @@ def test_an_arm_without_the_dot_product(arm: Machine, cases: list[Case]) -> None
     assert not differences(some, replay(old, some), replay(arm.command(), some))
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("weights", "chains"), [("float32", False), ("int8", False), ("int4", False), ("int4", True)]
+)
 def test_deepseek_tiny_on_arm(
-    weights: str, arm: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, chains: bool, arm: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node of ours of its prompt and its steps, as onnxruntime ran it here."""
     scheme = None if weights == "float32" else build_scheme(weights)
@@ -136,8 +141,8 @@ def test_deepseek_tiny_on_arm(
     )
     [built] = build(replace(request, out=tmp_path / "engine"))
     with monkeypatch.context() as patch:
-        heard = calls(built.folder, [*range(5, 40)], 12, patch, runs=3)
-    assert {"LatentRows", "LatentAttention", "Route", "LogSoftmax"} < {case.op for case in heard}
+        heard = calls(built.folder, [*range(5, 40)], patch, chains=chains)
+    assert ({"Chain"} if chains else {"LatentRows", "Route"}) <= {case.op for case in heard}
     for isa in ("plain", "neon"):
         outcomes = replay(arm.command(), heard, isa)
         assert not differences(heard, outcomes, [case.outcome for case in heard])
@@ -164,3 +169,45 @@ def test_other_processors_of_this_kind(
     [said, *_] = replay(qemu, some, "neon")
     assert said == f"MTPBUILD_CPU_ISA is neon; this machine has {sets}"
     assert not differences(some, replay(qemu, some), replay(own, some))
+
+
+@pytest.fixture(scope="module")
+def sanitized(place: Path) -> Command:
+    needs("g++")
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    library = compiled(SOURCE, place / "sanitized.so", *flags, level="-O1")
+    path = place / "sanitized-host"
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        *flags,
+        f"-I{SOURCE}",
+        str(HOST),
+        "-o",
+        str(path),
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    return [path, library]
+
+
+@pytest.fixture(scope="module")
+def chained(place: Path) -> list[Case]:
+    """Chains of a small engine."""
+    model, out = str(save(place / "model", "few")), place / "engine"
+    request = BuildRequest(model, max_seq_len=160, scheme=build_scheme("int4"), nextn=(1,), out=out)
+    with pytest.MonkeyPatch.context() as patch:
+        heard = calls(build(request)[0].folder, [*range(5, 30)], patch, chains=True)
+    assert "Chain" in {case.op for case in heard}
+    return heard
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_damage(isa: str, sanitized: Command, cases: list[Case], chained: list[Case]) -> None:
+    """Shapes, numbers, types and attributes that nobody would write end in one line, or compute."""
+    drawn = [*damaged(cases, 6000, len(isa)), *damaged(chained, 3000, len(isa))]
+    outcomes = replay(sanitized, drawn, isa)
+    said = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    assert not any("\n" in line for line in said)
+    assert 0.2 < len(said) / len(outcomes) < 0.9

@@ -30,6 +30,10 @@ def _steps(chain: onnx.NodeProto) -> list[onnx.NodeProto]:
 def _node(words: list[str], names: dict[str, str], chain: str) -> onnx.NodeProto:
     arrow = words.index(">")
     values = [word for word in words if "=" not in word]
+    for place, word in enumerate(values[arrow + 1 :], start=arrow + 1):
+        if word == "-":  # a node's own results have names, read or not
+            values[place] = f"unread{len(names)}"
+            names[values[place]] = f"{chain}.{values[place]}"
     operands, results = (
         ["" if word == "-" else names.setdefault(word, f"{chain}.{word}") for word in part]
         for part in (values[1:arrow], values[arrow + 1 :])

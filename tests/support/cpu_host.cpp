@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
@@ -47,10 +48,12 @@ struct ort::Value {
 struct ort::Info {
   std::map<std::string, int64_t> integers;
   std::map<std::string, float> floats;
+  std::map<std::string, std::string> texts;
 };
 struct ort::Context {
   std::vector<std::unique_ptr<Value>> inputs, outputs;
   const CustomOp* op;
+  std::vector<int> types;  // of results, where the operator leaves them to the graph
 };
 struct ort::Domain {
   std::map<std::string, const CustomOp*> ops;
@@ -115,6 +118,13 @@ Status* found(const std::map<std::string, T>& all, const char* name, T* value) {
   *value = at->second;
   return nullptr;
 }
+Status* text_of(const Info* info, const char* name, char* text, size_t* size) {
+  std::string value;
+  if (Status* status = found(info->texts, name, &value)) return status;
+  if (text) std::memcpy(text, value.c_str(), std::min(*size, value.size() + 1));
+  *size = value.size() + 1;
+  return nullptr;
+}
 Status* float_of(const Info* info, const char* name, float* value) {
   return found(info->floats, name, value);
 }
@@ -126,7 +136,11 @@ Status* input_of(const Context* context, size_t place, const Value** value) {
   return nullptr;
 }
 Status* output_of(Context* context, size_t place, const int64_t* sizes, size_t rank, Value** to) {
-  Shape shape{context->op->output_type(context->op, place), {sizes, sizes + rank}};
+  const CustomOp* op = context->op;
+  bool any = op->output_kind(op, 0) == VARIADIC;
+  *to = nullptr;
+  if (place >= (any ? context->types.size() : op->output_count(op))) return nullptr;
+  Shape shape{any ? context->types[place] : op->output_type(op, place), {sizes, sizes + rank}};
   int64_t size = bytes(shape);
   if (size < 0 || size > MOST) return bad("onnxruntime: no memory for a result");
   context->outputs.resize(std::max(context->outputs.size(), place + 1));
@@ -152,6 +166,7 @@ const void* const* table(uint32_t) {
   put(TENSOR_DATA, data), put(ELEMENT_TYPE, element_type);
   put(DIMENSION_COUNT, dimension_count), put(DIMENSIONS, dimensions), put(TENSOR_SHAPE, shape_of);
   put(ATTRIBUTE_FLOAT, float_of), put(ATTRIBUTE_INT, integer_of);
+  put(ATTRIBUTE_STRING, text_of);
   put(CONTEXT_INPUT, input_of), put(CONTEXT_OUTPUT, output_of);
   put(RELEASE_STATUS, release_status), put(RELEASE_SHAPE, release_shape);
   put(PARALLEL_FOR, parallel_for);
@@ -195,6 +210,7 @@ std::unique_ptr<Value> read_operand() {
 
 // What onnxruntime checks by itself: an error, or null.
 Status* fit(const CustomOp* op, const Context& context) {
+  if (op->input_kind(op, 0) == VARIADIC) return nullptr;
   if (context.inputs.size() > op->input_count(op)) return bad("onnxruntime: too many operands");
   for (size_t i = 0; i < op->input_count(op); i++) {
     const Value* value = i < context.inputs.size() ? context.inputs[i].get() : nullptr;
@@ -219,13 +235,15 @@ void run_case(const std::string& name) {
   Info info;
   for (int64_t count = read_one(); count > 0; count--) {
     std::string attribute = read_text();
-    if (read_one())
-      info.floats[attribute] = read_one<float>();
-    else
-      info.integers[attribute] = read_one();
+    int64_t kind = read_one();
+    if (kind == 0) info.integers[attribute] = read_one();
+    if (kind == 1) info.floats[attribute] = read_one<float>();
+    if (kind == 2) info.texts[attribute] = read_text();
   }
   Context context{};
   for (int64_t count = read_one(); count > 0; count--) context.inputs.push_back(read_operand());
+  for (int64_t count = read_one(); count > 0; count--)
+    context.types.push_back(static_cast<int>(read_one()));
   auto at = domain.ops.find(name);
   context.op = at == domain.ops.end() ? nullptr : at->second;
   alarm(SECONDS);

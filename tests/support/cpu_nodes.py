@@ -16,12 +16,16 @@ from tests.support.cpu_chains import apart
 from tests.support.cpu_host import Case
 
 HEARD = "heard."
+TOKENS, RUNS = 12, 3
 
 
 def calls(
-    engine: Path, prompt: list[int], tokens: int, patch: pytest.MonkeyPatch, runs: int
+    engine: Path, prompt: list[int], patch: pytest.MonkeyPatch, *, chains: bool
 ) -> list[Case]:
-    """The calls of a text's first runs of each program; the engine's graphs are written anew."""
+    """The calls of a text's first runs of each program; the engine's graphs are written anew.
+
+    chains: as they are; otherwise each of their steps is a call.
+    """
     heard: list[Case] = []
 
     class Listening(programs.OnnxPrograms):
@@ -35,8 +39,9 @@ def calls(
         def _session(self, program: str) -> Any:
             path = self._folder / self._programs[program].file
             model = self._graphs[program] = onnx.load(path, load_external_data=False)
-            self._left[program] = runs
-            apart(model.graph)
+            self._left[program] = RUNS
+            if not chains:
+                apart(model.graph)
             _listen(model.graph)
             onnx.save(model, path)
             return super()._session(program)
@@ -65,7 +70,7 @@ def calls(
 
     patch.setattr(programs, "OnnxPrograms", Listening)
     with Engine.load(engine, threads=1) as loaded:
-        loaded.generate(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1))
+        loaded.generate(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=1))
     return heard
 
 
@@ -89,5 +94,8 @@ def _case(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> Case:
     def value(name: str) -> NDArray[Any] | None:
         return np.array(values[name]) if name else None
 
-    attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
-    return Case(node.op_type, attributes, [*map(value, node.input)], [*map(value, node.output)])
+    values_of = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    attributes = {n: v.decode() if isinstance(v, bytes) else v for n, v in values_of.items()}
+    results = [*map(value, node.output)]
+    types = [str(array.dtype) for array in results if array is not None]
+    return Case(node.op_type, attributes, [*map(value, node.input)], results, types)

@@ -34,7 +34,7 @@ struct Chain : ort::Operator {
 
   Chain(const Kernels& k, const Attributes& from) {
     count = operands = from.integer("operands");
-    NEED(operands >= 0 && operands <= MOST, name, std::to_string(operands) + " operands");
+    NEED(operands >= 0 && operands <= 1 << 16, name, std::to_string(operands) + " operands");
     std::istringstream lines(from.text("steps")), leaving(from.text("results"));
     for (std::string line; std::getline(lines, line);) steps.push_back(read(k, line));
     for (std::string word; leaving >> word;) {
@@ -42,7 +42,7 @@ struct Chain : ort::Operator {
       bool fits = value >= operands && leaves.emplace(value, leaves.size()).second;
       NEED(fits, name, "no result " + word);
     }
-    std::vector<size_t> last(count);  // the step behind which nobody reads a value
+    std::vector<size_t> last(count + 1);  // the step behind which nobody reads a value
     for (size_t s = 0; s < steps.size(); s++) {
       for (int64_t value : steps[s].results) last[std::max<int64_t>(value, 0)] = s;
       for (int64_t value : steps[s].operands) last[std::max<int64_t>(value, 0)] = s;

@@ -49,7 +49,14 @@ inline Floats power_of_two(Ints x) {
   const __m512i biased = _mm512_add_epi32(x.v, _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
 }
-inline int32_t total(Ints x, Ints y) { return _mm512_reduce_add_epi32(_mm512_add_epi32(x.v, y.v)); }
+// Not _mm512_reduce_add_epi32: what is no number makes sums overflow, and it adds in C's integers.
+inline int32_t total(Ints x, Ints y) {
+  __m512i all = _mm512_add_epi32(x.v, y.v);
+  __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
 inline void store_bytes(int8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
 }

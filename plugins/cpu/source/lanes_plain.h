@@ -99,9 +99,9 @@ inline Floats power_of_two(const Ints& a) {
   return r;
 }
 inline int32_t total(const Ints& a, const Ints& b) {
-  int32_t sum = 0;
-  for (int i = 0; i < 16; i++) sum += a.v[i] + b.v[i];
-  return sum;
+  uint32_t sum = 0;  // of what is no number it overflows
+  for (int i = 0; i < 16; i++) sum += static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]);
+  return static_cast<int32_t>(sum);
 }
 inline void store_bytes(int8_t* p, const Ints& a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);

@@ -4,14 +4,18 @@
 // fma(float(sum), weight's scale * input's scale, total), with one total per output. A step's few
 // rows are bound by the weights' bytes, a prompt's by the multiplications.
 #pragma once
-#include "kernels.h"
+#include <cmath>
+
+#include "maths.h"
 
 namespace {
 
 // A block whose largest input is not above it counts as zeros: 127 / largest would overflow.
 constexpr float LEAST = 1e-30f;
 
+// A row with a NaN, or with what is infinite, is NaN in all of its blocks, and so are its products.
 void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
+  Floats zeros = same(0.0f);
   for (int64_t b = 0; b < blocks; b++, x += mtp::BLOCK) {
     Floats first = load(x), second = load(x + 16);
     float top = largest(max(absolute(first), absolute(second)));
@@ -21,7 +25,10 @@ void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
     out[b].sum = total(low, high);
     store_bytes(out[b].values, low);
     store_bytes(out[b].values + 16, high);
+    zeros = fma(first, same(0.0f), fma(second, same(0.0f), zeros));
   }
+  if (tree(zeros) == 0.0f) return;
+  for (int64_t b = 0; b < blocks; b++) out[b] = {NAN, 0, {}};
 }
 
 // Rows times WIDE vectors of a panel's outputs, from vector `first` on.

@@ -17,7 +17,8 @@ struct Norm : Usual {
 
   void compute(Call& call) const {
     Tensor x = call.input(0), w = call.input(1);
-    NEED(w.rank() == 1 && x.rank() > 0 && x.last() == w.shape[0], name, x.text() + ", " + w.text());
+    NEED(w.rank() == 1 && x.rank() > 0 && x.last() > 0 && x.last() == w.shape[0], name,
+         x.text() + ", " + w.text());
     int64_t rows = x.count(0, x.rank() - 1), size = x.last();
     float* y = call.output(x.shape);
     tasks(call, rows, 4 * rows * size, [&](int64_t m) {
@@ -86,6 +87,7 @@ struct Accept : Usual {
         for (n = 1; n <= most && drafted[n - 1] == own[n - 1];) n++;
       for (int64_t i = n; i < T; i++) own[i] = -1;
       counts[slot] = n;
+      NEED(lengths.data<int64_t>()[slot] <= INT64_MAX - T, name, "a length without an end");
       ends[slot] = lengths.data<int64_t>()[slot] + n;
     }
   }

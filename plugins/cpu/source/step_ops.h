@@ -60,11 +60,14 @@ struct Join : Usual {
       NEED(other.size() == shape.size(), name, part.text() + " beside " + parts[0].text());
       int64_t size = other[place];
       other[place] = shape[place];
-      NEED(other == shape, name, part.text() + " beside " + parts[0].text());
+      NEED(other == shape && size <= MOST && shape[place] <= MOST, name,
+           part.text() + " beside " + parts[0].text());
       shape[place] += size;
     }
     T* y = call.output<T>(shape);
-    for (int64_t outer = 0; outer < parts[0].count(0, place); outer++)
+    // Of nothing there may be any number of lines.
+    int64_t outers = shape[place] ? parts[0].count(0, place) : 0;
+    for (int64_t outer = 0; outer < outers; outer++)
       for (const Tensor& part : parts) {
         int64_t width = part.count(place, part.rank());
         y = std::copy_n(part.data<T>() + outer * width, width, y);
@@ -113,7 +116,7 @@ struct Places : Usual {
     Tensor start = call.input(0), active = call.input(1, true), frequencies = call.input(2);
     int64_t tokens = number(call.input(3)), end = number(call.input(4));
     NEED(start.rank() == 1 && (!active.memory || active.shape == start.shape) &&
-             frequencies.rank() == 1 && tokens >= 0 && tokens <= INT32_MAX,
+             frequencies.rank() == 1 && tokens >= 0 && tokens <= INT32_MAX && offset <= MOST,
          name, "start " + start.text() + ", frequencies " + frequencies.text());
     int64_t slots = start.shape[0], half = frequencies.shape[0];
     float* cos = call.output({slots, tokens, half});
@@ -127,7 +130,9 @@ struct Places : Usual {
       place[slot] = there ? start.data<int64_t>()[slot] : end;
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < half; i++, cos++, sin++) {
-          float position = static_cast<float>(place[slot] + offset + t);
+          // A slot that idles may stand anywhere: its sum goes around.
+          uint64_t at = static_cast<uint64_t>(place[slot]) + static_cast<uint64_t>(offset + t);
+          float position = static_cast<float>(static_cast<int64_t>(at));
           mtp::sine_and_cosine(position * frequencies.data<float>()[i], sin, cos);
           *cos *= scale;
           *sin *= scale;
