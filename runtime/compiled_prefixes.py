@@ -8,12 +8,11 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN, PREFIXES, Manifest, hash_file
 from mtpbuild.runtime.contract.programs import Pooling, Programs
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.prefix_files import RowsFile, identity, open_rows
-from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_pool import PrefixPool, make_pool
 
 STATES = "{}@{}"  # the name of a recurrent state behind so many rows
 log = logging.getLogger("mtpbuild")
@@ -54,14 +53,34 @@ def check_prefixes(folder: Path, manifest: Manifest) -> None:
             raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")
 
 
-def attach_prefixes(
-    programs: Programs, manifest: Manifest, folder: Path, pool: PrefixPool | None
+def open_pool(
+    programs: Programs,
+    manifest: Manifest,
+    folder: Path,
+    limit: int | None,
+    kept: str | Path | None = None,
 ) -> PrefixPool | None:
-    """Let a pool have the prefixes of an engine; makes one without memory if there is none."""
-    if not prefix_names(manifest) or Feature.POOL not in programs.features:
-        return pool
-    keeping = cast(Pooling, programs)
-    pool = pool or PrefixPool(keeping, manifest, 0)
+    """A pool of so many bytes with an engine's prefixes, and with what is kept in a folder.
+
+    limit: None for a share of the free memory. Without memory and prefixes there is no pool.
+    """
+    if limit == 0 and kept is None and not prefix_names(manifest):
+        return None
+    pool = make_pool(programs, manifest, limit, kept)
+    try:
+        if pool is not None:
+            attach_prefixes(cast(Pooling, programs), manifest, folder, pool)
+        if pool is not None and kept is not None:
+            pool.restore()
+    except BaseException:
+        if pool is not None:
+            pool.close()  # others may have its folder
+        raise
+    return pool
+
+
+def attach_prefixes(keeping: Pooling, manifest: Manifest, folder: Path, pool: PrefixPool) -> None:
+    """Let a pool have the prefixes of an engine."""
     for name, file in open_prefixes(folder, manifest):
         numbers = dict[int, int]()
         for rows, arrays in states_of(file, manifest).items():
@@ -72,7 +91,6 @@ def attach_prefixes(
         keeping.adopt(number, own)
         count = len(file.tokens) - pool.lookahead
         pool.pin(file.tokens, count, number, numbers, _ready(folder, manifest, name))
-    return pool
 
 
 def states_of(file: RowsFile, manifest: Manifest) -> dict[int, dict[str, NDArray[Any]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
-from mtpbuild.runtime.compiled_prefixes import attach_prefixes
+from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
@@ -20,7 +20,7 @@ from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError,
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.prefix_pool import PrefixPool, make_pool
+from mtpbuild.runtime.prefix_pool import PrefixPool
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
@@ -63,7 +63,7 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = False,
         prefix_cache_bytes: int | None = None,
-        prefix_cache_dir: Path | None = None,
+        prefix_cache_dir: str | Path | None = None,
         warm: Sequence[SamplingParams] = (),
         **options: Any,
     ) -> Self:
@@ -97,12 +97,9 @@ class Engine:
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
-            pool = None
-            if prefix_cache:
-                pool = make_pool(programs, manifest, prefix_cache_bytes, prefix_cache_dir)
-            pool = attach_prefixes(programs, manifest, folder, pool)
-            if prefix_cache and pool and prefix_cache_dir:
-                pool.restore()
+            limit = prefix_cache_bytes if prefix_cache else 0
+            kept = prefix_cache_dir if prefix_cache else None
+            pool = open_pool(programs, manifest, folder, limit, kept)
             return cls(
                 programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache, pool=pool
             )

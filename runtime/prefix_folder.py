@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 SUFFIX = ".rows"
+MOST_WAITING = 1 << 28  # bytes
 log = logging.getLogger("mtpbuild")
 
 
@@ -38,6 +39,7 @@ class PrefixFolder:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._own = folder, identity(manifest)
         self._types = {s.name: s.dtype for s in manifest.state}
+        self._asked = self._written = 0  # bytes of files; each changes in one thread alone
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,12 +73,20 @@ class PrefixFolder:
             log.warning("%s: %d files of another engine were removed", self._folder, removed)
 
     def write(self, entry: Entry, arrays: Arrays) -> None:
-        """Write a file some time soon; nobody may change the arrays."""
+        """Write a file some time soon; nobody may change the arrays.
+
+        On a slow disk some are not written, so that little memory is held by what waits.
+        """
+        size = sum(array.nbytes for array in arrays.values())
+        if self._asked + size - self._written > MOST_WAITING:
+            return
+        self._asked += size
         about = {"engine": self._own, "parent": entry.parent, "behind": str(entry.behind)}
         about["top"] = str(int(entry.top))
         tensors = {**arrays, TOKENS: np.array(entry.tokens, np.int64)}
 
         def job() -> None:
+            self._written += size
             write_rows(self._path(entry.key), tensors, self._types, about)
 
         self._jobs.put(job)

@@ -335,7 +335,7 @@ class PrefixPool:
 
 
 def make_pool(
-    programs: Programs, manifest: Manifest, limit: int | None, folder: Path | None = None
+    programs: Programs, manifest: Manifest, limit: int | None, folder: str | Path | None = None
 ) -> PrefixPool | None:
     """A pool of so many bytes (None: a share of the free ones), where the programs can have one.
 
@@ -349,7 +349,7 @@ def make_pool(
         return None
     size = free_memory() // SHARE if limit is None else limit
     log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", size / 1e6)
-    files = None if folder is None else PrefixFolder(folder, manifest)
+    files = None if folder is None else PrefixFolder(Path(folder), manifest)
     return PrefixPool(cast(Pooling, programs), manifest, size, files)
 
 
