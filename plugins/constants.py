@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.runtime.contract.manifest import WEIGHT
+from mtpbuild.runtime.contract.programs import WEIGHT
 
 
 class Constants:

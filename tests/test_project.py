@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
-CONTROLS = "mtpbuild.runtime.contract.controls"  # all that plugins may import of the run time
+SHARED = tuple(f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs"))  # all that
+# plugins may import of the run time
 # Files of a plugin that need more than torch.
 FACETS = {"onnx", "cpu", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share
@@ -173,7 +174,7 @@ def test_imports_go_down() -> None:
             own = top != "mtpbuild" or not rest or rest[0] in MAY_IMPORT[part_of(module)]
             foreign = part_of(module) == "plugins" and name.startswith("mtpbuild.runtime")
             assert own, f"{path} imports {name}"
-            assert not foreign or name.startswith(CONTROLS), f"{path} imports {name}"
+            assert not foreign or name.startswith(SHARED), f"{path} imports {name}"
 
 
 def test_what_comes_from_outside() -> None:

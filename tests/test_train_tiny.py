@@ -28,8 +28,8 @@ def script(name: str, *flags: object) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["deepseek-tiny", "qwen-tiny"])
-def test_smoke(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "modules"), [("deepseek-tiny", 3), ("qwen-tiny", 1)])
+def test_smoke(tmp_path: Path, model: str, modules: int) -> None:
     out, folder = tmp_path / "run", tmp_path / "model"
     script("train.py", "--smoke", "--model", model, "--steps", 16, "--out", out)
     lines = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
@@ -45,10 +45,9 @@ def test_smoke(tmp_path: Path, model: str) -> None:
     shutil.copyfile(ROOT / "recipes/deepseek_tiny/tokenizer.json", folder / "tokenizer.json")
     script("export.py", "--checkpoint", out / "distill.pt", "--out", folder)
     equal_to_transformers(folder)
-    if model == "deepseek-tiny":
-        config = load_config(folder)
-        assert config.num_nextn_predict_layers == 3
-        open_checkpoint(folder).check(config)
+    config = load_config(folder)
+    assert config.num_nextn_predict_layers == modules
+    open_checkpoint(folder).check(config)
 
 
 def equal_to_transformers(folder: Path) -> None:

@@ -24,7 +24,6 @@ WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into i
 PREFIXES = "prefixes"  # the folder of rows of prompts that an engine was built with
 CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoint has
 SHARED = "{}.shared.json"  # of one: names of weights that it is given, and holds no copy of
-WEIGHT = "weights.{}"  # the input by which it is given one
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what was built
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request

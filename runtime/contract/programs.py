@@ -19,6 +19,7 @@ Piece: TypeAlias = tuple[int, int, int]  # a number under which rows are kept, t
 PREFILL = "prefill"  # the program of a prompt's chunk
 SCORE = "score"  # the same, with the log-probabilities of the tokens behind
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
+WEIGHT = "weights.{}"  # the input by which a program is given a weight that others read, too
 
 
 def host_type(dtype: str) -> np.dtype[Any]:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
-from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHT, WEIGHTS, Manifest, ProgramSpec
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest, ProgramSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
     PLAIN,
     PREFILL,
+    WEIGHT,
     Bools,
     Ints,
     StepOutput,

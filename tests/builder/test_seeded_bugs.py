@@ -159,13 +159,13 @@ def vanilla_window_of_k_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
-    take = draft.take
+    take = draft.take_rows
 
     def wrong(x: Tensor, start: Tensor, count: int) -> Tensor:
         stale = count == 3 and x.shape[-1] > 1  # what becomes past_hidden
         return take(x, (start - 1).clamp(min=0) if stale else start, count)
 
-    patch.setattr(draft, "take", wrong)
+    patch.setattr(draft, "take_rows", wrong)
 
 
 def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:

@@ -217,11 +217,11 @@ def test_acceptance(B: int, T: int, V: int, monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_array_equal(got[4], wanted[4].numpy())
     damaged = logits.copy()
     damaged[-1, :, V // 3] = np.nan  # one logit is enough
-    found = same_everywhere(monkeypatch, "Accept", given | {"logits": damaged}, types)
-    assert (found[0][-1, : found[1][-1]] >= 0).all()
-    assert (found[0] < V).all()
-    assert np.isnan(found[3][-1]).all()
-    np.testing.assert_array_equal(found[3][:-1], got[3][:-1])
+    nan = same_everywhere(monkeypatch, "Accept", given | {"logits": damaged}, types)
+    assert (nan[0][-1, : nan[1][-1]] >= 0).all()
+    assert (nan[0] < V).all()
+    assert np.isnan(nan[3][-1]).all()
+    np.testing.assert_array_equal(nan[3][:-1], got[3][:-1])
     alone = {**given, "logits": logits[:, :1].copy(), "window": window[:, :1].copy()}
     first = run("Accept", alone, types, 1)
     np.testing.assert_array_equal(first[3], got[3][:, :1])
