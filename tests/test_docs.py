@@ -128,6 +128,8 @@ def check(command: str) -> None:
             code = (ROOT / script).read_text(encoding="utf-8")
             for flag in flags:
                 assert not flag.startswith("--") or f'"{flag.partition("=")[0]}"' in code, flag
+        case ["torchrun", "--nproc-per-node", _, *rest]:
+            check(shlex.join(["python", *rest]))
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case (

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
     compiled = not (args.smoke or args.eager)
     trainer = Trainer(load_model(Path(args.checkpoint)), args.device, args.dtype, compiled)
     code, chats = rows(args, seed)
-    own = own_text(args, source, code, args.own)
+    own = own_text(args, source, code, args.own) if args.own else []
     distiller = Distiller(trainer, compiled)
     optimizer = Optimizer(distiller.model.parameters(), args.muon_lr, args.adam_lr)
     out = Path(args.out)
