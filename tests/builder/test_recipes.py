@@ -55,6 +55,7 @@ def test_names() -> None:
         "mimo-7b-rl",
         "moonlight-16b-a3b-instruct",
         "qwen3-next-80b-a3b",
+        "qwen-tiny",
         "qwen3.5-0.8b",
         "qwen3.5-2b",
         "qwen3.5-4b",

@@ -1,0 +1,57 @@
+"""The hybrid model that the repository ships, as a user runs it, against transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.runtime import Engine, SamplingParams
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.prompts import CODE, QUESTIONS
+from tests.support.transformers_oracle import transformers_greedy, transformers_model
+
+pytestmark = pytest.mark.xdist_group("qwen_tiny")  # another worker would wait for the same engine
+OUTPUT = 48
+MEAN_ACCEPTANCE_LENGTH = 2.0  # a broken drafter would not reach it; the card has what this one does
+
+
+@pytest.fixture(scope="session")
+def engine(build_engine: EngineBuilder) -> Path:
+    return build_engine("qwen-tiny", 3, max_batch=1, prefill_chunk=32)
+
+
+def prompts(engine: Path) -> list[list[int]]:
+    """Returns questions, and code of more than a chunk."""
+    with Engine.load(engine, threads=1) as loaded:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:6]]
+        code = [token for text in CODE[:6] for token in loaded.encode(text)]
+        return [*(loaded.chat_ids(chat) for chat in chats), code]
+
+
+def test_text_is_that_of_transformers(engine: Path) -> None:
+    """With drafts that are accepted: states advance by them and by nothing else."""
+    torch.set_num_threads(1)
+    model = transformers_model(find_model("qwen-tiny").folder)
+    chosen = [prompts(engine)[i] for i in (0, 5, -1)]
+    theirs = [transformers_greedy(model, prompt, OUTPUT) for prompt in chosen]
+    assert greedy_ids(engine, chosen, OUTPUT) == theirs
+
+
+def test_it_answers_and_its_drafts_are_accepted(engine: Path) -> None:
+    with Engine.load(engine, threads=1) as loaded:
+        results = [loaded.generate(p, SamplingParams(max_tokens=200)) for p in prompts(engine)[:6]]
+    assert results[0].text.rsplit("\n", 1)[-1] == "132"
+    drafting = [result.metrics.speculative_decoding for result in results]
+    accepted = sum(d.num_accepted_draft_tokens for d in drafting)
+    assert 1 + accepted / sum(d.num_spec_steps for d in drafting) > MEAN_ACCEPTANCE_LENGTH
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nextn", [0, 1, 2, "auto"])
+def test_every_nextn_says_the_same(
+    engine: Path, build_engine: EngineBuilder, nextn: int | str
+) -> None:
+    other = build_engine("qwen-tiny", nextn, max_batch=4, prefill_chunk=32)
+    given = prompts(engine)
+    assert greedy_ids(other, given, 128) == greedy_ids(engine, given, 128)
