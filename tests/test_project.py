@@ -57,6 +57,7 @@ ONLY_HERE = {
     "mtpbuild.builder.bench.figures": {"numpy"},
     "mtpbuild.builder.prefixes": {"numpy"},
     "mtpbuild.builder.study.figures": {"numpy"},
+    "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
     "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}

@@ -15,7 +15,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rows
 from mtpbuild.builder.models.deepseek_v3 import attention
 from mtpbuild.builder.program import accept, draft
-from mtpbuild.plugins import accept_rewind, mla_attention
+from mtpbuild.plugins import accept_rewind, mla_attention, take_rows
 from tests.support.forced import COUNT, DRAFTS, LENGTH
 from tests.support.steps import check_case
 
@@ -159,7 +159,7 @@ def vanilla_window_of_k_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
-    take = draft.take_rows
+    take = take_rows
 
     def wrong(x: Tensor, start: Tensor, count: int) -> Tensor:
         stale = count == 3 and x.shape[-1] > 1  # what becomes past_hidden
