@@ -70,8 +70,8 @@ def test_bins_have_every_point_once(distinct: int) -> None:
         low, high = each.interval
         assert low - 1e-9 <= each.share <= high + 1e-9
     assert len(bins) == min(distinct, BINS)
-    if distinct == 500:
-        assert max(each.judged for each in bins) <= 1000 / BINS + 4
+    most = 1000 / BINS + 4 if distinct == 500 else 1000
+    assert max(each.judged for each in bins) <= most
 
 
 def test_entropies() -> None:
