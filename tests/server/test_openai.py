@@ -19,7 +19,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.server.service import Settings
-from tests.support.live_server import Live, live
+from tests.support.live_server import Live, live, url_of
 
 pytestmark = pytest.mark.xdist_group("tiny")
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
@@ -259,7 +259,7 @@ def test_the_process(tiny_engine: Callable[..., Path]) -> None:
         body["max_tokens"] = count
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            url = process.stderr.readline().split()[-1]
+            url = url_of(process)
             with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
                 lines = response.iter_lines()
                 first = json.loads(next(lines).removeprefix("data: "))

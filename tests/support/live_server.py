@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,3 +55,14 @@ def until(condition: Callable[[], object], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.005)
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Reads what `mtpbuild serve` says at its start; returns where it listens."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        if line.startswith("serving"):
+            return line.split()[-1]
+        said.append(line)
+    raise AssertionError(f"the server ended: {''.join(said)}")
