@@ -176,7 +176,7 @@ class OnnxPrograms(HostSlots):
     def _session(self, program: str) -> Any:
         path = self._folder / self._programs[program].file
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what goes wrong is raised, and said once
         # Rows and slots differ from step to step. A plan of memory for each shape makes no step
         # faster, and takes 0.15 GB more with 8 requests of 8,192 tokens.
         options.enable_mem_pattern = False
