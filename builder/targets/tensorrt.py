@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.contract.manifest import SHARED
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -77,6 +76,8 @@ class TensorRt(Target):
 
     def keeps_weights(self, folder: Path, options: TensorRtOptions) -> bool:
         """True for a stripped engine, and for one whose programs share weights."""
+        from mtpbuild.runtime.contract.manifest import SHARED
+
         return options.strip_weights or any(folder.glob(SHARED.format("*")))
 
     def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:

@@ -28,7 +28,7 @@ def test_states_get_roles(tmp_path: Path) -> None:
     raw = json.loads(OLD.read_text(encoding="utf-8"))
     manifest = read_manifest(written(tmp_path, raw))
     assert manifest.build.capacity == 2052
-    lacking = {Feature.ADAPT, Feature.OVERLAP, Feature.SCORE, Feature.SHARE}
+    lacking = {Feature.ADAPT, Feature.OVERLAP, Feature.POOL, Feature.SCORE, Feature.SHARE}
     assert manifest.features == set(Feature) - lacking
     found = [(s.name, s.role, s.owner) for s in manifest.state]
     L, K = raw["model"]["num_hidden_layers"], raw["build"]["nextn"]
