@@ -42,6 +42,9 @@ class Timed:
     def move(self, source: int, target: int) -> None:
         self.programs.move(source, target)
 
+    def clear(self, slot: int) -> None:
+        self.programs.clear(slot)
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         self.begun.append(time.perf_counter())
         output = self.programs.step(active, rows)

@@ -79,6 +79,10 @@ class Eager:
     def move(self, source: int, target: int) -> None:
         raise AssertionError("there is one slot")
 
+    def clear(self, slot: int) -> None:
+        for tensor in self.state.values():
+            tensor[slot] = 0
+
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:
         judged = {name: self.state[name] for name in ("window", "num_drafts")}
