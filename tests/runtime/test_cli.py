@@ -432,8 +432,13 @@ def test_a_second_ctrl_c_interrupts_an_answer_that_does_not_end(engine_dir: Path
                 signal.raise_signal(signal.SIGINT)
             return super().step(active, rows)
 
-    with programs_by(Stuck):
-        done = type_in(["hello"], "run", "--engine", engine_dir)
+    # A shell's background jobs ignore SIGINT, and so would this process.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with programs_by(Stuck):
+            done = type_in(["hello"], "run", "--engine", engine_dir)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert (done.exit_code, done.stderr.strip()) == (130, "interrupted")
 
 
