@@ -17,6 +17,7 @@ from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
 from mtpbuild.runtime.target_options import changed, load_options, option_flags
+from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.chat_template import ChatOptions, Message
@@ -72,7 +73,7 @@ def run(
         None, "Write every step to FILE.jsonl or FILE.html; may be repeated."
     ),
     json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
-    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    threads: int | None = flag(None, THREADS, parser=parse_threads),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt, talk on a terminal until Ctrl-D, or answer what is piped in.

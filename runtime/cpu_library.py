@@ -8,7 +8,10 @@ from pathlib import Path
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
 FILE = "libmtpbuild_cpu.so"
-LAYOUT = "panels32"  # how weights lie: docs/cpu-kernels.md
+# How weights lie (docs/cpu-kernels.md), and the version of the operators, which counts up when one
+# comes in or takes other operands. An engine names what it was built for.
+LAYOUT = "panels32.2"
+READ = ("panels32", LAYOUT)  # what this library runs
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instructions that it has kernels for
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # names one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
@@ -25,12 +28,12 @@ def find_library() -> Path | None:
 def library_for(layout: str, engine: Path) -> Path:
     """Return the library for an engine whose weights are packed in this layout.
 
-    Raises EngineError if another version packed them, MissingDependencyError without a library.
+    Raises EngineError if this version does not read it, MissingDependencyError without a library.
     """
-    if layout != LAYOUT:
+    if layout not in READ:
         raise EngineError(
-            f"{engine}: its weights are packed as {layout}, this mtpbuild reads {LAYOUT}; "
-            "rebuild the engine"
+            f"{engine}: its weights and operators are {layout}, this mtpbuild runs "
+            f"{', '.join(READ)}; rebuild the engine, or upgrade mtpbuild if a newer one built it"
         )
     if (path := find_library()) is None:
         raise MissingDependencyError(

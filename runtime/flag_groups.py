@@ -9,12 +9,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 T = TypeVar("T")
 
 
-def flag(default: T, help: str, *names: str) -> T:
+def flag(default: T, help: str, *names: str, parser: Callable[[str], T] | None = None) -> T:
     """Makes the default of a group's field, or of a command's parameter, that is a flag.
 
-    names: the flag's names, if they differ from the field's. A switch has no opposite.
+    names: the flag's names, if they differ from the field's. A switch has no opposite. parser:
+    reads the flag's value, where it is more than a value of the field's type.
     """
-    return field(default=default, metadata={"help": help, "names": names})
+    return field(default=default, metadata={"help": help, "names": names, "parser": parser})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -53,6 +54,8 @@ def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
 
     said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
     names = said["names"] or (f"--{name.replace('_', '-')}",)
-    option = Option(*names, help=said["help"], rich_help_panel=said.get("panel"))
+    option = Option(
+        *names, help=said["help"], rich_help_panel=said.get("panel"), parser=said.get("parser")
+    )
     kind = Annotated[kind, option]
     return inspect.Parameter(name, keyword, default=entry.default, annotation=kind)

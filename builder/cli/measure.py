@@ -19,6 +19,7 @@ from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 from mtpbuild.runtime.target_options import changed
+from mtpbuild.runtime.threads import THREADS, parse_threads
 
 T = TypeVar("T")
 NEXTN = "0,1,2,3"
@@ -43,7 +44,7 @@ def bench(
     drafter: str | None = flag(None, f"{' or '.join(offered())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
-    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    threads: int | None = flag(None, THREADS, parser=parse_threads),
     out: Path = flag(Path("bench_results"), "Folder for bench.json and bench.png."),
     json: bool = flag(False, "Print bench.json instead of the tables."),
 ) -> None:
@@ -93,7 +94,7 @@ def evaluate(
     use_relaxed_acceptance_for_thinking: bool = flag(
         False, "TensorRT-LLM's; at temperature 0 it is always compared."
     ),
-    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    threads: int | None = flag(None, THREADS, parser=parse_threads),
     out: Path = flag(Path("eval_results"), "Folder for eval.json and eval.png."),
     json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
@@ -153,7 +154,7 @@ def verify(
     prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones."),
     output_len: int = flag(64, "Tokens of each text."),
     seeds: int = flag(250, "Sampled texts per prompt, for their law."),
-    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    threads: int | None = flag(None, THREADS, parser=parse_threads),
     exact: bool = flag(False, "Refuse an engine whose results depend on more than its input."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:

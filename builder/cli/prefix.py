@@ -11,6 +11,7 @@ from mtpbuild.builder.cli.shared import progress
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.threads import THREADS, parse_threads
 
 EngineFolder = Annotated[Path, Option(help="Engine directory.")]
 Name = Annotated[str, Option(help="The prefix's name.")]
@@ -27,7 +28,7 @@ def add(
     chat: bool = flag(False, "The text is the system message of chats."),
     messages: Path | None = flag(None, "JSON file with the messages that chats begin with."),
     tools: Path | None = flag(None, "JSON file with the tools of such chats."),
-    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    threads: int | None = flag(None, THREADS, parser=parse_threads),
 ) -> None:
     """Compute what prompts begin with, and put it into the engine."""
     given = [path for path in (file, messages) if path is not None]

@@ -11,6 +11,7 @@ from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
+from mtpbuild.runtime.threads import default_threads
 
 
 class InductorPrograms(HostSlots):
@@ -18,7 +19,7 @@ class InductorPrograms(HostSlots):
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
         super().__init__(manifest, PackedCaches(manifest.state))
-        self._threads = threads or torch.get_num_threads()
+        self._threads = threads or default_threads()
         self._open = opener("cpu")
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}

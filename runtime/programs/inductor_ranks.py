@@ -19,6 +19,7 @@ from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
+from mtpbuild.runtime.threads import default_threads
 
 T = TypeVar("T")
 AHEAD = 2  # pieces of work that a rank's GPU is given beyond the one that its host has seen done
@@ -31,7 +32,7 @@ class RankPrograms(InductorPrograms):
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
     ) -> None:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        super().__init__(manifest, threads or max(1, torch.get_num_threads() // here), opener)
+        super().__init__(manifest, threads or max(1, default_threads() // here), opener)
         self._channel = channel
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageEr
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
 from mtpbuild.runtime.programs.slots import own_outputs, reported
+from mtpbuild.runtime.threads import default_threads
 
 Carries = dict[str, NDArray[Any]]
 BFLOAT16 = 16  # as ONNX numbers it; NumPy has its bits
@@ -90,7 +91,8 @@ class OnnxPrograms(HostSlots):
         provider: str = "cpu",
     ) -> None:
         super().__init__(manifest, caches, copies=2)
-        self._folder, self._threads, self._provider = folder, threads, provider
+        self._folder, self._provider = folder, provider
+        self._threads = threads or default_threads()
         packed = manifest.build.cpu_layout
         self._library = None if packed is None else library_for(packed, folder)
         # All sessions read one mapping; onnxruntime by itself would map the file for each.
@@ -184,8 +186,7 @@ class OnnxPrograms(HostSlots):
             options.register_custom_ops_library(str(self._library))
         for name, value in self._weights.items():
             options.add_initializer(name, value)
-        if self._threads:
-            options.intra_op_num_threads = self._threads
+        options.intra_op_num_threads = self._threads
         # Each session has threads of its own. After a run they would spin for some 50 ms, in the
         # way of the next session's: a prompt's behind its first steps.
         options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -11,6 +11,7 @@ from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError, install
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.target_options import changed
+from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.server.service import Settings
@@ -42,7 +43,7 @@ class ReplicaFlags:
     tool_call_parser: str | None = flag(
         None, "deepseek_v3, deepseek_v31, hermes or none; default: as the chat template."
     )
-    threads: int | None = flag(None, "CPU threads; default: all cores.")
+    threads: int | None = flag(None, THREADS, parser=parse_threads)
 
     def prefixes(self) -> dict[str, Any]:
         """Says what `Engine.load` is told of earlier prompts."""

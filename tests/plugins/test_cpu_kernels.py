@@ -1,5 +1,6 @@
 """The CPU's kernels, through onnxruntime: their arithmetic to the bit, and what they refuse."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
-from mtpbuild.runtime.cpu_library import ISAS
+from mtpbuild.runtime.cpu_library import ISAS, LAYOUT
 from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import (
     HOST,
@@ -545,6 +546,15 @@ def test_sources_are_formatted() -> None:
     command = [str(tool), style, "--dry-run", "-Werror", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_engines_name_the_operators_that_they_need() -> None:
+    """LAYOUT counts up with the operators, so that an older library refuses an engine in a line."""
+    declared = re.compile(r"static constexpr (?:const char\*|ort::Type|unsigned) .*?;", re.DOTALL)
+    headers = sorted(SOURCE.glob("*_ops.h"))
+    found = [" ".join(x.split()) for h in headers for x in declared.findall(h.read_text())]
+    digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+    assert (LAYOUT, len(found), digest) == ("panels32.2", 71, "934f8f2f8a9cf146")
 
 
 def test_instruction_sets_share_no_function() -> None:

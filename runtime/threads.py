@@ -1,0 +1,63 @@
+"""How many threads a CPU's work takes: those that a user names, or one for each physical core."""
+
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+AUTO = "auto"
+THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
+VARIABLE = "OMP_NUM_THREADS"  # which programs that compute on several threads obey
+
+
+def parse_threads(text: str) -> int | None:
+    """Reads the value of `--threads`; None stands for `default_threads`. Raises ValueError."""
+    if text == AUTO:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a number or {AUTO}, got {text!r}") from None
+
+
+def default_threads() -> int:
+    """Returns how many threads are taken unless they are said: one for each physical core.
+
+    OMP_NUM_THREADS, which users set to leave cores to others, is a limit, too.
+    """
+    said = os.environ.get(VARIABLE, "")
+    limit = int(said) if said.isdecimal() and int(said) else math.inf
+    return int(min(physical_cores(), limit))
+
+
+def physical_cores(root: Path = Path("/"), usable: Collection[int] | None = None) -> int:
+    """Counts the physical cores of the processors that this process may use.
+
+    Two threads of one core share its arithmetic and its caches, so a second one makes a step no
+    faster. A container's quota of processor time, by control groups, is a limit, too. root: of the
+    system's files. usable: numbers of processors; by default those that the system lets us use.
+    """
+    if usable is None:
+        usable = _usable()
+    cores = {_siblings(root, cpu) for cpu in usable}
+    return int(max(1, min(len(cores), _quota(root))))
+
+
+def _usable() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """Names a processor's core, by the processors that share it; by its own number if unknown."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    return topology.read_text(encoding="utf-8").strip() if topology.is_file() else str(cpu)
+
+
+def _quota(root: Path) -> float:
+    """Returns how many processors' time the control group may take; without a limit infinity."""
+    limit = root / "sys/fs/cgroup/cpu.max"
+    text = limit.read_text(encoding="utf-8") if limit.is_file() else "max 1"
+    quota, period = text.split()
+    return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
