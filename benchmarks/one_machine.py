@@ -2,7 +2,7 @@
 
     tools/peers_env.sh                            # once: llama.cpp, in .venv-peers
     python benchmarks/one_machine.py --layers 4   # a quick look
-    python benchmarks/one_machine.py [--only moe,dense,small-moe,contexts] [--rounds 3]
+    python benchmarks/one_machine.py [--only SECTION,SECTION] [--rounds 3]
 
 It writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds
 engines, and runs each side in a process of its own, in turn. Its tables show figures beside their
@@ -21,8 +21,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from one.adaptive import Adaptive
 from one.contexts import Contexts
 from one.machine import machine_of, measure_machine
+from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
 from one.section import Found, Section
@@ -40,6 +42,8 @@ SECTIONS: dict[str, Section] = {
     "dense": Published(DENSE, 2, (0.85, 0.85 * 0.7), reduced_gain=1.6),
     "small-moe": SmallMoE(),
     "contexts": Contexts(),
+    "prompts": Prompts(),
+    "adaptive": Adaptive(),
 }
 OTHER_PYTHON = Path(".venv-peers/bin/python")
 WIDTH = 150  # least columns of the output

@@ -40,7 +40,7 @@ class Workshop:
         self._weigh()
         return count(self.checkpoint)
 
-    def build(self, name: str, nextns: tuple[int, ...], *flags: str) -> list[Path]:
+    def build(self, name: str, nextns: tuple[int | str, ...], *flags: str) -> list[Path]:
         """Builds engines of the checkpoint, a folder each; one build's engines share weights."""
         self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
         out = self.folder / name

@@ -86,7 +86,11 @@ def decode(
     rates: Sequence[float] | None = None,
     window: int = 1,
 ) -> dict[str, Any]:
-    """Makes an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's."""
+    """Makes an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
+
+    rates: how often the first draft, the first two and so on are accepted; () samples without
+    drafts, None is greedy and takes drafts as the model judges them.
+    """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
     return ask | {"filled": filled, "rates": rates, "window": window}
 
@@ -127,6 +131,12 @@ class Measured:
     def step(self, side: str, ask: str) -> float | None:
         """Returns the seconds of a step, the median of the rounds' medians."""
         return self._median(side, ask, lambda answer: statistics.median(answer["steps"][WARM:]))
+
+    def speed(self, side: str, ask: str) -> float | None:
+        """Returns tokens per second of all requests together, the median of the rounds."""
+        return self._median(
+            side, ask, lambda answer: sum(answer["emitted"][WARM:]) / sum(answer["steps"][WARM:])
+        )
 
     def prompt(self, side: str, ask: str) -> float | None:
         """Returns the seconds to the first token after a prompt."""

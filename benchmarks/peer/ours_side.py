@@ -12,6 +12,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
 POOL = 1024  # different rows in a filled cache
+SAMPLING = {"temperature": 1.0}  # an engine without drafts runs the program that synthetic() takes
 
 
 class Watched:
@@ -31,6 +32,7 @@ class Watched:
         """Begins to note steps; filled: the rows of each skipped prompt; None runs the prompts."""
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
+        self.emitted: list[int] = []
 
     def prefill(self, slot: int, start: int, tokens: Any) -> None:
         if self.filled is None:
@@ -40,6 +42,7 @@ class Watched:
         output: StepOutput = self._programs.step(active, rows)
         if int(active.sum()) == self.batch:
             self.ends.append(time.perf_counter())
+            self.emitted.append(int(output.num_tokens.sum()))
             if self.empty:
                 self._fill()
         return output
@@ -73,7 +76,7 @@ class Ours:
     def decode(self, ask: Ask) -> Answer:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
-        accepting = {} if rates is None else synthetic(rates)
+        accepting = {} if rates is None else synthetic(rates) if rates else SAMPLING
         # Requests begin one by one, with a step between; the last one to begin must still have all
         # its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
@@ -83,9 +86,10 @@ class Ours:
         results = self.engine.generate(prompts, params)
         self.loop._chunk = chunk
         said = [token for result in results for token in result.token_ids]
-        steps = np.diff(self.watched.ends).tolist()
+        steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
         self.watched.begin_watch(1, None)
-        return {"steps": steps, "tokens": len(said), "distinct": len(set(said)) / len(said)}
+        distinct = len(set(said)) / len(said)
+        return {"steps": steps, "emitted": emitted, "tokens": len(said), "distinct": distinct}
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Measures `--nextn auto` beside nextn 0 where drafts are accepted at fixed rates.
+
+Both run the program for sampled requests. The choice learns from some steps before it is measured.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from one.files import Workshop
+from one.report import NONE, Aim, over
+from one.run import Run
+from one.section import Data, Found
+from one.shapes import MOE, published
+from one.sides import Measured, decode, ours, take_turns
+
+MOST = 4  # drafts of `--nextn auto`
+PLAIN, AUTO = "nextn 0", "nextn auto"
+ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, where those before it were accepted
+LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
+LEARNING, STEPS = 100, 100  # steps before and while it is measured
+AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
+
+
+@dataclass(frozen=True)
+class Case:
+    """Is a number of requests, each with `context` cached tokens and drafts of equal odds."""
+
+    context: int
+    batch: int
+    odds: float
+
+    def __str__(self) -> str:
+        return f"{self.context} x {self.batch}, {self.odds}"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(self.odds**i for i in range(1, MOST + 1))
+
+
+CASES = [Case(*load, odds) for load in LOADS for odds in ODDS]
+
+
+class Adaptive:
+    def measure(self, run: Run) -> Data:
+        shape = published(MOE, run.layers)
+        shop = Workshop(run.folder, shape, run.watch)
+        shop.write_checkpoint()
+        contexts, batches = zip(*LOADS, strict=True)
+        length = max(contexts) + (LEARNING + STEPS + max(batches)) * (MOST + 1)
+        flags = ("--max-seq-len", str(length), "--max-batch", str(max(batches)))
+        plain, auto = (shop.build(f"n{n}", (n,), *flags)[0] for n in (0, "auto"))
+        shop.drop_checkpoint()
+        without = {str(Case(*load, 0.0)): decode(STEPS, *load, rates=()) for load in LOADS}
+        asks = dict[str, Any]()
+        for case in CASES:
+            for name, steps in ((f"{case}, learning", LEARNING), (str(case), STEPS)):
+                asks[name] = decode(steps, case.context, case.batch, rates=case.rates)
+        sides = [
+            ours(PLAIN, plain, without, shop.vocabulary),
+            ours(AUTO, auto, asks, shop.vocabulary),
+        ]
+        return {"layers": shape.config.num_hidden_layers, "rounds": take_turns(sides, run)}
+
+    def tables(self, found: Found) -> list[Table]:
+        title = f"{MOE}, {found.data['layers']} layers, int4: tokens/s over nextn 0's ({AIM})"
+        grid = Table("cached x requests", "nextn 0, tokens/s", title=title, title_justify="left")
+        for odds in ODDS:
+            grid.add_column(f"accepted at {odds}", justify="right")
+        for load in LOADS:
+            plain = found.measured.speed(PLAIN, str(Case(*load, 0.0)))
+            said = NONE if plain is None else f"{plain:.4g}"
+            cells = [ratio(found.measured, Case(*load, odds), plain) for odds in ODDS]
+            grid.add_row(f"{load[0]:,} x {load[1]}", said, *cells)
+        return [grid]
+
+
+def ratio(measured: Measured, case: Case, plain: float | None) -> str:
+    found = over(measured.speed(AUTO, str(case)), plain)
+    if found is None:
+        return NONE
+    color = "green" if AIM.reached(found) else "red"
+    return f"[{color}]{found:.2f}[/{color}]"

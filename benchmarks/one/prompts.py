@@ -1,0 +1,50 @@
+"""Measures how fast prompts of several lengths are read, beside llama.cpp."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from one.cost import as_json
+from one.files import Workshop
+from one.report import Aim, Row, over, rate, table
+from one.run import Run
+from one.section import Data, Found
+from one.shapes import MOE, published
+from one.sides import LLAMA, Side, ours, prompt, take_turns
+
+OURS = "nextn 0"
+AIMS = {256: 2.5, 2048: 2.0, 8192: 1.6}  # length -> our tokens per second over llama.cpp's
+ROOM = 64  # cached tokens beyond the longest prompt
+
+
+class Prompts:
+    def measure(self, run: Run) -> Data:
+        shop = Workshop(run.folder, published(MOE, run.layers), run.watch)
+        counted, most = shop.write_checkpoint(), max(AIMS) + ROOM
+        (engine,) = shop.build("whole", (0,), "--max-seq-len", str(most))
+        shop.drop_checkpoint()
+        asks = {str(length): prompt(length, 1) for length in AIMS}
+        sides = [ours(OURS, engine, asks, shop.vocabulary)]
+        costs = {f"{OURS}, {length}": counted.prompt(engine, length) for length in AIMS}
+        if run.peers is not None:
+            gguf, tensors = shop.write_gguf(run.peers)
+            sides.append(Side(LLAMA, run.peers, gguf, asks, shop.vocabulary, most))
+            costs |= {f"{LLAMA}, {n}": counted.gguf_prompt(tensors, n) for n in AIMS}
+        return {
+            "layers": shop.shape.config.num_hidden_layers,
+            "costs": as_json(costs),
+            "rounds": take_turns(sides, run),
+        }
+
+    def tables(self, found: Found) -> list[Table]:
+        title = (
+            f"{MOE}, {found.data['layers']} layers, int4 beside Q4_0 (bounds: without attention)"
+        )
+        return [table(title, self.rows(found))]
+
+    def rows(self, found: Found) -> Iterator[Row]:
+        for length, aim in AIMS.items():
+            seconds = [found.measured.prompt(side, str(length)) for side in (OURS, LLAMA)]
+            seconds += [found.bound(f"{side}, {length}", "int4") for side in (OURS, LLAMA)]
+            row = Row(f"prompt of {length:,}", "tokens/s", (*(rate(length, s) for s in seconds),))
+            yield row.judge(over(seconds[1], seconds[0]), Aim(aim, at_least=True))
