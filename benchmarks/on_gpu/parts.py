@@ -64,24 +64,24 @@ class Accept(nn.Module):
 
 
 class FirstDraft(nn.Module):
-    """Runs the module over the window: following [1, T] are emitted tokens, hidden [1, T, E]."""
+    """Runs the module over the window: emitted [1, T] are emitted tokens, hidden [1, T, E]."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
         self.model = model
 
     def forward(
-        self, state: State, following: Tensor, hidden: Tensor, start: Tensor, at: Tensor
+        self, state: State, emitted: Tensor, hidden: Tensor, start: Tensor, at: Tensor
     ) -> tuple[State, State]:
         module = self.model.module(0)
         rows = self.model.rope(start, hidden.shape[1])
-        x = self.model.draft_input(0, following, hidden, rows)
+        x = self.model.draft_input(0, emitted, hidden, rows)
         x, cache = module.last(x, state[MTP_CACHE], rows, at)
         return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
 
 
 class FurtherDraft(nn.Module):
-    """Runs the module for one further draft, at position `start` + `side`'s rows; following [1, 1].
+    """Runs the module for one further draft, at position `start` + `side`'s rows; emitted [1, 1].
 
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
@@ -94,14 +94,14 @@ class FurtherDraft(nn.Module):
         self,
         state: State,
         cache: Tensor,
-        following: Tensor,
+        emitted: Tensor,
         hidden: Tensor,
         start: Tensor,
         side: Tensor,
     ) -> tuple[State, State]:
         module, before = self.model.module(0), side.shape[2]
         rows = self.model.rope(start + before, 1, base=start)
-        x = self.model.draft_input(0, following, hidden, rows)
+        x = self.model.draft_input(0, emitted, hidden, rows)
         x, side = module.ahead(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
 
@@ -171,7 +171,7 @@ class Parts:
 
     def first_draft(self, tokens: int) -> Part:
         arguments = {
-            "following": self._tokens(tokens),
+            "emitted": self._tokens(tokens),
             "hidden": self._hidden(tokens),
             "start": self.start,
             "at": torch.tensor([tokens - 1], device=self.device),
@@ -183,7 +183,7 @@ class Parts:
         """Makes the part for the second draft, which has one row beside the cache."""
         arguments = {
             "cache": cache,
-            "following": self._tokens(1),
+            "emitted": self._tokens(1),
             "hidden": self._hidden(1),
             "start": self.start,
             "side": cache[:, :, :1].clone(),
