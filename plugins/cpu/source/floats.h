@@ -37,6 +37,8 @@ void float_tile(const FloatTile& t, int64_t last) {
     for (int64_t k = t.begin, i = 0; k < t.end; k++, i += t.w.input)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
+        if (ROWS > 1 && ROWS <= 4)  // a page ahead, where the hardware does not look
+          __builtin_prefetch(lines[v] + i + 1024);
         Floats line = whole || v + 1 < V ? load(lines[v] + i) : load_some(lines[v] + i, last);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) totals[m][v] = fma(same(t.x[m][k]), line, totals[m][v]);
