@@ -1,4 +1,4 @@
-"""Finds the token ids that begin and end a text, in generation_config.json or config.json."""
+"""Finds the token ids that begin and end a text, in the files beside a checkpoint's weights."""
 
 import json
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.tokenizer import TOKENIZER
+from mtpbuild.runtime.tokenizer_files import TOKENIZER_CONFIG, special_tokens
 
 
 @dataclass(frozen=True)
@@ -18,26 +20,43 @@ class GenerationIds:
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
-    """Reads the ids; the first file that has one wins. Raises CheckpointError for wrong ids."""
+    """Reads the ids; the first file that has one wins. Raises CheckpointError for wrong ids.
+
+    A text ends at its tokenizer's EOS, too: Qwen3.5's config.json has another one, and a chat's
+    turns end with the tokenizer's.
+    """
 
     def first(key: str) -> tuple[int, ...]:
         files = (folder / "generation_config.json", folder / "config.json")
         found = (_ids(file, key, config.vocab_size) for file in files)
         return next((ids for ids in found if ids is not None), ())
 
-    bos, eos = first("bos_token_id"), first("eos_token_id")
-    return GenerationIds(next(iter(bos), None), eos, _thinking_ids(folder))
+    bos, eos, added = first("bos_token_id"), first("eos_token_id"), _added_tokens(folder)
+    end = added.get(_eos_token(folder))
+    if end is not None and end < config.vocab_size:
+        eos = tuple(dict.fromkeys((*eos, end)))
+    thinking = {"<think>", "</think>"} <= added.keys()
+    return GenerationIds(
+        next(iter(bos), None), eos, (added["<think>"], added["</think>"]) if thinking else None
+    )
 
 
-def _thinking_ids(folder: Path) -> tuple[int, int] | None:
-    """Returns the ids of <think> and </think> if the tokenizer has a token for each."""
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Returns the ids of the tokens that tokenizer.json adds to its vocabulary."""
     try:
-        raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        ids = {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
+        raw = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+        return {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
     except (OSError, ValueError, KeyError, TypeError):  # the run time reports it
-        return None
-    begin, end = ids.get("<think>"), ids.get("</think>")
-    return None if begin is None or end is None else (begin, end)
+        return {}
+
+
+def _eos_token(folder: Path) -> str:
+    """Returns the EOS token of tokenizer_config.json; "" if it has none."""
+    try:
+        raw = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        return special_tokens(raw).get("eos_token", "")
+    except (OSError, ValueError, AttributeError):  # the run time reports it
+        return ""
 
 
 def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:

@@ -1,0 +1,193 @@
+"""Qwen3.5-4B's repository with small sizes: names, shards and files as published, by its name."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from mtpbuild.builder.checkpoint.shards import INDEX
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.manifest import read_manifest
+from tests.support.invoke import invoke
+from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
+from tests.support.model_tokenizers import qwen3_5
+
+NAME = "Qwen/Qwen3.5-4B"
+SHARDS = tuple(f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2))
+NOT_READ = ("README.md", "vocab.json", "merges.txt", "preprocessor_config.json")
+TEXT: dict[str, Any] = {
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 512,
+}
+VISION: dict[str, Any] = {
+    "deepstack_visual_indexes": [],
+    "depth": 1,
+    "hidden_size": 32,
+    "in_channels": 3,
+    "intermediate_size": 48,
+    "model_type": "qwen3_5",
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def configuration(end_of_text: int) -> dict[str, Any]:
+    """Has the EOS of documents, as published; that of turns is the tokenizer's alone."""
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 500,
+        "model_type": "qwen3_5",
+        "text_config": TEXT | {"eos_token_id": end_of_text},
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 501,
+        "vision_config": VISION,
+        "vision_end_token_id": 502,
+        "vision_start_token_id": 503,
+    }
+
+
+def module() -> dict[str, Tensor]:
+    """Makes the MTP module, which transformers does not know."""
+    E, inner = TEXT["hidden_size"], TEXT["intermediate_size"]
+    D, H, G = TEXT["head_dim"], TEXT["num_attention_heads"], TEXT["num_key_value_heads"]
+    layer = {
+        "mlp.gate_proj": (inner, E),
+        "mlp.up_proj": (inner, E),
+        "mlp.down_proj": (E, inner),
+        "self_attn.q_proj": (2 * H * D, E),
+        "self_attn.k_proj": (G * D, E),
+        "self_attn.v_proj": (G * D, E),
+        "self_attn.o_proj": (E, H * D),
+        "self_attn.q_norm": (D,),
+        "self_attn.k_norm": (D,),
+        "input_layernorm": (E,),
+        "post_attention_layernorm": (E,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {f"layers.0.{name}": s for name, s in layer.items()}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    shapes |= {"fc": (E, 2 * E)} | dict.fromkeys(norms, (E,))
+    return {f"mtp.{name}.weight": 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def stored(name: str, tensor: Tensor) -> Tensor:
+    """Returns it in bf16, except for what is published in fp32."""
+    return tensor if name.endswith(("A_log", "linear_attn.norm.weight")) else tensor.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Returns the folder of all files, and transformers' model of these weights."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder, files = tmp_path_factory.mktemp("hosted") / "model", qwen3_5()
+    folder.mkdir()
+    added = json.loads(files["tokenizer.json"])["added_tokens"]
+    (end,) = (token["id"] for token in added if token["content"] == "<|endoftext|>")
+    files |= {"config.json": configuration(end)} | dict.fromkeys(NOT_READ, "{}")
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**files["config.json"])).float().eval()
+    tensors = model.state_dict() | module()
+    del tensors["lm_head.weight"]  # it is the embedding
+    tensors = {
+        name: stored(name, torch.randn(t.shape) * 0.1 if t.dim() > 1 else t)
+        for name, t in tensors.items()
+    }
+    model.load_state_dict({n: t for n, t in tensors.items() if n[:4] != "mtp."}, strict=False)
+    names = list(tensors)
+    shards = dict(zip(SHARDS, (names[::2], names[1::2]), strict=True))
+    for shard, own in shards.items():
+        save_file({n: tensors[n].contiguous() for n in own}, folder / shard, {"format": "pt"})
+    places = {name: shard for shard, own in shards.items() for name in own}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    files[INDEX] = {"metadata": {"total_size": size}, "weight_map": places}
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder, model
+
+
+@pytest.fixture
+def hub(
+    repository: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LoopbackHub]:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    with serving() as hub:
+        hub.repositories[NAME] = Hosted(repository[0])
+        connect(monkeypatch, hub, tmp_path / "hf")
+        yield hub
+
+
+def test_it_is_built_by_its_name(
+    hub: LoopbackHub, repository: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = repository
+    flags = ("--nextn", "2", "--max-seq-len", "128", "--prefill-chunk", "16")
+    code, out, err = invoke("build", "--model", NAME, *flags, "--weights", "int4")
+    assert (code, err) == (0, "")
+    assert hub.files == {path.name for path in folder.iterdir()} - set(NOT_READ)
+    assert "the vision tower (" in caplog.text
+    engine = Path("engines/qwen3_5_4b_n2_int4")
+    manifest = read_manifest(engine)
+    assert (manifest.build.weights, manifest.build.drafter) == ("int4", "mtp-eagle")
+    with Engine.load(engine, threads=1) as loaded:
+        assert loaded.tokenizer is not None
+        ends = list(map(loaded.tokenizer.special_name, manifest.model.eos_token_ids))
+    assert ends == ["<|endoftext|>", "<|im_end|>"]
+    code, out, err = invoke("run", "--engine", engine, "--chat", "hello", "--max-tokens", "9")
+    assert code == 0
+    assert out
+    assert err.startswith("9 tokens (length), ")
+
+
+def test_it_is_transformers_model(repository: tuple[Path, Any]) -> None:
+    """The wrapper's own class reads the same tensors, whose module it does not know."""
+    folder, model = repository
+    ours, tokens = load_plain(folder), torch.arange(100)[None]
+    with torch.no_grad():
+        main = ours.main(tokens)
+        difference = (ours.logits(main) - model(tokens).logits).abs()
+    assert difference.max() < 2e-4
