@@ -35,7 +35,7 @@ from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.prefix_files import TOKENS, identity, write_rows
 from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.targets import find_target, targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -71,8 +71,7 @@ def add_prefix(engine: Path, name: str, beginning: Beginning, threads: int | Non
     One of the same name is replaced. Raises UsageError or EngineError; the engine is then as it
     was. An engine that is loaded goes on without it.
     """
-    if not NAME.fullmatch(name):
-        raise UsageError(f"--name {name}: letters, digits, dots and dashes, 64 at most")
+    _check_name(name)
     manifest = _checked(engine)
     tokenizer = load_tokenizer(engine, manifest)
     if tokenizer is None:
@@ -100,10 +99,18 @@ def remove_prefix(engine: Path, name: str) -> None:
         write_manifest(building.folder, manifest)
 
 
-def add_files(engine: Path, files: Sequence[Path]) -> None:
-    """Add a prefix for each file, by its name: a text, or messages in a file .json."""
+def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginning]:
+    """Read a prefix from each file, by its name: a text, or messages in a file .json.
+
+    Raises UsageError for what can't be read, and if engines of a target and its ranks have none.
+    """
+    if files and (tp > 1 or Feature.POOL not in find_target(target).features):
+        raise UsageError(f"--prefix is for engines of {_having()}")
     for file in files:
-        add_prefix(engine, file.stem, read_beginning(file, messages=file.suffix == ".json"))
+        _check_name(file.stem)
+    if len({file.stem for file in files}) < len(files):
+        raise UsageError("--prefix: two files have the same name, which the prefixes would have")
+    return {file.stem: read_beginning(file, messages=file.suffix == ".json") for file in files}
 
 
 def list_prefixes(engine: Path) -> list[dict[str, Any]]:
@@ -136,7 +143,7 @@ def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed
     """Load an engine's programs; the result fills in tokens, and gives rows and states."""
     programs = cast(Pooling, load_programs(folder, manifest, threads=threads))
     if Feature.POOL not in programs.features:
-        raise UsageError(f"{folder}: prefixes are for {targets_with(Feature.POOL)}")
+        raise UsageError(f"{folder}: prefixes are for engines of {_having()}")
     recurrent = any(s.role == "recurrent" for s in manifest.state)
 
     def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -211,8 +218,20 @@ def _checked(engine: Path) -> Manifest:
     manifest = read_manifest(engine)
     check_files(engine, manifest)
     if manifest.split:
-        raise UsageError(f"{engine}: an engine of {manifest.build.tp} ranks has no prefixes")
+        raise UsageError(
+            f"{engine}: an engine of {manifest.build.tp} ranks has no prefixes of its own: build "
+            "it for one rank, or let a first prompt that begins so leave its rows to the others"
+        )
     return manifest
+
+
+def _having() -> str:
+    return f"{targets_with(Feature.POOL)}, of one rank"
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise UsageError(f"prefix {name}: letters, digits, dots and dashes, 64 at most")
 
 
 def _link(engine: Path, folder: Path, manifest: Manifest, without: str) -> None:

@@ -12,7 +12,6 @@ from typing import cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Piece, Pooling, Programs, host_type
-from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.free_memory import free_memory
 from mtpbuild.runtime.prefix_folder import PrefixFolder
@@ -52,11 +51,8 @@ class PrefixPool:
     ) -> None:
         self._programs, self.limit = programs, limit
         self.lookahead = programs.lookahead
-        rows = [s for s in manifest.state if s.role == "rows"]
-        states = [s for s in manifest.state if s.role == "recurrent"]
-        self._row_size = sum(_size(s, s.sizes["width"]) for s in rows)
-        self._states_size = sum(_size(s, math.prod(s.shape[1:])) for s in states)
-        self.recurrent = bool(states)
+        self._row_size, self._states_size = kept_sizes(manifest)
+        self.recurrent = self._states_size > 0
         self.used = 0  # bytes
         self._numbers = itertools.count()
         self._roots: dict[str, Block] = {}
@@ -342,7 +338,7 @@ def make_pool(
     folder: where what is kept survives this process. Raises UsageError if the programs can't.
     """
     if folder is not None and Feature.SHARE in programs.features:
-        raise UsageError("--prefix-cache-dir: not for engines of several ranks")
+        raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
     if Feature.POOL not in programs.features:
         if folder is not None:
             raise UsageError(f"--prefix-cache-dir is for engines of {targets_with(Feature.POOL)}")
@@ -353,5 +349,11 @@ def make_pool(
     return PrefixPool(cast(Pooling, programs), manifest, size, files)
 
 
-def _size(spec: StateSpec, count: int) -> int:
-    return count * host_type(spec.dtype).itemsize
+def kept_sizes(manifest: Manifest) -> tuple[int, int]:
+    """Bytes that a token's rows take in all caches, and a slot's recurrent states."""
+    size = {"rows": 0, "recurrent": 0}
+    for spec in manifest.state:
+        if spec.role in size:
+            count = spec.sizes["width"] if spec.role == "rows" else math.prod(spec.shape[1:])
+            size[spec.role] += count * host_type(spec.dtype).itemsize
+    return size["rows"], size["recurrent"]

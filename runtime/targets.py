@@ -118,8 +118,8 @@ BUILT_IN = (
         LoadOptions=InductorLoadOptions,
         build_flags=_inductor_flags,
         features={
-            Feature.KEEP: "",
-            Feature.POOL: "on a CPU",
+            Feature.KEEP: "without attention-DP",
+            Feature.POOL: "on a CPU without attention-DP",
             Feature.OVERLAP: "on a GPU",
             Feature.CONSTRAIN: "on a CPU with one rank",
             Feature.PENALISE: "on a CPU",
@@ -133,7 +133,10 @@ BUILT_IN = (
         builder=f"{BUILD}tensorrt",
         install="pip install torch (one for CPUs will do)",
         build_flags=lambda manifest: {"dtype": manifest.build.dtype},
-        features={Feature.KEEP: "", Feature.SHARE: "with several ranks"},
+        features={
+            Feature.KEEP: "without attention-DP",
+            Feature.SHARE: "with several ranks",
+        },
     ),
     TargetRecord(
         name="tensorrt-rtx",

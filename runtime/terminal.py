@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.compiled_prefixes import prefix_names
 from mtpbuild.runtime.contract.manifest import (
     HASH_LIMIT,
+    PREFIXES,
     BuildInfo,
     Manifest,
     TargetInfo,
@@ -29,6 +31,7 @@ from mtpbuild.runtime.driver import Stream
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.input_file import generate_all, read_requests
+from mtpbuild.runtime.prefix_pool import kept_sizes
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.trace.recorder import Trace
@@ -208,6 +211,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "weights": _weights(build),
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),
+        "prefixes": _prefixes(manifest),
         "target": f"{target.name} on {target.hardware} ({versions})",
         **({"attention by": target.attention_backend} if target.attention_backend else {}),
         **_cross(target),
@@ -218,10 +222,21 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     }
 
 
+def _prefixes(manifest: Manifest) -> str:
+    """Say which prefixes the engine has, and what those of earlier prompts take."""
+    has = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
+    if manifest.target.compute_capabilities or not manifest.pools:
+        return has
+    row, states = kept_sizes(manifest)
+    more = f", and {states:,} for recurrent states" if states else ""
+    return f"{has}; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
+
+
 def _needs(manifest: Manifest) -> str:
     """Say what the engine takes of a machine, beside its hardware."""
     state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
-    weights = sum(f.size for name, f in manifest.files.items() if name.endswith(".safetensors"))
+    own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
+    weights = sum(size for name, size in own if name.endswith(".safetensors"))
     held = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
     kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
     return f"{held} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"

@@ -7,6 +7,7 @@ import torch
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
+from tests.support.conversations import Users, check_found, with_prefix
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.prompts import CODE, QUESTIONS
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
@@ -55,3 +56,25 @@ def test_every_nextn_says_the_same(
     other = build_engine("qwen-tiny", nextn, max_batch=4, prefill_chunk=32)
     given = prompts(engine)
     assert greedy_ids(other, given, 128) == greedy_ids(engine, given, 128)
+
+
+def test_warm_starts_say_what_cold_ones_say(engine: Path, tmp_path: Path) -> None:
+    """Behind a prefix of the engine and behind earlier turns, to the bit: it is exact.
+
+    Of earlier turns there are the states at the ends of prompts.
+    """
+    users, longest = Users(5), 24
+    with Engine.load(engine, threads=1) as cold:
+        assert cold.manifest.build.exact
+        beginning = cold.encode("You add and sort numbers. " * 12)
+        behind = Users(5, beginning=beginning)
+        with Engine.load(with_prefix(engine, tmp_path / "own", beginning), threads=1) as own:
+            check_found(behind.ask(own), own.manifest.lookahead)
+            (cut,) = own.generate([[*beginning[:50], 9, 10]], SamplingParams(max_tokens=1))
+            assert cut.metrics.cached_tokens == 32, "the end of a chunk"
+        with Engine.load(engine, threads=1, prefix_cache=True) as warm:
+            users.ask(warm)
+            for turn in users.ask(warm):
+                assert turn.result.metrics.cached_tokens >= turn.before - longest - 1
+        behind.check(cold)
+        users.check(cold)

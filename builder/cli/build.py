@@ -1,5 +1,6 @@
 """The commands `build`, `refit`, `quantize` and `recipes`."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,7 @@ def build(
     from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.download import download
     from mtpbuild.builder.dry_run import dry_run, print_dry_run
-    from mtpbuild.builder.prefixes import add_files
+    from mtpbuild.builder.prefixes import add_prefix, read_files
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.stages import Stages
@@ -75,15 +76,16 @@ def build(
         options=changed(target_flags),
         **vars(flags),
     )
+    beginnings = read_files(prefix or (), request.target, request.ranks.tp)
     if not request.dry_run:
         download(request)  # it shows bars of its own, so before the stages are shown
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None
         engines = build(request, stages) if foreseen is None else []
-        for engine in engines if prefix else ():
-            watch(f"prefixes of {engine.folder.name}")
-            add_files(engine.folder, prefix or ())
+        for engine, name in itertools.product(engines, beginnings):
+            watch(f"prefix {name} of {engine.folder.name}")
+            add_prefix(engine.folder, name, beginnings[name])
     if foreseen is None:
         print_engines(engines)
     else:

@@ -85,13 +85,14 @@ def check(folder: Path, model: Transformer, comers: int = 8) -> None:
     counts = [16, 3, 9, 5, 12, 16, 4, 8]
     crowd, counts = crowd[:comers], counts[:comers]
     many = [replace(GREEDY, max_tokens=count) for count in counts]
-    with running(folder) as loaded:
+    with running(folder, prefix_cache=True) as loaded:
         alone = [tokens(loaded, [prompt], [GREEDY])[0] for prompt in (PROMPT, [5], LONG)]
         (relaxed,) = tokens(loaded, [PROMPT], [RELAXED])
         uneven = tokens(loaded, [LONG, PROMPT, PROMPT], params)
         turned = tokens(loaded, [PROMPT, LONG, PROMPT], [params[i] for i in (2, 0, 1)])
         crowded = tokens(loaded, crowd, many)
         again = tokens(loaded, [LONG, PROMPT, PROMPT], params)
+        assert loaded.stats.prefix_queries == 0, "neither slots nor a pool keep anything"
     assert alone == [greedy(model, prompt, 16) for prompt in (PROMPT, [5], LONG)]
     assert uneven == [alone[2], sample(model, PROMPT, 16, DRAWN), relaxed]
     assert turned == [relaxed, uneven[0], uneven[1]], "on the other rank"

@@ -123,6 +123,19 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
         load(engine, verify_hashes=True)
 
 
+@pytest.mark.parametrize(("at", "cut"), [(20, 0), (None, 8)], ids=["header", "size"])
+def test_a_prefix_whose_header_or_size_is_wrong_is_refused(
+    at: int | None, cut: int, engine: Path
+) -> None:
+    file = engine / prefix_file("one")
+    data = bytearray(file.read_bytes())
+    if at is not None:
+        data[at] ^= 4
+    file.write_bytes(bytes(data[: len(data) - cut]))
+    with pytest.raises(EngineFileError, match=r"one\.safetensors: .*copy it again or rebuild"):
+        load(engine)
+
+
 def test_a_prefix_of_another_engine_is_refused(
     engine: Path, predictable_folder: Path, build_engine: EngineBuilder, tmp_path: Path
 ) -> None:

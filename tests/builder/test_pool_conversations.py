@@ -1,6 +1,5 @@
 """The pool behind an exact engine's slots: a warm start says what a cold one says, to the bit."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import find_library
-from tests.support.conversations import Users, check_found, check_same
+from tests.support.conversations import Users, check_found, check_same, with_prefix
 from tests.support.engines import EngineBuilder
 
 pytestmark = [
@@ -90,13 +87,9 @@ def test_a_restart_between_turns(folder: Path, cold: Engine, tmp_path: Path) -> 
 
 def test_users_behind_a_prefix_of_the_engine(folder: Path, cold: Engine, tmp_path: Path) -> None:
     """Its tokens count for penalties as any others of a prompt."""
-    beginning, own = cold.encode(TEXT), tmp_path / "engine"
-    shutil.copytree(folder, own)
-    manifest = read_manifest(own)
-    write_prefix(own, manifest, "text", beginning, computing(own, manifest, 1)(beginning))
-    write_manifest(own, manifest)
+    beginning = cold.encode(TEXT)
     users = Users(5, beginning=beginning)
-    with Engine.load(own, threads=1) as engine:
+    with Engine.load(with_prefix(folder, tmp_path / "own", beginning), threads=1) as engine:
         check_found(users.ask(engine), engine.manifest.lookahead)
     users.check(cold)
 

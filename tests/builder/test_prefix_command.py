@@ -1,6 +1,7 @@
 """`mtpbuild prefix`: what it puts into an engine, and what it refuses."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,11 @@ def test_add_list_and_remove(
     code, out, _ = invoke("prefix", "list", "--engine", engine, "--json")
     counts = {each["name"]: each["tokens"] for each in json.loads(out)}
     assert list(counts) == ["assistant", "few"]
-    assert invoke("inspect", engine)[0] == 0
+    shown, before = (" ".join(invoke("inspect", f)[1].split()) for f in (engine, tiny_engine(3)))
+    assert "prefixes built in: assistant, few; of earlier prompts 7,360 bytes per token" in shown
+    assert "prefixes built in: none; of" in before
+    needs = re.compile(r"needs (.*) capabilities")
+    assert needs.findall(shown) == needs.findall(before), "a prefix is no weight"
     check_files(engine, read_manifest(engine), verify_hashes=True)
 
     chats = [
@@ -84,7 +89,7 @@ def test_a_token_that_spans_the_border_ends_the_match(tiny_engine: Callable[...,
     ("flags", "says"),
     [
         ("--name x", "give --file or --messages"),
-        ("--name ../x --file FILE", "--name ../x: letters, digits"),
+        ("--name ../x --file FILE", "prefix ../x: letters, digits"),
         ("--name x --file missing.txt", "missing.txt: can't be read"),
         ("--name x --messages FILE", "can't be read"),
         ("--name x --file LONG", "this engine takes"),
@@ -101,3 +106,47 @@ def test_refusals(flags: str, says: str, tiny_engine: Callable[..., Path], tmp_p
     assert says in err
     assert len(err.strip().splitlines()) == 1
     assert not (folder / "prefixes").exists()
+
+
+def test_a_build_computes_prefixes(engine: Path, tmp_path: Path) -> None:
+    """One that finds its engine built keeps those that it has."""
+    (tmp_path / "system.txt").write_text(SYSTEM)
+    few = [QUESTION, {"role": "assistant", "content": "132"}]
+    (tmp_path / "few.json").write_text(json.dumps({"messages": few}))
+    words = "build --model deepseek-tiny --nextn 3 --max-batch 4 --prefill-chunk 32"
+    command = words.split()
+    flags = [flag for name in ("system.txt", "few.json") for flag in ("--prefix", tmp_path / name)]
+    code, _, err = invoke(*command, "--out", engine, *flags)
+    assert code == 0, err
+    assert invoke(*command, "--out", engine)[0] == 0
+    with Engine.load(engine, threads=1) as loaded:
+        text, chat = loaded.encode(SYSTEM), loaded.chat_ids([*few, QUESTION])
+        ahead = loaded.manifest.lookahead
+        params = SamplingParams(max_tokens=1)
+        results = [loaded.generate(ids, params) for ids in ([*text, 9, 10, 11, 12], chat)]
+    shown = json.loads(invoke("prefix", "list", "--engine", engine, "--json")[1])
+    counts = {each["name"]: each["tokens"] for each in shown}
+    assert list(counts) == ["few", "system"]
+    assert counts["system"] == len(text)
+    cached = [result.metrics.cached_tokens for result in results]
+    assert cached == [counts["system"] - ahead, counts["few"] - ahead]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--prefix missing.txt", "missing.txt: can't be read"),
+        ("--prefix .txt", "prefix .txt: letters, digits"),
+        ("--prefix F --prefix F", "two files have the same name"),
+        ("--prefix F --target tensorrt-rtx", "--prefix is for engines of onnxruntime on a CPU or"),
+        ("--prefix F --target inductor --tp 2", "--prefix is for engines of onnxruntime on a CPU"),
+    ],
+)
+def test_what_a_build_refuses_before_it_begins(flags: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "F").write_text("hello")
+    given = flags.replace(" F", f" {tmp_path / 'F'}").split()
+    code, _, err = invoke("build", "--model", "deepseek-tiny", "--out", tmp_path / "new", *given)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "new").exists()

@@ -31,9 +31,10 @@ from mtpbuild.runtime.errors import RankError, UsageError
 from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import started
+from mtpbuild.runtime.prefix_pool import make_pool
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
-from tests.support import eager_ranks
+from tests.support import eager_ranks, rank_bugs
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
@@ -56,6 +57,9 @@ pytestmark = [
     pytest.mark.xdist_group("inductor"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
 ]
+
+
+DIFFERS = "a warm start differs from a cold one"
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,43 @@ def test_tokens(engine: Path, model: Transformer) -> None:
     assert 0 < drafting.num_accepted_draft_tokens < drafting.num_draft_tokens
     assert not followers(), "no zombie"
     assert not Path(f"/proc/{follower}").exists()
+
+
+def check_pool(folder: Path, model: Transformer) -> None:
+    """Two users take turns in one slot; the second turn begins behind the first, on all ranks."""
+    asked = [[9 + (n * n + user) % 50 for n in range(70 + user)] for user in (1, 2)]
+    params = replace(GREEDY, max_tokens=8, logprobs=0)
+    with running(folder, prefix_cache=True) as loaded:
+        for known in (0, 1):
+            results = [loaded.generate(prompt, params) for prompt in asked]
+            cached = [result.metrics.cached_tokens for result in results]
+            assert cached == [known * (len(prompt) - 3) for prompt in asked]
+            prompts, turns = asked, zip(asked, results, strict=True)
+            asked = [[*prompt, *result.token_ids, 7, 9] for prompt, result in turns]
+        for prompt, warm in zip(prompts, results, strict=True):
+            loaded.reset_prefix_cache()
+            cold = loaded.generate(prompt, params)
+            assert warm.token_ids == greedy(model, prompt, 8), DIFFERS
+            assert warm.from_draft == cold.from_draft, DIFFERS
+            given, wanted = ([t.logprob for t in r.logprobs or ()] for r in (warm, cold))
+            assert given == pytest.approx(wanted, abs=1e-4), DIFFERS
+            loaded.generate(prompt, params)
+        assert 0 < loaded.stats.prefix_bytes <= loaded.stats.prefix_limit
+        with pytest.raises(UsageError, match="not for engines of several ranks; leave it out"):
+            make_pool(loaded._loop.programs, loaded.manifest, None, folder / "kept")
+
+
+def test_a_pool(engine: Path, model: Transformer) -> None:
+    check_pool(engine, model)
+
+
+@pytest.mark.full
+def test_a_pool_of_which_a_rank_takes_nothing(
+    engine: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank_bugs.BUG, "loads_no_rows")
+    with pytest.raises(AssertionError, match=DIFFERS):
+        check_pool(engine, model)
 
 
 def test_the_folder(engine: Path, checkpoint: Path) -> None:

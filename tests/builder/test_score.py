@@ -86,6 +86,27 @@ def test_the_answer_is_as_without(engine: Engine) -> None:
     assert [entry.logprob for entry in first] == [entry.logprob for entry in again]
 
 
+def test_rows_that_scores_leave_and_find(engine: Engine) -> None:
+    """Others begin behind what a score has filled in; what is scored is always filled in anew."""
+    plain = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=3)
+    engine.reset_prefix_cache()
+    cold = engine.generate(IDS, plain)
+    engine.reset_prefix_cache()
+    first = engine.generate(IDS, SCORED)
+    warm, other = (engine.generate(prompt, plain) for prompt in (IDS, [*IDS[:40], *IDS[:30]]))
+    again = engine.generate(IDS, SCORED)
+    cached = [each.metrics.cached_tokens for each in (cold, first, warm, other, again)]
+    assert cached == [0, 0, len(IDS) - 2, 39, 0]  # it drafts with MTP vanilla
+    assert (warm.token_ids, warm.from_draft) == (cold.token_ids, cold.from_draft)
+    assert warm.logprobs is not None
+    assert cold.logprobs is not None
+    given = [each.logprob for each in warm.logprobs]
+    assert given == pytest.approx([each.logprob for each in cold.logprobs], abs=ATOL)
+    assert again.prompt_logprobs == first.prompt_logprobs
+    engine.reset_prefix_cache()
+    assert engine.generate([*IDS[:40], *IDS[:30]], plain).token_ids == other.token_ids
+
+
 def test_over_http(engine: Engine, wanted: torch.Tensor) -> None:
     """As lm-eval asks, and as vLLM answers."""
     best = wanted.max(-1).values

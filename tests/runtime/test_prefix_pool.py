@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.prefix_pool import SPARE, PrefixPool
 from mtpbuild.runtime.prefix_tree import BLOCK
 from tests.support.fakes import PoolingPrograms, continuation, fake_manifest
@@ -163,6 +163,24 @@ def test_a_long_prompt_is_a_long_path() -> None:
     assert own.pool.used > 79_990 * ROW
     own.engine.reset_prefix_cache()
     assert own.pool.used == 0
+    own.check()
+
+
+def test_what_is_not_finite_leaves_nothing() -> None:
+    """Nobody begins with its rows, nor with those that it may have begun with; others go on."""
+    own = Fakes(1000, slots=2)
+    asked = list(range(10, 150))
+    own.engine.generate(asked, ONE)
+    own.programs.damage = 299
+    other = own.engine.stream([7] * 80, SamplingParams(max_tokens=40))
+    with pytest.raises(NotFiniteError):
+        own.engine.generate([*asked, 299, 5], ONE)
+    assert other.result().token_ids == continuation([7] * 80, 40)
+    assert own.programs.cleared
+    result = own.engine.generate(asked, ONE)
+    assert result.metrics.cached_tokens == 0
+    assert result.token_ids == continuation(asked, 1)
+    assert own.engine.generate([*[7] * 80, 9], ONE).metrics.cached_tokens >= 79
     own.check()
 
 

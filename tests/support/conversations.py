@@ -1,11 +1,15 @@
 """Conversations of many users: what they are told must not depend on what an engine keeps."""
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.request import Result
 from mtpbuild.runtime.structured import StructuredOutputs
 
@@ -76,6 +80,15 @@ class Users:
         for turn, result in zip(self.turns, results, strict=True):
             assert result.metrics.cached_tokens == 0
             check_same(turn.result, result, turn.params)
+
+
+def with_prefix(engine: Path, copy: Path, tokens: Sequence[int]) -> Path:
+    """Copy an engine, and build a prefix of so many tokens into the copy."""
+    shutil.copytree(engine, copy)
+    manifest = read_manifest(copy)
+    write_prefix(copy, manifest, "own", tokens, computing(copy, manifest, 1)(tokens))
+    write_manifest(copy, manifest)
+    return copy
 
 
 def check_found(turns: list[Turn], lookahead: int) -> None:

@@ -1,6 +1,6 @@
 """Plants a bug, named in the environment, in a rank that another process has started.
 
-Each bug makes the order of that rank's collectives differ from the other ranks'.
+Most make the order of that rank's collectives differ from the other ranks'.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import pytest
 
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN
 from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs.host_slots import HostSlots
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Work
@@ -67,11 +68,17 @@ def runs_prompts_behind_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaRankPrograms, "launch", first)
 
 
+def loads_no_rows(patch: pytest.MonkeyPatch) -> None:
+    """Begins a prompt behind whatever the slot holds."""
+    patch.setattr(HostSlots, "load_rows", lambda self, slot, pieces: None)
+
+
 BUGS = (
     captures_in_another_order,
     captures_nothing,
     computes_one_slot_more,
     runs_prompts_behind_steps,
+    loads_no_rows,
 )
 
 

@@ -48,10 +48,10 @@ def request_and_build(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: 
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, no_cuda_graphs: bool = False) -> Iterator[Engine]:
+def running(folder: Path, **options: Any) -> Iterator[Engine]:
     with (
         started(folder, read_manifest(folder), threads=1),
-        Engine.load(folder, threads=1, no_cuda_graphs=no_cuda_graphs) as loaded,
+        Engine.load(folder, threads=1, **options) as loaded,
     ):
         yield loaded
 
