@@ -1,6 +1,8 @@
 """Measures `--nextn auto` beside nextn 0 where drafts are accepted at fixed rates.
 
-Both run the program for sampled requests. The choice learns from some steps before it is measured.
+Requests whose drafts are forced run the mixed program, and so does nextn 0 beside them. Plain
+requests are measured too: the model's weights are random, so that its drafts are never right. The
+choice learns from some steps before it is measured.
 """
 
 from dataclasses import dataclass
@@ -12,39 +14,48 @@ from one.files import Workshop
 from one.report import NONE, Aim, over
 from one.run import Run
 from one.section import Data, Found
-from one.shapes import MOE, published
+from one.shapes import small
 from one.sides import Measured, decode, ours, take_turns
 
 MOST = 4  # drafts of `--nextn auto`
 PLAIN, AUTO = "nextn 0", "nextn auto"
 ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, where those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
-LEARNING, STEPS = 100, 100  # steps before and while it is measured
+LEARNING, STEPS = 60, 80  # steps before and while it is measured
+WEIGHTS = "int8"
 AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
 
 
 @dataclass(frozen=True)
 class Case:
-    """Is a number of requests, each with `context` cached tokens and drafts of equal odds."""
+    """Is a number of requests, each with `context` cached tokens and drafts of equal odds.
+
+    odds: None stands for plain requests.
+    """
 
     context: int
     batch: int
-    odds: float
+    odds: float | None
 
     def __str__(self) -> str:
         return f"{self.context} x {self.batch}, {self.odds}"
 
     @property
-    def rates(self) -> tuple[float, ...]:
-        return tuple(self.odds**i for i in range(1, MOST + 1))
+    def rates(self) -> tuple[float, ...] | None:
+        odds = self.odds
+        return None if odds is None else tuple(odds**i for i in range(1, MOST + 1))
+
+    def without(self) -> "Case":
+        """Returns what an engine without drafts is measured on beside it."""
+        return Case(self.context, self.batch, None if self.odds is None else 0.0)
 
 
-CASES = [Case(*load, odds) for load in LOADS for odds in ODDS]
+CASES = [Case(*load, odds) for load in LOADS for odds in (None, *ODDS)]
 
 
 class Adaptive:
     def measure(self, run: Run) -> Data:
-        shape = published(MOE, run.layers)
+        shape = small(run.layers, WEIGHTS)
         shop = Workshop(run.folder, shape, run.watch)
         shop.write_checkpoint()
         contexts, batches = zip(*LOADS, strict=True)
@@ -52,11 +63,14 @@ class Adaptive:
         flags = ("--max-seq-len", str(length), "--max-batch", str(max(batches)))
         plain, auto = (shop.build(f"n{n}", (n,), *flags)[0] for n in (0, "auto"))
         shop.drop_checkpoint()
-        without = {str(Case(*load, 0.0)): decode(STEPS, *load, rates=()) for load in LOADS}
-        asks = dict[str, Any]()
+        without, asks = dict[str, Any](), dict[str, Any]()
         for case in CASES:
+            load = case.context, case.batch
+            without[str(case.without())] = decode(
+                STEPS, *load, rates=None if case.odds is None else ()
+            )
             for name, steps in ((f"{case}, learning", LEARNING), (str(case), STEPS)):
-                asks[name] = decode(steps, case.context, case.batch, rates=case.rates)
+                asks[name] = decode(steps, *load, rates=case.rates)
         sides = [
             ours(PLAIN, plain, without, shop.vocabulary),
             ours(AUTO, auto, asks, shop.vocabulary),
@@ -64,19 +78,25 @@ class Adaptive:
         return {"layers": shape.config.num_hidden_layers, "rounds": take_turns(sides, run)}
 
     def tables(self, found: Found) -> list[Table]:
-        title = f"{MOE}, {found.data['layers']} layers, int4: tokens/s over nextn 0's ({AIM})"
+        title = (
+            f"64 experts, {found.data['layers']} layers, {WEIGHTS}: tokens/s over nextn 0's ({AIM})"
+        )
         grid = Table("cached x requests", "nextn 0, tokens/s", title=title, title_justify="left")
-        for odds in ODDS:
-            grid.add_column(f"accepted at {odds}", justify="right")
+        for odds in (None, *ODDS):
+            name = "plain, none accepted" if odds is None else f"accepted at {odds}"
+            grid.add_column(name, justify="right")
         for load in LOADS:
-            plain = found.measured.speed(PLAIN, str(Case(*load, 0.0)))
+            cases = [Case(*load, odds) for odds in (None, *ODDS)]
+            plain = found.measured.speed(PLAIN, str(cases[0]))
             said = NONE if plain is None else f"{plain:.4g}"
-            cells = [ratio(found.measured, Case(*load, odds), plain) for odds in ODDS]
-            grid.add_row(f"{load[0]:,} x {load[1]}", said, *cells)
+            grid.add_row(
+                f"{load[0]:,} x {load[1]}", said, *(ratio(found.measured, case) for case in cases)
+            )
         return [grid]
 
 
-def ratio(measured: Measured, case: Case, plain: float | None) -> str:
+def ratio(measured: Measured, case: Case) -> str:
+    plain = measured.speed(PLAIN, str(case.without()))
     found = over(measured.speed(AUTO, str(case)), plain)
     if found is None:
         return NONE

@@ -88,8 +88,8 @@ def decode(
 ) -> dict[str, Any]:
     """Makes an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
 
-    rates: how often the first draft, the first two and so on are accepted; () samples without
-    drafts, None is greedy and takes drafts as the model judges them.
+    rates: how often the first draft, the first two and so on are accepted; () is without
+    drafts in the same program, None takes drafts as the model judges them, in the greedy one.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
     return ask | {"filled": filled, "rates": rates, "window": window}

@@ -12,7 +12,8 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
 POOL = 1024  # different rows in a filled cache
-SAMPLING = {"temperature": 1.0}  # an engine without drafts runs the program that synthetic() takes
+# An engine without drafts runs the program that requests of synthetic() run: one with controls.
+CONTROLLED = {"min_tokens": 1, "stop_token_ids": [1]}
 
 
 class Watched:
@@ -76,7 +77,7 @@ class Ours:
     def decode(self, ask: Ask) -> Answer:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
-        accepting = {} if rates is None else synthetic(rates) if rates else SAMPLING
+        accepting = {} if rates is None else synthetic(rates) if rates else CONTROLLED
         # Requests begin one by one, with a step between; the last one to begin must still have all
         # its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
