@@ -152,14 +152,13 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.compiled_prefixes import open_prefixes
+    from mtpbuild.runtime.compiled_prefixes import check_prefixes
     from mtpbuild.runtime.contract.manifest import check_files, engine_folders, read_manifest
 
     manifest = read_manifest(engine)
     for folder, part in engine_folders(engine, manifest):
         check_files(folder, part)
-    for _ in open_prefixes(engine, manifest):
-        pass  # those of another engine are refused
+    check_prefixes(engine, manifest)
     if json:
         typer.echo(manifest.to_json(), nl=False)
     else:

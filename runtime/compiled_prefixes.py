@@ -49,7 +49,7 @@ def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, RowsF
 def check_prefixes(folder: Path, manifest: Manifest) -> None:
     """Raises EngineFileError if a prefix has other bytes than it had, or is another engine's."""
     for name, _ in open_prefixes(folder, manifest):
-        if not _ready(folder, manifest, name)():
+        if not _is_whole(folder, manifest, name):
             raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")
 
 
@@ -122,13 +122,18 @@ def _ready(folder: Path, manifest: Manifest, name: str) -> Callable[[], bool]:
 
     @cache
     def ready() -> bool:
-        path = folder / prefix_file(name)
-        try:
-            whole = hash_file(path) == manifest.files[prefix_file(name)].sha256
-        except OSError:
-            whole = False
+        whole = _is_whole(folder, manifest, name)
         if not whole:
+            path = folder / prefix_file(name)
             log.warning("%s: damaged (sha256), so it is not used; make it anew", path)
         return whole
 
     return ready
+
+
+def _is_whole(folder: Path, manifest: Manifest, name: str) -> bool:
+    file = prefix_file(name)
+    try:
+        return hash_file(folder / file) == manifest.files[file].sha256
+    except OSError:
+        return False

@@ -8,12 +8,14 @@ import torch
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.conversations import Users, check_found, with_prefix
+from tests.support.crowds import Case, check_crowd, texts
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.prompts import CODE, QUESTIONS
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.xdist_group("qwen_tiny")  # another worker would wait for the same engine
 OUTPUT = 48
+TOGETHER, SOME = 40, 20_000_000  # requests that are queued at once; bytes of a pool
 MEAN_ACCEPTANCE_LENGTH = 2.0  # a broken drafter would not reach it; the card has what this one does
 
 
@@ -78,3 +80,21 @@ def test_warm_starts_say_what_cold_ones_say(engine: Path, tmp_path: Path) -> Non
                 assert turn.result.metrics.cached_tokens >= turn.before - longest - 1
         behind.check(cold)
         users.check(cold)
+
+
+@pytest.mark.full
+def test_2000_requests_over_8_slots(engine: Path, build_engine: EngineBuilder) -> None:
+    """Beside others, behind earlier prompts, and cancelled: each says what it says alone."""
+    crowd = build_engine("qwen-tiny", 3, max_batch=8, prefill_chunk=32)
+    with (
+        Engine.load(engine, threads=1) as alone,
+        Engine.load(crowd, threads=2, prefix_cache=True, prefix_cache_bytes=SOME) as many,
+    ):
+        begun = [alone.encode(code * 20)[:70] for code in CODE[:4]]
+        for first in range(0, 2000, TOGETHER):
+            numbers = range(first, first + TOGETHER)
+            requests = [Case(n, 40, begun[n % 5] if n % 5 < 4 else ()) for n in numbers]
+            check_crowd(many, requests, texts(alone, requests, at_once=False))
+        stats = many.stats
+    assert stats.prefix_hits > stats.prefix_queries / 20
+    assert SOME / 2 < stats.prefix_bytes <= SOME

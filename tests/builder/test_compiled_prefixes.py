@@ -16,8 +16,9 @@ from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.builder.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams, prefix_folder
 from mtpbuild.runtime.compiled_prefixes import prefix_file
-from mtpbuild.runtime.contract.manifest import hash_file, read_manifest
+from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
+from mtpbuild.runtime.prefix_files import identity
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
@@ -121,6 +122,10 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
     assert caplog.text.count("damaged (sha256)") == 1
     with pytest.raises(EngineFileError, match="bytes changed"):
         load(engine, verify_hashes=True)
+    for command in (["inspect", engine], ["verify", "--engine", engine, "--against", bare]):
+        code, _, err = invoke(*command)
+        assert code == 1
+        assert "one.safetensors: bytes changed; copy it again" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("at", "cut"), [(20, 0), (None, 8)], ids=["header", "size"])
@@ -152,6 +157,22 @@ def test_a_prefix_of_another_engine_is_refused(
     code, _, err = invoke("inspect", other)
     assert code != 0
     assert "made for another engine" in err
+
+
+def test_rows_belong_to_all_that_they_depend_on(engine: Path) -> None:
+    """To each file but prefixes, such as weights and tokenizer, to the build and the states."""
+    manifest = read_manifest(engine)
+
+    def changed(name: str) -> Manifest:
+        other = manifest.files[name].model_copy(update={"sha256": "0" * 64})
+        return manifest.model_copy(update={"files": manifest.files | {name: other}})
+
+    build = manifest.build.model_copy(update={"fingerprint": "0"})
+    others = {name: changed(name) for name in manifest.files}
+    others["build"] = manifest.model_copy(update={"build": build})
+    others["states"] = manifest.model_copy(update={"state": manifest.state[1:]})
+    same = {name for name, other in others.items() if identity(other) == identity(manifest)}
+    assert same == {prefix_file("one")}
 
 
 def test_refit_makes_them_anew(engine: Path, predictable: Any, tmp_path: Path) -> None:
