@@ -28,7 +28,7 @@ from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
 from one.section import Found, Section
-from one.shapes import DENSE, MOE
+from one.shapes import DENSE, HYBRID, LARGER_HYBRID, MOE
 from one.small_moe import SmallMoE
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +44,9 @@ SECTIONS: dict[str, Section] = {
     "contexts": Contexts(),
     "prompts": Prompts(),
     "adaptive": Adaptive(),
+    # Each draft is accepted with probability 0.8.
+    "hybrid": Published(HYBRID, 3, (0.8, 0.64, 0.512), reduced_gain=1.7, filled=False),
+    "hybrid-4b": Published(LARGER_HYBRID, 2, (0.8, 0.64), reduced_gain=1.7, filled=False),
 }
 OTHER_PYTHON = Path(".venv-peers/bin/python")
 WIDTH = 150  # least columns of the output

@@ -1,9 +1,9 @@
 """Counts a step's bytes of weights and caches and its operations, and bounds its time by both.
 
 A pass reads once every weight outside the routed experts, each routed expert that random tokens
-choose, and the caches' rows in use. The head is read once to verify and once per draft (or the
-draft head instead). An embedding's rows are left out. A pass can be no faster than its bytes over
-the bandwidth, nor than its operations over the rate.
+choose, and the caches' rows in use; it reads and writes recurrent states. The head is read once to
+verify and once per draft (or the draft head instead). An embedding's rows are left out. A pass can
+be no faster than its bytes over the bandwidth, nor than its operations over the rate.
 """
 
 from collections import Counter
@@ -23,6 +23,7 @@ from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
 
 FP16, FP32 = 2, 4
+OUR_STATES, THEIR_STATES = 3, 2  # how often a pass reads or writes a recurrent state
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Counted:
             read += (held["module"] + routed) / modules
         read += nextn * (held["draft_head"] or held["module head"] / modules or held["head"])
         read += batch * context * (rows["kv"] + len(passes) * rows["mtp_kv"])
+        read += batch * OUR_STATES * self.model.state_bytes
         return Cost(read, *self.operations(nextn, context, batch))
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
@@ -81,25 +83,28 @@ class Counted:
 
         Attention is left out, because its operations depend on its form.
         """
-        return self._one_head(self.step(engine, 0, length), length)
+        return self._one_request(self.step(engine, 0, length), length, OUR_STATES)
 
     def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
         """Counts a prompt of llama.cpp in the same way."""
-        return self._one_head(self.gguf(sizes, 0, length), length)
+        return self._one_request(self.gguf(sizes, 0, length), length, THEIR_STATES)
 
-    def _one_head(self, cost: Cost, length: int) -> Cost:
+    def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
         parts = self.model.step(0, Load(length, 0, "fp32"))
         heads = sum(part.operations for part in parts if part.name == "head")
-        return replace(cost, products=cost.products - heads * (length - 1) / length)
+        products = cost.products - heads * (length - 1) / length
+        others = (length - 1) * states * self.model.state_bytes
+        return replace(cost, bytes=cost.bytes - others, products=products)
 
     def gguf(self, sizes: Mapping[str, int], context: int, batch: int, window: int = 1) -> Cost:
         """Counts a pass of llama.cpp over `window` tokens per sequence; its caches are in fp16."""
-        tokens = batch * window
+        tokens, tied = batch * window, "output.weight" not in sizes
         read = sum(
             size * (self.share(tokens) if "_exps." in name else 1)
             for name, size in sizes.items()
-            if not name.startswith("token_embd.")
+            if tied or not name.startswith("token_embd.")
         )
+        read += batch * THEIR_STATES * self.model.state_bytes
         widths = family_of(self.config).cache_specs(self.config, ALONE)
         row = sum(widths[: self.config.num_hidden_layers]) * FP16
         products, attention = self.operations(0, context, tokens)

@@ -40,6 +40,9 @@ class Published:
     reduced_gain: float
     gain: float | None = None
     disk: float | None = None
+    filled: bool = (
+        True  # long caches are made up, as what llama.cpp saves of a model has rows alone
+    )
 
     @property
     def accepted(self) -> float:
@@ -84,7 +87,7 @@ class Published:
         """Yields our sides; "short" comes first, as its memory counts and later asks add more."""
         short = {"short": decode(run.steps, SHORT, filled=False)}
         accepted = {"accepted": decode(run.steps, SHORT, filled=False, rates=self.rates)}
-        plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG)}
+        plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG, filled=self.filled)}
         for name, engine in engines.items():
             rest = plain if name == PLAIN else accepted
             yield ours(name, engine, short | rest, vocabulary)
@@ -94,7 +97,7 @@ class Published:
         asks = {
             "short": decode(run.steps, SHORT, filled=False),
             "prompt": prompt(PROMPT),
-            "long": decode(run.steps, LONG),
+            "long": decode(run.steps, LONG, filled=self.filled),
             "verify": decode(run.steps, SHORT, filled=False, window=self.nextn + 1),
         }
         return Side(LLAMA, run.peers, gguf, asks, vocabulary)

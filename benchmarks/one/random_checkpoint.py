@@ -2,7 +2,8 @@
 
 Weights have the scale that keeps activations at their size, so that values stay finite and tokens
 choose different experts: the standard deviation is near one over the root of the inputs in
-products, near 1 in embeddings; norms are 1 and biases 0. Only some MB are in memory at a time.
+products, near 1 in embeddings; norms' factors are 1 and biases 0. Only some MB are in memory at a
+time.
 """
 
 import json
@@ -17,7 +18,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.weights.formats import SIZES, Entry, Format
-from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.quantize import quantization_config
 from mtpbuild.builder.weights.requantised import format_by
@@ -67,10 +68,11 @@ def tensors(
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))
     for name, source in found.items():
-        deviation = 1.0 if name in looked_up else source.shape[-1] ** -0.5
+        tied = config.tie_word_embeddings  # then it is a product as well
+        deviation = 1.0 if name in looked_up and not tied else source.shape[-1] ** -0.5
         format = formats[name]
         if format is None:
-            yield from ((name, piece) for piece in plain(source, deviation))
+            yield from ((name, piece) for piece in plain(source, deviation, neutral(table, name)))
             continue
         normal = torch.randn(ROWS, source.shape[1]) * deviation
         amax = normal.abs().max() if format.needs_amax else None
@@ -79,9 +81,16 @@ def tensors(
             yield from ((name + suffix, p) for p in pieces(part, like[suffix], random))
 
 
-def plain(source: Stored, deviation: float) -> Iterator[Tensor]:
+def neutral(table: list[Weight], name: str) -> float:
+    """Returns what a vector holds: 0 for a bias, and what makes a factor of 1 for a norm."""
+    if name.endswith("bias"):
+        return 0.0
+    norms = (w for w in table if name in [s.name for s in w.stored] and "norm" in name)
+    return next((1.0 - float(norm.transform(torch.zeros(1))) for norm in norms), 1.0)
+
+
+def plain(source: Stored, deviation: float, value: float) -> Iterator[Tensor]:
     if len(source.shape) == 1:
-        value = 0.0 if source.name.endswith("bias") else 1.0
         yield torch.full(source.shape, value)
         return
     step = max(1, PIECE // (4 * prod(source.shape[1:])))

@@ -13,6 +13,7 @@ from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_scheme
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
+HYBRID, LARGER_HYBRID = "qwen3.5-0.8b", "qwen3.5-4b"
 # MOE's 64 experts at half the width: 0.95 billion parameters.
 SMALL = {
     "hidden_size": 768,
@@ -71,8 +72,14 @@ def cut(name: str, raw: dict[str, Any], layers: int | None, weights: str) -> Sha
 
 
 def of_recipe(name: str) -> dict[str, Any]:
+    """Returns the configuration of a recipe's text model, without what wraps it."""
     recipe = find_recipe(name)
     assert recipe is not None
     text = (recipe.config_folder / "config.json").read_text(encoding="utf-8")
     raw: dict[str, Any] = json.loads(text)
-    return raw
+    if "text_config" not in raw:
+        return raw
+    architectures = [
+        name.replace("ConditionalGeneration", "CausalLM") for name in raw["architectures"]
+    ]
+    return raw["text_config"] | {"architectures": architectures}

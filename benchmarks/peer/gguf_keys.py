@@ -1,8 +1,8 @@
 """The architecture, keys, tensors and shapes that llama.cpp requires of a model's GGUF file.
 
-`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. There are no MTP modules: llama.cpp
-runs at most one, and only in its server. Shapes are NumPy's, the reverse of ggml's. Nothing here
-needs `gguf`.
+`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo, `qwen35` the text model of Qwen3.5.
+There are no MTP modules: llama.cpp runs at most one, and only in its server. Shapes are NumPy's,
+the reverse of ggml's. Nothing here needs `gguf`.
 """
 
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 Config = dict[str, Any]  # config.json of the checkpoint
 Shapes = dict[str, tuple[int, ...]]
 SIGMOID = 2  # gguf.ExpertGatingFuncType
-ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2"}  # by model_type
+# By model_type.
+ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2", "qwen3_5_text": "qwen35"}
 # Matrices that llama.cpp requires in fp32, whatever the others' type.
-PLAIN = "ffn_gate_inp"
+PLAIN = ("ffn_gate_inp", "ssm_conv1d")
+DECAY = "ssm_a"  # what the state's logarithm falls by, and so negative
 
 
 def architecture(c: Config) -> str:
@@ -31,12 +33,32 @@ def write_keys(writer: Any, c: Config) -> None:
     writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_head_count(c["num_attention_heads"])
-    writer.add_rope_freq_base(c["rope_theta"])
-    if architecture(c) == "qwen2":
-        writer.add_head_count_kv(c["num_key_value_heads"])
+    if architecture(c) == "deepseek2":
+        writer.add_rope_freq_base(c["rope_theta"])
+        write_latent_keys(writer, c)
+        write_expert_keys(writer, c)
         return
-    write_latent_keys(writer, c)
-    write_expert_keys(writer, c)
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    if architecture(c) == "qwen35":
+        write_hybrid_keys(writer, c)
+    else:
+        writer.add_rope_freq_base(c["rope_theta"])
+
+
+def write_hybrid_keys(writer: Any, c: Config) -> None:
+    """Writes keys of layers that are attention or a gated delta rule."""
+    rope, width = c["rope_parameters"], c["head_dim"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_full_attention_interval(c["full_attention_interval"])
+    writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+    writer.add_ssm_inner_size(c["linear_num_value_heads"] * c["linear_value_head_dim"])
+    writer.add_ssm_state_size(c["linear_key_head_dim"])
+    writer.add_ssm_time_step_rank(c["linear_num_value_heads"])
+    writer.add_ssm_group_count(c["linear_num_key_heads"])
 
 
 def write_latent_keys(writer: Any, c: Config) -> None:
@@ -82,9 +104,11 @@ def shapes(c: Config) -> Shapes:
     found: Shapes = {
         "token_embd.weight": (V, E),
         "output_norm.weight": (E,),
-        "output.weight": (V, E),
     }
-    layer = grouped_layer if architecture(c) == "qwen2" else latent_layer
+    if not c.get("tie_word_embeddings"):
+        found["output.weight"] = (V, E)
+    layers = {"qwen2": grouped_layer, "qwen35": hybrid_layer, "deepseek2": latent_layer}
+    layer = layers[architecture(c)]
     for i in range(c["num_hidden_layers"]):
         found |= {f"blk.{i}.{name}": shape for name, shape in layer(c, i).items()}
     return found
@@ -101,6 +125,44 @@ def grouped_layer(c: Config, layer: int) -> Shapes:
         "attn_output.weight": (E, heads * width),
         "ffn_norm.weight": (E,),
         **mlp("", E, c["intermediate_size"]),
+    }
+
+
+def hybrid_layer(c: Config, layer: int) -> Shapes:
+    E = c["hidden_size"]
+    delta = (layer + 1) % c["full_attention_interval"]
+    first = delta_rule(c) if delta else gated_attention(c)
+    norms: Shapes = {"attn_norm.weight": (E,), "post_attention_norm.weight": (E,)}
+    return norms | first | mlp("", E, c["intermediate_size"])
+
+
+def gated_attention(c: Config) -> Shapes:
+    E, width = c["hidden_size"], c["head_dim"]
+    queries, own = c["num_attention_heads"] * width, c["num_key_value_heads"] * width
+    return {
+        "attn_q.weight": (2 * queries, E),  # a gate beside each
+        "attn_k.weight": (own, E),
+        "attn_v.weight": (own, E),
+        "attn_q_norm.weight": (width,),
+        "attn_k_norm.weight": (width,),
+        "attn_output.weight": (E, queries),
+    }
+
+
+def delta_rule(c: Config) -> Shapes:
+    E, heads = c["hidden_size"], c["linear_num_value_heads"]
+    keys, value = c["linear_num_key_heads"] * c["linear_key_head_dim"], c["linear_value_head_dim"]
+    channels = 2 * keys + heads * value
+    return {
+        "attn_qkv.weight": (channels, E),
+        "attn_gate.weight": (heads * value, E),
+        "ssm_conv1d.weight": (channels, c["linear_conv_kernel_dim"]),
+        "ssm_dt.bias": (heads,),
+        DECAY: (heads,),
+        "ssm_beta.weight": (heads, E),
+        "ssm_alpha.weight": (heads, E),
+        "ssm_norm.weight": (value,),
+        "ssm_out.weight": (E, heads * value),
     }
 
 
@@ -132,7 +194,7 @@ def latent_layer(c: Config, layer: int) -> Shapes:
 def experts(c: Config) -> Shapes:
     E, inner, count = c["hidden_size"], c["moe_intermediate_size"], c["n_routed_experts"]
     routed = {name: (count, *shape) for name, shape in mlp("_exps", E, inner).items()}
-    router = {f"{PLAIN}.weight": (count, E), "exp_probs_b.bias": (count,)}
+    router = {"ffn_gate_inp.weight": (count, E), "exp_probs_b.bias": (count,)}
     return router | routed | mlp("_shexp", E, inner * c["n_shared_experts"])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf_keys import PLAIN, architecture, shapes, write_keys
+from gguf_keys import DECAY, PLAIN, architecture, shapes, write_keys
 
 BLOCK, Q8_0 = 32, "q8_0"
 # Bytes of a block, which begins with an fp16 scale; standard deviation of its unscaled values.
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 def kind_of(name: str, shape: Shape, wanted: str) -> str:
     """Returns the type of a tensor in a file of type `wanted`."""
-    if len(shape) == 1 or PLAIN in name or wanted == "f32":
+    if len(shape) == 1 or any(part in name for part in PLAIN) or wanted == "f32":
         return "f32"
     return Q8_0 if name in ENDS or name.endswith(HALVES) else wanted
 
@@ -53,7 +53,8 @@ def nbytes(shape: Shape, kind: str) -> int:
 def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
     """Makes a tensor as it is stored: norms are 1, biases 0, everything else is random."""
     if len(shape) == 1:
-        return np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        value = -1.0 if name.endswith(DECAY) else 0.0 if name.endswith("bias") else 1.0
+        return np.full(shape, value, np.float32)
     deviation = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
     if kind == "f32":
         return rng.standard_normal(shape, np.float32) * np.float32(deviation)

@@ -37,9 +37,14 @@ class Model:
 
 
 class Context:
-    """Holds caches of `sequences` sequences, each with `rows` rows, and a batch to decode."""
+    """Holds caches of `sequences` sequences, each with `rows` rows, and a batch to decode.
 
-    def __init__(self, model: Model, threads: int, rows: int, sequences: int = 1) -> None:
+    drafts: the most tokens that are decoded and then dropped; a recurrent state has a copy of each.
+    """
+
+    def __init__(
+        self, model: Model, threads: int, rows: int, sequences: int = 1, drafts: int = 0
+    ) -> None:
         import numpy as np
 
         self.lib, self.np, self.vocabulary = model.lib, np, model.vocabulary
@@ -47,6 +52,7 @@ class Context:
         params.n_ctx = -(-rows // ROW_STEP) * ROW_STEP * sequences
         params.n_batch = params.n_ubatch = CHUNK
         params.n_seq_max = sequences
+        params.n_rs_seq = drafts
         params.n_threads = params.n_threads_batch = threads
         self.handle = self.lib.llama_init_from_model(model.handle, params)
         if not self.handle:
@@ -88,7 +94,8 @@ class Context:
 
     def keep(self, rows: int, sequence: int = 0) -> None:
         """Drops all but the first `rows` rows of a sequence."""
-        self.lib.llama_memory_seq_rm(self.memory, sequence, rows, -1)
+        if not self.lib.llama_memory_seq_rm(self.memory, sequence, rows, -1):
+            raise RuntimeError(f"llama.cpp can't go back to token {rows}")
 
     def fill(self, sequence: int, count: int) -> None:
         """Gives a sequence `count` rows without a prompt, by repeating the first sequence's rows.

@@ -27,7 +27,9 @@ class Llama:
         steps = ask["steps"]
         self.context.close()
         rows = start + (1 if window > 1 else steps) + window
-        self.context = Context(self.model, self.threads, rows, batch)
+        # A step's first token is dropped as well.
+        drafts = window if window > 1 else 0
+        self.context = Context(self.model, self.threads, rows, batch, drafts)
         if ask["filled"]:
             self.context.prompt(tokens(SEED_ROWS, self.vocabulary))
             for sequence in reversed(range(batch)):

@@ -42,6 +42,14 @@ MOE = WIDTHS | {
     "v_head_dim": 64,
 }
 DENSE = WIDTHS | {"num_key_value_heads": 1, "head_dim": 128}
+HYBRID = DENSE | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+ARCHITECTURES = {"moe": "deepseek2", "dense": "qwen2", "hybrid": "qwen35"}
 
 
 def module(name: str) -> ModuleType:
@@ -55,18 +63,23 @@ def module(name: str) -> ModuleType:
 def tiny(kind: str, weights: str = "int4") -> Any:
     """A published shape with small numbers."""
     shapes = module("one.shapes")
-    recipe, sizes = {"moe": (shapes.MOE, MOE), "dense": (shapes.DENSE, DENSE)}[kind]
+    recipe, sizes = {
+        "moe": (shapes.MOE, MOE),
+        "dense": (shapes.DENSE, DENSE),
+        "hybrid": (shapes.HYBRID, HYBRID),
+    }[kind]
     return shapes.Shape(kind, shapes.of_recipe(recipe) | sizes, weights, True)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of both shapes in int4, and of one in bf16."""
+    """Checkpoints of all shapes in int4, and of one in bf16."""
     place, write = tmp_path_factory.mktemp("random"), module("one.random_checkpoint")
     torch.set_num_threads(1)
     for name, shape in {
         "moe": tiny("moe"),
         "dense": tiny("dense"),
+        "hybrid": tiny("hybrid"),
         "moe_fp32": tiny("moe", "fp32"),
     }.items():
         write.write_checkpoint(place / name, shape)
@@ -107,7 +120,7 @@ def test_a_checkpoint_is_what_quantize_would_write(
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", ["moe", "dense", "moe_fp32"])
+@pytest.mark.parametrize("name", ["moe", "dense", "hybrid", "moe_fp32"])
 def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[str, Path]) -> None:
     """Values keep their size, tokens differ, and go to experts of their own."""
     plain, routes = load_plain(folders[name]), list[torch.Tensor]()
@@ -120,7 +133,7 @@ def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[
     assert 0.1 < float(logits.std()) < 10
     assert len(logits.argmax(-1).unique()) > 48
     chosen = [int(each.any(0).sum()) for each in routes]
-    assert len(chosen) == {"moe": 1, "dense": 0, "moe_fp32": 1}[name]
+    assert len(chosen) == {"moe": 1, "moe_fp32": 1}.get(name, 0)
     assert all(count > 20 for count in chosen), "of 24"
 
 
@@ -183,20 +196,21 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     assert whole.products == pytest.approx(16 * (one.products - heads) + heads)
 
 
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
     """There are as many as in the checkpoint without its MTP modules."""
     keys, shape = module("gguf_keys"), tiny(kind)
     found = keys.shapes(dict(shape.raw))
-    layers = tuple(f"model.layers.{i}." for i in range(2))
-    trunk = ("model.embed_tokens.", "model.norm.", "lm_head.", *layers)
+    layers = tuple(f"model.layers.{i}." for i in range(shape.config.num_hidden_layers))
+    head = () if shape.config.tie_word_embeddings else ("lm_head.",)  # else it is the embedding
+    trunk = ("model.embed_tokens.", "model.norm.", *head, *layers)
     plain = load_plain(folders[kind])
     wanted = sum(v.numel() for name, v in plain.state_dict().items() if name.startswith(trunk))
     assert sum(int(np.prod(size)) for size in found.values()) == wanted
-    assert keys.architecture(dict(shape.raw)) == {"moe": "deepseek2", "dense": "qwen2"}[kind]
+    assert keys.architecture(dict(shape.raw)) == ARCHITECTURES[kind]
 
 
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     """Names, shapes and types; dequantised, values are as large as products want them."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: tools/peers_env.sh has it")
@@ -208,8 +222,13 @@ def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     assert {name: (*map(int, t.shape[::-1]),) for name, t in found.items()} == keys.shapes(c)
     assert {name: t.n_bytes for name, t in found.items()} == sizes
     types = {name: t.tensor_type.name for name, t in found.items()}
-    assert {types["token_embd.weight"], types["output.weight"]} == {"Q8_0"}
-    assert types["blk.1.attn_output.weight"] == types["blk.0.ffn_up.weight"] == "Q4_0"
+    ends = {types[name] for name in ("token_embd.weight", "output.weight") if name in types}
+    assert ends == {"Q8_0"}
+    assert (
+        types[f"blk.{c['num_hidden_layers'] - 1}.attn_output.weight"]
+        == types["blk.0.ffn_up.weight"]
+        == "Q4_0"
+    )
     assert types["blk.1.attn_norm.weight"] == "F32"
     up = found["blk.0.ffn_up.weight"]
     values = gguf.quants.dequantize(up.data, up.tensor_type)
