@@ -184,7 +184,7 @@ def make_plans(
     style, family = target.style(options, config), family_of(config)
     if style.for_gpu and not family.gpu_kernels:
         raise UsageError(
-            f"{family.name}: its grouped-query attention has no GPU kernel yet: build for the CPU"
+            f"{family.name}: its {family.attention} has no GPU kernel yet: build for the CPU"
         )
     check_rules(target, request, style)
     if request.score and (

@@ -49,6 +49,8 @@ from mtpbuild.plugins.product_packed.op import product_packed as product_packed
 from mtpbuild.plugins.rope.op import rope as rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
+from mtpbuild.plugins.sparse_rows.op import choose_rows as choose_rows
+from mtpbuild.plugins.sparse_rows.op import index_keys as index_keys
 from mtpbuild.plugins.take_rows.op import take_rows as take_rows
 from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 

@@ -23,9 +23,17 @@ def register(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    from mtpbuild.builder.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo, qwen3_5
+    from mtpbuild.builder.models import (
+        deepseek_v3,
+        deepseek_v32,
+        glm4_moe,
+        glm4_moe_lite,
+        glm_moe_dsa,
+        mimo,
+        qwen3_5,
+    )
 
-    built_in = (deepseek_v3, glm4_moe_lite, glm4_moe, mimo, qwen3_5)
+    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, mimo, qwen3_5)
     return [*(module.FAMILY for module in built_in), *_REGISTERED.values()]
 
 

@@ -152,6 +152,7 @@ class MTPRules:
     hidden_first: bool = False  # the joined input is [hidden ; embedding], not [embedding ; hidden]
     trunk_normed: bool = True  # modules read the trunk's hidden state after its final norm
     recycles_normed: bool = True  # the next draft reads a module's hidden state after its norm
+    shares_choice: bool = False  # later drafts attend to the rows that a step's first one chose
 
 
 DEEPSEEK = MTPRules()

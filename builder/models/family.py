@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.made import Share, Weight
 
 
-# The small projections of a delta rule, whose results are exponents, stay as they are.
+# The small projections of a delta rule, whose results are exponents, stay as they are, and so does
+# an indexer, whose scores choose.
 PRODUCT = re.compile(
-    r"((self_attn|mlp)\..*_proj(_with_mqa)?|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
+    r"((self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
 )
 
 
@@ -47,6 +48,9 @@ class Costs:
     activations: float  # most values of a token that exist at once
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # routed experts that each token chooses
+    most_rows: int | None = None  # rows that a token attends to at most; None: all
+    scored: int = 0  # values of a row by which rows are chosen, and what scoring one costs
+    scoring: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Family:
     modules_key: str = "num_nextn_predict_layers"  # their number in config.json
     beside_modules: str = ""  # prefix of what a module has beside its layer, if there is one
     gpu_kernels: bool = False  # targets for GPUs have kernels for its attention
+    attention: str = "grouped-query attention"  # what it is called
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Maps tensors that a checkpoint may have beside the table's to those that they repeat."""

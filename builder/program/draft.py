@@ -5,13 +5,13 @@ hidden state of slot p; the family says whether hidden states come normed (`MTPR
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows, State, pick
+from mtpbuild.builder.models.common.layers import Choice, Rows, State, pick
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
 from mtpbuild.plugins import take_rows
@@ -72,7 +72,9 @@ class Eagle(Drafter):
         if self.nextn == 0:
             cache = module.fill(x, state[module_rows(0)], step.rows)
             return step.tokens[:, :0], {module_rows(0): cache}
-        x, cache = module.last(x, state[module_rows(0)], step.rows, at)
+        own = replace(step.rows, choice=Choice())  # none of the trunk's
+        x, cache = module.last(x, state[module_rows(0)], own, at)
+        choice = replace(own.choice, stays=model.config.mtp.shares_choice)
         hidden = module.hand_on(x)
         drafts = [step.choose(model.draft_logits(0, hidden), 1)]
         side = None
@@ -82,6 +84,7 @@ class Eagle(Drafter):
                 rows = model.rope.placed(step.lengths, 1, step.active, offset=k - 1)
             else:
                 rows = model.rope(step.lengths + (k - 1), 1, base=base)
+            rows = replace(rows, choice=replace(choice))
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.ahead(x, cache, side, rows)
             hidden = module.hand_on(x)

@@ -25,8 +25,12 @@ def operator(
 FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
 Attention = operator(
     "Attention",
-    {"q": FLOATS, "cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
+    {
+        **{"q": FLOATS, "cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
+        "chosen": INTS,
+    },
     {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "heads": 0},
+    optional=("chosen",),
 )
 
 

@@ -7,10 +7,18 @@ from mtpbuild.plugins.mla_attention.onnx import holds
 
 
 def mla_attention_cpu(
-    q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
+    q: Any,
+    cache: Any,
+    fresh: Any,
+    base: Any,
+    first: Any,
+    scale: float,
+    kv_lora_rank: int,
+    chosen: Any = None,
 ) -> Any:
     """Write one node. It sees by itself which rows count, so no mask is made."""
-    return Attention(q, cache, fresh, base, first, scale=scale, **sizes(cache, fresh, kv_lora_rank))
+    rows = cache, fresh, base, first, chosen
+    return Attention(q, *rows, scale=scale, **sizes(cache, fresh, kv_lora_rank))
 
 
 def sizes(cache: Any, fresh: Any, kv_lora_rank: int) -> dict[str, int]:

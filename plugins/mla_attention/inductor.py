@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
 
 def mla_attention_inductor(
@@ -14,19 +15,23 @@ def mla_attention_inductor(
     first: Tensor,
     scale: float,
     kv_lora_rank: int,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Computes the reference's result without a head dimension.
 
     A head dimension would make the products copy the cache for each head.
     """
     (B, H, T, C), S = q.shape, cache.shape[2]
-    rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0], fresh[:, 0]
-    committed = torch.arange(S, device=q.device) < base[:, None]  # [B, S]
+    rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0, :, :C], fresh[:, 0, :, :C]
+    committed = (torch.arange(S, device=q.device) < base[:, None])[:, None]  # [B, 1, S]
     last = first[:, None] + torch.arange(T, device=q.device)
     visible = torch.arange(new.shape[1], device=q.device) <= last[..., None]  # [B, T, F]
+    if chosen is not None:
+        seen = chosen_mask(chosen, base, S, new.shape[1])
+        committed, visible = seen[..., :S].repeat(1, H, 1), seen[..., S:]
     scores = torch.cat(
         [
-            (rows @ old.mT).masked_fill(~committed[:, None], float("-inf")),
+            (rows @ old.mT).masked_fill(~committed, float("-inf")),
             (rows @ new.mT).masked_fill(~visible.repeat(1, H, 1), float("-inf")),
         ],
         dim=-1,

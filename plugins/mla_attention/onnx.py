@@ -10,24 +10,43 @@ from mtpbuild.plugins.mla_attention.op import FLOOR
 
 
 def mla_attention_onnx(
-    q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
+    q: Any,
+    cache: Any,
+    fresh: Any,
+    base: Any,
+    first: Any,
+    scale: float,
+    kv_lora_rank: int,
+    chosen: Any = None,
 ) -> Any:
     """Emits the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
 
     If the fresh rows have just been written into this cache, one block of scores over the cache is
-    enough; otherwise two blocks share one softmax.
+    enough; otherwise two blocks share one softmax. Chosen rows are a mask: all rows are read.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
     rows = op.Reshape(q, ints(0, 1, -1, width))
     rows = op.Mul(rows, op.Constant(value_float=scale))
+    if beside := int(cache.shape[3]) - width:  # numbers of a row that are no key
+        rows = op.Pad(rows, ints(0, 0, 0, 0, 0, 0, 0, beside))
     if holds(cache, fresh):
-        seen = mask(count(cache), op.Add(base, first), heads, tokens)
+        if chosen is None:
+            seen = mask(count(cache), op.Add(base, first), heads, tokens)
+        else:
+            seen, _ = chosen_masks(chosen, count(cache), count(cache), ints(0), heads)
         mixed = op.MatMul(softmax(op.Add(scores(rows, cache), seen)), cache)
     else:
-        before = op.Sub(base, op.Constant(value_int=1))
-        old = op.Add(scores(rows, cache), mask(count(cache), before, heads, None))
-        new = op.Add(scores(rows, fresh), mask(count(fresh), first, heads, tokens))
+        if chosen is None:
+            before = op.Sub(base, op.Constant(value_int=1))
+            masks = (
+                mask(count(cache), before, heads, None),
+                mask(count(fresh), first, heads, tokens),
+            )
+        else:
+            start = op.Unsqueeze(base, ints(1, 2))
+            masks = chosen_masks(chosen, start, count(cache), count(fresh), heads)
+        old, new = op.Add(scores(rows, cache), masks[0]), op.Add(scores(rows, fresh), masks[1])
         p = softmax(old, new)
         border, end = count(cache), op.Shape(p, start=3)
         mixed = op.Add(
@@ -78,13 +97,32 @@ def mask(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
     """
     visible = op.Reshape(last, ints(-1, 1, 1, 1))
     if tokens is not None:
-        visible = op.Add(visible, op.Unsqueeze(_range(tokens), ints(1)))  # [B, 1, T, 1]
-    seen = op.LessOrEqual(_range(rows), visible)
+        visible = op.Add(visible, op.Unsqueeze(counted(tokens), ints(1)))  # [B, 1, T, 1]
+    seen = op.LessOrEqual(counted(rows), visible)
     one = op.Where(seen, op.Constant(value_float=0.0), op.Constant(value_float=-math.inf))
     return one if tokens is None or heads == 1 else op.Concat(*[one] * heads, axis=2)
 
 
-def _range(count: Any) -> Any:
+def chosen_masks(
+    chosen: Any, start: Any, rows: Any, fresh_rows: Any, heads: int
+) -> tuple[Any, Any]:
+    """Returns additive masks [B, 1, H * T, ..] over the cache's rows, and over the fresh ones.
+
+    Positions from `start` on are fresh. All rows that are chosen are seen.
+    """
+    end = op.Add(rows, fresh_rows)
+    place = op.Where(op.Less(chosen, start), chosen, op.Add(op.Sub(chosen, start), rows))
+    place = op.Where(op.Less(chosen, op.Constant(value_int=0)), end, op.Min(place, end))
+    sizes = op.Concat(op.Shape(chosen, end=2), op.Add(end, ints(1)), axis=0)
+    none = op.Expand(op.Constant(value_float=-math.inf), sizes)
+    zeros = op.Expand(op.Constant(value_float=0.0), op.Shape(chosen))
+    whole = op.Unsqueeze(op.ScatterElements(none, place, zeros, axis=2), ints(1))
+    parts = (op.Slice(whole, ints(0), rows, ints(3)), op.Slice(whole, rows, end, ints(3)))
+    old, new = (op.Concat(*[part] * heads, axis=2) if heads > 1 else part for part in parts)
+    return old, new
+
+
+def counted(count: Any) -> Any:
     return op.Range(op.Constant(value_int=0), op.Squeeze(count), op.Constant(value_int=1))
 
 

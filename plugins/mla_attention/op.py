@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.sparse_rows.op import chosen_mask
+
 FLOOR = 1e-32
 
 
@@ -28,6 +30,7 @@ def mla_attention(
     first: Tensor,
     scale: float,
     kv_lora_rank: int,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Attends with all query heads to one latent head of keys and values (absorbed MLA).
 
@@ -35,15 +38,21 @@ def mla_attention(
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
+    chosen [B, T, k] int64: of these rows, each query sees those at these positions alone, as
+    `choose_rows` says them. Rows may be wider than C then.
+
     Rows of the cache from base on do not count (on a CPU they weigh `FLOOR` and must be finite), so
     it does not matter whether the fresh rows have been written there yet. Queries, cache and fresh
     rows have one dtype.
     """
+    cache, fresh = cache[..., : q.shape[-1]], fresh[..., : q.shape[-1]]
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]
     rows = torch.arange(S, device=q.device), torch.arange(F, device=q.device)
     old = (rows[0] < base[:, None])[:, None, None, :]
     last = first[:, None] + torch.arange(T, device=q.device)
     new = (rows[1] <= last[..., None])[:, None]
+    if chosen is not None:
+        old, new = chosen_mask(chosen, base, S, F)[:, None].split([S, F], dim=-1)
     scores = torch.cat(
         [
             (q @ cache.transpose(-1, -2)).masked_fill(~old, float("-inf")),

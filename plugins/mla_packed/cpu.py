@@ -11,10 +11,10 @@ LatentAttention = operator(
     {
         **{"q": FLOATS, "w_uk": WEIGHT, "w_uv": WEIGHT, "cos": FLOATS, "sin": FLOATS},
         **{"cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
-        **{"w_uk_scales": HALVES, "w_uv_scales": HALVES},
+        **{"w_uk_scales": HALVES, "w_uv_scales": HALVES, "chosen": INTS},
     },
     {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "N": 0, "interleaved": 0},
-    optional=("w_uk_scales", "w_uv_scales"),
+    optional=("w_uk_scales", "w_uv_scales", "chosen"),
 )
 
 
@@ -34,10 +34,11 @@ def mla_packed_cpu(
     kv_lora_rank: int,
     v_head_dim: int,
     interleaved: bool,
+    chosen: Any = None,
 ) -> Any:
     rows = cache, fresh, base, first
     return LatentAttention(
-        *(q, w_uk, w_uv, cos, sin, *rows, w_uk_scales, w_uv_scales),
+        *(q, w_uk, w_uv, cos, sin, *rows, w_uk_scales, w_uv_scales, chosen),
         **sizes(cache, fresh, kv_lora_rank),
         scale=scale,
         N=v_head_dim,

@@ -25,6 +25,7 @@ def mla_packed(
     kv_lora_rank: int,
     v_head_dim: int,
     interleaved: bool,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Turn queries q [B, T, H * (n + R)] into the heads' values [B, T, H * v_head_dim].
 
@@ -33,12 +34,12 @@ def mla_packed(
     of the three ops. With integers the kernels round what goes into a product to int8.
     """
     q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
-    o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank)
+    o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank, chosen)
     return mla_values(o, unpacked(w_uv, w_uv_scales, v_head_dim).mT)
 
 
 @mla_packed.register_fake
 def _(q: Tensor, w_uk: Tensor, *others: object) -> Tensor:
-    v_head_dim = others[-2]
+    v_head_dim = others[11]
     assert isinstance(v_head_dim, int)
     return q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim)

@@ -39,11 +39,13 @@ from mtpbuild.runtime.programs import load_programs
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_target import quick_target
 from tests.support.families import (
+    CHOOSERS,
     FAMILIES,
     HYBRIDS,
     WITH_MODULES,
     config_of,
     make_family,
+    modules_of,
     save_family,
 )
 from tests.support.forced import COUNT, DRAFTS, TOKENS, Inspectable, Run, Seen
@@ -93,11 +95,15 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
 ENGINES: list[tuple[str, int, DrafterName | None]] = [
     ("glm-4.6", 1, "mtp-vanilla"),
     ("qwen3.5", 3, "mtp-eagle"),
+    ("glm-5", 3, "mtp-eagle"),
 ]
 MATRIX: list[tuple[str, int, DrafterName | None]] = [
     *((name, 0, None) for name in FAMILIES),
     *((name, 1, "mtp-vanilla") for name in WITH_MODULES),
-    *((name, 2, "mtp-eagle" if name in HYBRIDS else "mtp-vanilla") for name in WITH_MODULES),
+    *(
+        (name, 2, "mtp-vanilla" if modules_of(FAMILIES[name]) > 1 else "mtp-eagle")
+        for name in WITH_MODULES
+    ),
     *((name, 3, "mtp-eagle") for name in WITH_MODULES),
 ]
 
@@ -154,10 +160,14 @@ CASES: list[tuple[str, int, DrafterName | None]] = [
     ("mimo", 2, "mtp-vanilla"),
     ("mimo", 3, "mtp-eagle"),
     ("qwen3.5-ragged", 3, "mtp-eagle"),
+    ("deepseek-v3.2", 2, "mtp-eagle"),
+    ("glm-5", 3, "mtp-eagle"),
 ]
 SLOW: list[tuple[str, int, DrafterName | None]] = [
     *((name, 3, "mtp-eagle") for name in HYBRIDS if name != "qwen3.5-ragged"),
     *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(3)),
+    *((name, n, None if n == 0 else "mtp-eagle") for name in CHOOSERS for n in range(4)),
+    ("deepseek-v3.2", 2, "mtp-vanilla"),
 ]
 
 

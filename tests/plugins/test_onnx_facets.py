@@ -1,5 +1,6 @@
 """Oracle O8: each op's ONNX facet, run by onnxruntime, equals its PyTorch reference."""
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,12 @@ from torch.export import Dim
 from mtpbuild.builder.targets.onnx_graph import CPU, ONNX, OPSET
 from mtpbuild.plugins import (
     accept_rewind,
+    choose_rows,
     experts,
     experts_nbits,
     facets,
     grouped_attention,
+    index_keys,
     kv_write,
     matmul_nbits,
     mla_attention,
@@ -28,6 +31,7 @@ from mtpbuild.plugins import (
 )
 from mtpbuild.plugins.experts_nbits.op import _chosen
 from mtpbuild.plugins.mla_attention.op import FLOOR, floored_softmax
+from tests.support.choosers import operands
 from tests.support.numbers import in_int8_blocks
 
 GARBAGE = 1e20  # in every row that must not count: it weighs 1e-32 (`floored_softmax`)
@@ -271,6 +275,44 @@ def test_mla_attention(op: Op, heads: int, rows: int, tokens: int, blocks: int) 
             mixed = facet.check(q, cache, fresh, base, first)[0]
             wanted = plain_attention(q, cache, fresh, base, first)
             torch.testing.assert_close(mixed, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_index_keys(interleaved: bool) -> None:
+    def keys(*given: Tensor) -> Tensor:
+        return index_keys(*given, 1e-6, interleaved)
+
+    T = Dim("T", min=1, max=64)
+    example = (torch.zeros(2, 7, 10), *torch.zeros(2, 10), *torch.zeros(2, 2, 7, 2))
+    facet = Facet(keys, example, {i: {1: T} for i in (0, 3, 4)})
+    for tokens in (1, 17):
+        angles = torch.rand(2, tokens, 2) * 100
+        a, norms = torch.randn(2, tokens, 10) + 3, torch.randn(2, 10)
+        facet.check(a, *norms, angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_attention_to_chosen_rows(written: bool, interleaved: bool) -> None:
+    """Positions are the reference's, ties included; fewer rows than may be chosen, and more."""
+    T, C, heads = 2, 12, 3
+
+    def attention(q: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        *asked, cache, fresh, base, first = given
+        chosen = choose_rows(*asked, cache, fresh, base, first, 6, interleaved)
+        if written:
+            cache = kv_write(cache, fresh, base)
+        return chosen, mla_attention(q, cache, fresh, base, first, SCALE, RANK, chosen)
+
+    S = Dim("S", min=3, max=96)
+    queries = torch.randn(3, heads, T, C)
+    example = operands(0, 3, T, 13, T).values()
+    facet = Facet(attention, (queries, *example), {5: {2: S}})
+    for rows, levels in itertools.product((3, 5, 40), (None, 2)):
+        for seed in range(4):
+            given = operands(seed, 3, T, rows, T, levels)
+            given["base"].clamp_(max=rows - T)
+            facet.check(queries, *given.values())
 
 
 @pytest.mark.parametrize(("op", "heads", "rows", "tokens", "blocks"), ATTENTION)

@@ -41,8 +41,8 @@ def _eagle(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     hidden = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens[1:])
     found = []
-    for _ in range(nextn):
-        g = model.mtp(1, torch.tensor([follow]), hidden)[:, -1:]
+    for k in range(nextn):
+        g = model.mtp(1, torch.tensor([follow]), hidden, later=k)[:, -1:]
         found.append(model.draft_logits(1, g)[0, 0])
         hidden = torch.cat([hidden, g], dim=1)
         follow.append(int(found[-1].argmax()))

@@ -223,7 +223,36 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-FAMILIES |= HYBRIDS
+# Contexts of 30 tokens have several times the rows that are chosen.
+CHOICE: dict[str, Any] = {"index_topk": 8, "index_n_heads": 12, "index_head_dim": 10}
+CHOOSERS: dict[str, dict[str, Any]] = {
+    # halves rotate in the indexer, neighbours in the attention; YaRN; drafts choose for themselves
+    "deepseek-v3.2": BASE
+    | SIZES
+    | EXPERTS
+    | LATENT
+    | CHOICE
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "rope_scaling": YARN | {"factor": 4, "beta_fast": 32, "beta_slow": 1},
+    },
+    # neighbours rotate in both; a layer without an indexer; later drafts take the first one's rows
+    "glm-5": SIZES
+    | EXPERTS
+    | LATENT
+    | CHOICE
+    | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
+        "indexer_types": ["full", "full", "shared"],
+        "index_share_for_mtp_iteration": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+    },
+}
+FAMILIES |= HYBRIDS | CHOOSERS
 
 
 def modules_of(config: dict[str, Any]) -> int:

@@ -234,7 +234,7 @@ class PlainToy(Reference):
             x = layer(x)
         return self.model["norm"](x)
 
-    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         module = self.layers[self.config.num_hidden_layers + k - 1]
         embedding = module.enorm(self.model["embed_tokens"](tokens))
         x = module.eh_proj(torch.cat([embedding, module.hnorm(hidden)], dim=-1))

@@ -23,6 +23,14 @@ from mtpbuild.runtime.ranks import Ranks
 State = dict[str, Tensor]  # tensors by name
 
 
+@dataclass
+class Choice:
+    """Holds the rows that tokens attend to, where a layer has chosen some: others may take them."""
+
+    rows: Tensor | None = None  # [B, T, k] positions, as `choose_rows` returns them
+    stays: bool = False  # layers that choose for themselves take it, too
+
+
 @dataclass(frozen=True)
 class Rows:
     """Holds the place of a pass's tokens: angles, and the cache rows that they see and fill."""
@@ -34,6 +42,7 @@ class Rows:
     positions: Tensor  # [B, T]
     first: Tensor | None = None  # [B] the last fresh row that the first token sees; None: row 0
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
+    choice: Choice = field(default_factory=Choice)  # of the layers so far
 
 
 class RMSNorm(nn.RMSNorm):
@@ -184,7 +193,8 @@ class DecoderLayer(nn.Module):
         """Computes only token at[b] of each slot, but writes all rows: [B, 1, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
-        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, rows.start, position)
+        angles = pick(rows.cos, at), pick(rows.sin, at)
+        own = Rows(*angles, rows.base, rows.start, position, choice=rows.choice)
         return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
 
     def ahead(

@@ -32,10 +32,11 @@ class Reference(nn.Module):
         """Computes logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
         return self.lm_head(hidden)
 
-    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         """Runs module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
 
-        Returns g_{k,p} [B, T, hidden], as the next module takes it.
+        later: how many of the last positions are drafts of a step behind its first one. Returns
+        g_{k,p} [B, T, hidden], as the next module takes it.
         """
         raise NotImplementedError
 
@@ -250,7 +251,7 @@ class PlainModel(Reference):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden if self.config.mtp.trunk_normed else self.model.norm(hidden))
 
-    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
         embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
         y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])

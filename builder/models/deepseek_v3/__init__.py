@@ -18,4 +18,5 @@ FAMILY = Family(
     costs=config.costs,
     reference=late(f"{__name__}.reference", "Transformer"),
     gpu_kernels=True,
+    attention="latent attention",
 )

@@ -24,6 +24,7 @@ from mtpbuild.plugins import (
     rope,
 )
 from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.sparse_rows.op import chosen_mask
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -94,38 +95,51 @@ class LatentAttention(Attention):
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         c, base = self.config, rows.base
+        chosen = () if rows.choice.rows is None else (rows.choice.rows,)
         if self.by_ops and not rows.expand:
             q, angles = self.second_product(q), (rows.cos, rows.sin)
             if isinstance(self.w_uk, Packed):
                 uk, uv, place = self.w_uk, self.w_uv, (cache, fresh, base, first)
                 weights = uk.values, uk.scales, uv.values, uv.scales
                 sizes = self.scale, c.kv_lora_rank, c.v_head_dim
-                o = mla_packed(q, *weights, *angles, *place, *sizes, c.rope_interleave)
+                o = mla_packed(q, *weights, *angles, *place, *sizes, c.rope_interleave, *chosen)
                 return o @ self.o_proj
             q = mla_queries(q, self.w_uk, *angles, c.rope_interleave)
-            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank)
+            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank, *chosen)
             return mla_values(o, self.w_uv) @ self.o_proj
         q_nope, q_pe = self.queries(q, rows)
         if rows.expand:
-            o = self.expanded(q_nope, q_pe, cache, base)
+            o = self.expanded(q_nope, q_pe, cache, base, *chosen)
         else:
             q = torch.cat([q_nope @ self.w_uk, q_pe], dim=-1)
-            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank) @ self.w_uv
+            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank, *chosen)
+            o = o @ self.w_uv
         return o.transpose(1, 2).flatten(2) @ self.o_proj
 
-    def expanded(self, q_nope: Tensor, q_pe: Tensor, cache: Tensor, base: Tensor) -> Tensor:
+    def expanded(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        cache: Tensor,
+        base: Tensor,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         """Attends in the non-absorbed form over a cache that holds the fresh rows: [B, H, T, v].
 
         Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
         products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
         """
         c, T, S = self.config, q_nope.shape[2], cache.shape[2]
-        latent, k_pe = cache.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # [B, 1, S, ..]
+        sizes = [c.kv_lora_rank, c.qk_rope_head_dim, cache.shape[-1] - c.cache_dim]
+        latent, k_pe, *_ = cache.split([size for size in sizes if size], dim=-1)  # [B, 1, S, ..]
         k_nope, v = latent @ self.w_uk.mT, latent @ self.w_uv  # [B, H, S, ..]
         k = torch.cat([k_nope, k_pe.expand(-1, self.heads, -1, -1)], dim=-1)
         q = torch.cat([q_nope, q_pe], dim=-1) * self.scale
-        last = base[:, None] + torch.arange(T, device=base.device)
-        seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
+        if chosen is None:
+            last = base[:, None] + torch.arange(T, device=base.device)
+            seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
+        else:  # positions are the cache's rows, as the fresh ones are there
+            seen = chosen_mask(chosen, torch.full_like(base, S), S, 0)[:, None]
         mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: passes keep only one
         scores = q @ k.mT + mask
         p = scores.softmax(-1) if self.kernels else floored_softmax(scores)

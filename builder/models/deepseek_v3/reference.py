@@ -44,8 +44,14 @@ class Attention(nn.Module):
         k_pe = rotate(k_pe, cos, sin, c.rope_interleave)  # one for all heads
         k_pe = k_pe[:, None].expand_as(q_pe)
         q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe], -1)
-        o = F.scaled_dot_product_attention(q, k.type_as(q), v, is_causal=True, scale=self.scale)
+        seen = self.mask(x, cos, sin)
+        causal, k = seen is None, k.type_as(q)
+        o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
+
+    def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """Returns which rows tokens attend to, [B, 1, T, T] bool; None: each to all before it."""
+        return None
 
 
 class Transformer(PlainModel):

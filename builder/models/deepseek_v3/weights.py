@@ -20,10 +20,10 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
 
     What is stored has the checkpoint's shape; transforms receive it already cut to the share.
     """
-    return moe_table(c, share, partial(_attention, c, share))
+    return moe_table(c, share, partial(attention, c, share))
 
 
-def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
+def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
     E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
     own = H // s.ranks.parts

@@ -12,9 +12,15 @@ namespace {
 // bfloat16, in which fresh rows are rounded already. A row has a key of C numbers for each of
 // `groups` heads, then or among them, from number `values` on, `latent` values for each. H / groups
 // query heads beside each other share one.
+//
+// chosen [B, T, k], which is for one group alone: of these rows a query sees those at such
+// positions, in their order. Others, as -1, are none. Its result is that of attention over these
+// rows side by side.
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY, ort::FLOAT, ort::INT64, ort::INT64};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,   ort::FLOAT,
+                                         ort::INT64, ort::INT64, ort::INT64};
+  static constexpr unsigned optional = 1 << 5;
   const Kernels& k;
   float scale;
   int64_t groups, values, latent, heads;
@@ -37,16 +43,17 @@ struct Attention : Usual {
     checked(q, cache, fresh);
     shape.back() = latent * std::max<int64_t>(heads, 1);
     float* y = call.output(shape);
-    attend(call, q, cache, fresh, base, first, y);
+    attend(call, q, cache, fresh, base, first, call.input(5, true), y);
   }
 
   // The same for operands that another operator has.
   void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
-              const Tensor& base, const Tensor& first, float* y) const {
+              const Tensor& base, const Tensor& first, const Tensor& chosen, float* y) const {
     Job job = checked(q, cache, fresh);
     std::vector<int64_t> slots{job.slots};
     NEED(base.shape == slots && first.shape == slots, name, "no place for each slot");
     job.y = y;
+    if (chosen.memory) return attend_to(call, job, base, chosen);
     std::vector<Lanes> lanes;
     int64_t most = 0, sixteens = up(job.queries(), LANES);
     for (int64_t i = 0; i < job.slots * groups * sixteens; i++) {
@@ -65,6 +72,10 @@ struct Attention : Usual {
     const void* cache;
     bool halves;  // it is bfloat16
     float* y;
+    // Of token m of all slots, where a head's query is; without `by_token`.
+    int64_t row(int64_t m, int64_t head) const {
+      return (m / tokens * heads + head) * tokens + m % tokens;
+    }
     // Of a slot and a group: query i is token i / per_group.
     int64_t queries() const { return per_group * tokens; }
     int64_t place(int64_t slot, int64_t group, int64_t query) const {
@@ -148,6 +159,100 @@ struct Attention : Usual {
     });
   }
 
+  // Attention to chosen rows: a token's splits are shared out as `run` does it.
+  void attend_to(Call& call, const Job& job, const Tensor& base, const Tensor& chosen) const {
+    NEED(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
+             chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
+         name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
+    int64_t count = job.slots * job.tokens, most = chosen.shape[2];
+    int64_t splits = up(most, mtp::SPLIT), size = up(job.heads, LANES) * (2 + latent) * LANES;
+    int64_t work = count * most * job.heads * (job.width + latent);
+    if (count >= 16 || splits == 1) {
+      tasks(call, count, work, [&](int64_t m) {
+        auto parts = scratch<float>(2 * size);
+        attend_to(job, base, chosen, m, 0, &parts[0]);
+        for (int64_t n = 1; n < splits; n++) {
+          attend_to(job, base, chosen, m, n, &parts[size]);
+          fold(job, &parts[0], &parts[size]);
+        }
+        finish(job, m, &parts[0]);
+      });
+      return;
+    }
+    auto parts = scratch<float>(count * splits * size);
+    tasks(call, count * splits, work, [&](int64_t t) {
+      attend_to(job, base, chosen, t / splits, t % splits, &parts[t * size]);
+    });
+    tasks(call, count, count * splits * size, [&](int64_t m) {
+      float* into = &parts[m * splits * size];
+      for (int64_t n = 1; n < splits; n++) fold(job, into, into + n * size);
+      finish(job, m, into);
+    });
+  }
+
+  // All heads of a token attend to a split of its chosen rows, which are copied side by side.
+  void attend_to(const Job& job, const Tensor& base, const Tensor& chosen, int64_t m, int64_t split,
+                 float* parts) const {
+    int64_t most = chosen.shape[2], begin = split * mtp::SPLIT, count = 0;
+    int64_t end = min(most, begin + mtp::SPLIT), slot = m / job.tokens;
+    auto rows = scratch<float>((end - begin) * job.width);
+    int64_t from = std::max<int64_t>(0, min(base.data<int64_t>()[slot], job.rows));
+    for (int64_t i = begin; i < end; i++) {
+      int64_t at = chosen.data<int64_t>()[m * most + i];
+      count += copied(job, slot, from, at, &rows[count * job.width]);
+    }
+    for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
+      int32_t seen[LANES];
+      auto queries = scratch<float>(job.width * LANES);
+      for (int64_t i = 0; i < LANES; i++) {
+        bool there = head + i < job.heads;
+        const float* row = job.q + (there ? job.row(m, head + i) * job.width : 0);
+        for (int64_t c = 0; c < job.width; c++)
+          queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
+        seen[i] = there ? static_cast<int32_t>(count) : 0;
+      }
+      mtp::Attention a{queries.get(), seen, &rows[0],  nullptr, nullptr, count,
+                       job.width,     0,    job.width, 0,       latent};
+      k.attend(a, 0, count, nullptr, partial(parts));
+    }
+  }
+
+  // Copies the numbers of a row that attention reads; tells whether there is such a row.
+  bool copied(const Job& job, int64_t slot, int64_t base, int64_t at, float* to) const {
+    int64_t old = written ? job.rows : base;
+    if (at < 0 || at >= (written ? old : old + job.fresh_rows)) return false;
+    if (at >= old) {
+      const float* row = job.fresh + (slot * job.fresh_rows + at - old) * job.stride;
+      std::memcpy(to, row, job.width * sizeof(float));
+      return true;
+    }
+    int64_t place = (slot * job.rows + at) * job.stride;
+    if (!job.halves)
+      std::memcpy(to, static_cast<const float*>(job.cache) + place, job.width * sizeof(float));
+    for (int64_t i = 0; job.halves && i < job.width; i++)
+      to[i] = mtp::wide(static_cast<const mtp::Bf16*>(job.cache)[place + i]);
+    return true;
+  }
+
+  void fold(const Job& job, float* into, float* later) const {
+    for (int64_t h = 0, at = 0; h < job.heads; h += LANES, at += (2 + latent) * LANES)
+      k.fold(partial(into + at), partial(later + at), latent);
+  }
+
+  void finish(const Job& job, int64_t m, float* parts) const {
+    for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
+      mtp::Partial done = partial(parts);
+      for (int64_t i = 0; i < LANES && head + i < job.heads; i++)
+        finish(done, i, job.y + job.row(m, head + i) * latent);
+    }
+  }
+
+  // A lane's result.
+  void finish(const mtp::Partial& done, int64_t lane, float* row) const {
+    float total = done.total[lane], factor = total > 0.0f ? 1.0f / total : 0.0f;
+    for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + lane] * factor;
+  }
+
   static mtp::Partial partial(float* memory) {
     return {memory, memory + LANES, memory + 2 * LANES};
   }
@@ -188,11 +293,8 @@ struct Attention : Usual {
   }
 
   void finish(const Job& job, const Lanes& lanes, const mtp::Partial& done) const {
-    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
-      float* row = job.y + job.place(lanes.slot, lanes.group, lanes.first + i) * latent;
-      float total = done.total[i], factor = total > 0.0f ? 1.0f / total : 0.0f;
-      for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + i] * factor;
-    }
+    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++)
+      finish(done, i, job.y + job.place(lanes.slot, lanes.group, lanes.first + i) * latent);
   }
 };
 

@@ -92,13 +92,13 @@ struct Heads {
 
 // Latent attention between its products: q [B, T, H * n + H * R], all heads' numbers without a
 // position, then all heads' rotary ones; w_uk makes n numbers of a head into `latent`; what
-// Attention mixes goes through w_uv -> [B, T, H * N].
+// Attention mixes goes through w_uv -> [B, T, H * N]. The last operand is Attention's chosen rows.
 struct LatentAttention : Usual {
   static constexpr const char* name = "LatentAttention";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::ANY,    ort::FLOAT,
-                                         ort::FLOAT, ort::ANY,     ort::FLOAT,  ort::INT64,
-                                         ort::INT64, ort::FLOAT16, ort::FLOAT16};
-  static constexpr unsigned optional = 1 << 9 | 1 << 10;
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::ANY,     ort::FLOAT,
+                                         ort::FLOAT, ort::ANY,     ort::FLOAT,   ort::INT64,
+                                         ort::INT64, ort::FLOAT16, ort::FLOAT16, ort::INT64};
+  static constexpr unsigned optional = 1 << 9 | 1 << 10 | 1 << 11;
   const Kernels& k;
   Attention attention;
   int64_t latent, outputs;
@@ -150,7 +150,8 @@ struct LatentAttention : Usual {
       uk.multiply(k, head, some, from, to);
     });
     auto mixed = scratch<float>(heads * rows * latent);
-    attention.attend(call, queries, cache, fresh, base, first, mixed.get());
+    Tensor chosen = call.input(11, true);
+    attention.attend(call, queries, cache, fresh, base, first, chosen, mixed.get());
     by_head(rows * heads * latent * outputs,
             [&](int64_t head, int64_t some, int64_t row, int64_t place) {
               const float* from[ROWS];

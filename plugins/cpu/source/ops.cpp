@@ -12,6 +12,7 @@
 #include "latent_ops.h"
 #include "mixture_ops.h"
 #include "row_ops.h"
+#include "sparse_ops.h"
 #include "step_ops.h"
 
 const void* const* ort::api = nullptr;
@@ -117,7 +118,7 @@ using All =
          GatedFloatProduct, FloatExperts, LatentRows<float>, LatentRows<mtp::Bf16>, LatentAttention,
          Route, Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
          Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows<float>, GroupedRows<mtp::Bf16>,
-         CausalConv, DeltaRule, DeltaAdvance>;
+         CausalConv, DeltaRule, DeltaAdvance, IndexKeys, ChooseRows>;
 
 const Kind* kind_of(const std::string& name) {
   for (const Kind& kind : All::kinds)

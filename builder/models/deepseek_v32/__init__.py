@@ -1,0 +1,23 @@
+"""DeepSeek-V3.2: V3 whose attention reads the rows that an indexer chooses (DSA)."""
+
+from dataclasses import replace
+
+from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from mtpbuild.builder.models.deepseek_v32 import config
+from mtpbuild.builder.models.family import late
+
+FAMILY = replace(
+    DEEPSEEK_V3,
+    name="DeepseekV32ForCausalLM",
+    architectures=("DeepseekV32ForCausalLM",),
+    model_type="deepseek_v32",
+    config=config.DeepseekV32Config,
+    parse_config=config.parse_config,
+    make_model=late(f"{__name__}.model", "DeepseekV32"),
+    weight_table=late(f"{__name__}.weights", "weight_table"),
+    cache_specs=config.cache_specs,
+    costs=config.costs,
+    reference=late(f"{__name__}.reference", "Transformer"),
+    gpu_kernels=False,
+    attention="attention to chosen rows (DSA)",
+)

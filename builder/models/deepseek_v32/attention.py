@@ -1,0 +1,88 @@
+"""Latent attention over the rows that an indexer chooses; its keys lie behind the latents.
+
+Shapes: B slots, T tokens, E hidden size, H heads of the indexer, D values of each.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.layers import Rows
+from mtpbuild.builder.models.common.precision import cast, parameter
+from mtpbuild.builder.models.deepseek_v3.attention import LatentAttention
+from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
+from mtpbuild.plugins import choose_rows, index_keys, kv_write
+from mtpbuild.runtime.ranks import Ranks
+
+EPS = 1e-6  # of the keys' norm, in every published configuration
+
+
+class Indexer(nn.Module):
+    """Chooses rows by keys of its own. Every rank has all of it, and so the same choice."""
+
+    def __init__(self, c: DeepseekV32Config) -> None:
+        super().__init__()
+        assert c.q_lora_rank is not None
+        E, H, D = c.hidden_size, c.index_n_heads, c.index_head_dim
+        self.config = c
+        self.wq_b = parameter(c.q_lora_rank, H * D)
+        self.wk = parameter(E, D)
+        self.k_norm = nn.LayerNorm(D, EPS).requires_grad_(False)
+        self.weights_proj = parameter(E, H)
+
+    def keys(self, x: Tensor, rows: Rows) -> Tensor:
+        """Computes what x [B, T, E] adds to cache rows: [B, 1, T, D]."""
+        norm, c = self.k_norm, self.config
+        how = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
+        return index_keys(x @ self.wk, norm.weight, norm.bias, *how)[:, None]
+
+    def choose(
+        self, q: Tensor, weights: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
+        """Chooses rows for queries' latents q [B, T, ..], whose heads have weights [B, T, H]."""
+        c, place = self.config, (cache, fresh, rows.base, first)
+        how = c.index_topk, c.indexer_rope_interleave
+        return choose_rows(q @ self.wq_b, weights, rows.cos, rows.sin, *place, *how)
+
+
+class SparseAttention(LatentAttention):
+    """Is latent attention to chosen rows: to its own indexer's, or to an earlier layer's.
+
+    The query input is the queries' latent, normed, and behind it the weights of the indexer's
+    heads.
+    """
+
+    config: DeepseekV32Config
+
+    def __init__(self, c: DeepseekV32Config, ranks: Ranks, has_indexer: bool) -> None:
+        super().__init__(c, ranks)
+        self.indexer = Indexer(c) if has_indexer else None
+
+    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.indexer is None:
+            return super().write(x, rows, cache)
+        q, fresh = self.project(x, rows)
+        rounded = cast(fresh, cache.dtype)  # what this pass reads is what later ones read
+        return q, cast(rounded, fresh.dtype), kv_write(cache, rounded, rows.start)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        q, fresh = super().project(x, rows)
+        if not self.by_ops:
+            q = self.q_a_layernorm(q)
+        if self.indexer is None:
+            return q, fresh
+        weights = cast(x, torch.float32) @ self.indexer.weights_proj
+        q = torch.cat([cast(q, torch.float32), weights], dim=-1)
+        return q, torch.cat([fresh, self.indexer.keys(x, rows)], dim=-1)
+
+    def second_product(self, q: Tensor) -> Tensor:
+        return q @ self.q_b_proj
+
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        if self.indexer is not None:
+            c = self.config
+            q, weights = q.split([q.shape[-1] - c.index_n_heads, c.index_n_heads], dim=-1)
+            q = cast(q, self.q_a_layernorm.weight.dtype)
+            if not rows.choice.stays:
+                place = rows, cache, fresh, first
+                rows.choice.rows = self.indexer.choose(q, weights, *place)
+        return super().attend(q, rows, cache, fresh, first)

@@ -1,0 +1,114 @@
+"""The `config.json` of models with DeepSeek's sparse attention, and the costs of their sizes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
+
+from mtpbuild.builder.models.config import COUNT_LIMIT, MTPRules, Reader, flag, integer
+from mtpbuild.builder.models.deepseek_v3 import config as deepseek_v3
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
+from mtpbuild.builder.models.family import Costs
+from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.ranks import Ranks
+
+FULL, SHARED = "full", "shared"  # names in `indexer_types`
+LETTERS = {"F": FULL, "S": SHARED}  # in `index_topk_pattern`
+
+
+def mtp_rules(read: Reader, key: str) -> MTPRules:
+    return MTPRules(shares_choice=read.flag("index_share_for_mtp_iteration", False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV32Config(DeepseekV3Config):
+    """Holds DeepSeek-V3's values, and those of the indexer that chooses rows for each token."""
+
+    index_topk: int = integer()
+    index_n_heads: int = integer()
+    index_head_dim: int = integer()
+    indexer_rope_interleave: bool = flag(False)
+    # Which main layers have an indexer; the others take the choice of the last one that has.
+    indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
+    mtp: MTPRules = field(metadata={"read": mtp_rules})
+
+    def has_indexer(self, layer: int) -> bool:
+        """Returns whether a layer chooses for itself; MTP modules, which come last, always do."""
+        return layer >= self.num_hidden_layers or self.indexers[layer]
+
+    def sliced(self, first: int, count: int) -> Self:
+        kept = self.indexers[first : first + count]
+        if not kept[0]:
+            raise UsageError(
+                f"--layers {first}-{first + count - 1} begins with a layer that takes an earlier "
+                f"one's choice of rows: begin with {self.chooser(first)}"
+            )
+        return replace(super().sliced(first, count), indexers=kept)
+
+    def chooser(self, layer: int) -> int:
+        """Returns the layer whose choice of rows a main layer attends to."""
+        return max(i for i in range(layer + 1) if self.indexers[i])
+
+
+C = TypeVar("C", bound=DeepseekV32Config)
+
+
+def parse_config(raw: Mapping[str, Any]) -> DeepseekV32Config:
+    """Normalises a `config.json`; raises CheckpointError."""
+    return parse_sparse(DeepseekV32Config, raw)
+
+
+def parse_sparse(kind: type[C], raw: Mapping[str, Any]) -> C:
+    """Parses a `config.json` of DeepSeek-V3.2 or of a family that differs in defaults."""
+    config = parse_fields(kind, {"first_k_dense_replace": 3} | dict(raw))
+    if config.q_lora_rank is None:
+        raise CheckpointError("q_lora_rank is missing: the indexer's queries are made from it")
+    if config.index_head_dim < config.qk_rope_head_dim:
+        raise CheckpointError(
+            f"index_head_dim {config.index_head_dim} is below qk_rope_head_dim "
+            f"{config.qk_rope_head_dim}, of which its rotary part is"
+        )
+    return config
+
+
+def indexers(read: Reader) -> tuple[bool, ...]:
+    """Reads which main layers have an indexer.
+
+    `indexer_types` names each layer; else `index_topk_pattern` has a letter for each; else every
+    `index_topk_freq`-th layer behind the first ones has one.
+    """
+    count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
+    every = read.integer("index_topk_freq", 1, 1)
+    offset = read.integer("index_skip_topk_offset", 0, 2)
+
+    def good(value: Any) -> bool:
+        return isinstance(value, list) and set(map(str, value)) <= {FULL, SHARED}
+
+    def spelt(value: Any) -> bool:
+        return good(value) or (isinstance(value, str) and set(value) <= LETTERS.keys())
+
+    ruled = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
+    letters = read.get("index_topk_pattern", ruled, spelt, "letters F and S")
+    names = [LETTERS.get(each, each) for each in letters]
+    names = read.get("indexer_types", names, good, f"a list of names, {FULL} or {SHARED}")
+    if len(names) != count or names[0] != FULL:
+        raise CheckpointError(
+            f"indexer_types (index_topk_pattern) must have a name for each of {count} layers, the "
+            f"first one {FULL}, not {len(names)} from {names[:1]} on"
+        )
+    return tuple(name == FULL for name in names)
+
+
+def cache_specs(c: DeepseekV32Config, ranks: Ranks) -> list[int]:
+    """Returns the width of each layer's cache rows: an indexer's key lies behind the latent."""
+    widths = deepseek_v3.cache_specs(c, ranks)
+    return [w + c.index_head_dim * c.has_indexer(i) for i, w in enumerate(widths)]
+
+
+def costs(c: DeepseekV32Config, ranks: Ranks) -> Costs:
+    """Returns a step's costs: all rows are scored by the indexer, and some attended to."""
+    return replace(
+        deepseek_v3.costs(c, ranks),
+        most_rows=c.index_topk,
+        scored=c.index_head_dim,
+        scoring=2.0 * c.index_n_heads * c.index_head_dim,
+    )

@@ -1,0 +1,85 @@
+"""The plain model: latent attention over the rows that an indexer chooses for each token."""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.plain import Block, PlainModel, feed_forward
+from mtpbuild.builder.models.common.rope import rotate
+from mtpbuild.builder.models.deepseek_v3.reference import Attention
+from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
+
+
+class Indexer(nn.Module):
+    """Chooses `index_topk` rows for each token: those whose keys have the highest scores."""
+
+    def __init__(self, c: DeepseekV32Config) -> None:
+        super().__init__()
+        assert c.q_lora_rank is not None
+        H, D = c.index_n_heads, c.index_head_dim
+        self.config = c
+        self.wq_b = nn.Linear(c.q_lora_rank, H * D, bias=False)
+        self.wk = nn.Linear(c.hidden_size, D, bias=False)
+        self.k_norm = nn.LayerNorm(D, eps=1e-6)
+        self.weights_proj = nn.Linear(c.hidden_size, H, bias=False)
+
+    def forward(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns which rows each token attends to, [B, T, T] bool, for x and queries' latent."""
+        c, (B, T, _) = self.config, x.shape
+        q = self.wq_b(latent).view(B, T, c.index_n_heads, c.index_head_dim).transpose(1, 2)
+        q, k = self.turned(q, cos, sin), self.turned(self.k_norm(self.wk(x)), cos, sin)
+        scores = (q.float() @ k[:, None].mT.float() * c.index_head_dim**-0.5).relu()
+        weights = self.weights_proj(x).float() * c.index_n_heads**-0.5
+        sums = (weights[..., None, :] @ scores.transpose(1, 2))[..., 0, :]
+        unseen = torch.ones(T, T, dtype=torch.bool).triu(1)
+        order = sums.masked_fill(unseen, float("-inf")).sort(dim=-1, descending=True, stable=True)
+        best = order.indices[..., : c.index_topk]  # of equal scores the lowest positions
+        return torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True) & ~unseen
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        R = self.config.qk_rope_head_dim
+        turned = rotate(x[..., :R], cos, sin, self.config.indexer_rope_interleave)
+        return torch.cat([turned, x[..., R:]], dim=-1)
+
+
+class SparseAttention(Attention):
+    """Attends to the chosen rows; without an indexer they are those of another layer.
+
+    later: how many of the last tokens are drafts that attend to the rows of the first one.
+    """
+
+    config: DeepseekV32Config
+    seen: Tensor  # [B, T, T] bool, of the last pass
+
+    def __init__(self, c: DeepseekV32Config, chooser: "SparseAttention | None") -> None:
+        super().__init__(c)
+        self.indexer = Indexer(c) if chooser is None else None
+        self.chooser = (self if chooser is None else chooser,)  # a tuple: no module of this one
+        self.later = 0
+
+    def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        [chooser] = self.chooser
+        if self.indexer is not None:
+            self.seen = self.indexer(x, self.q_a_layernorm(self.q_a_proj(x)), cos, sin)
+            if self.later:
+                self.seen[:, -self.later :] = self.seen[:, -self.later - 1, None]
+        return chooser.seen[:, None]
+
+
+class Transformer(PlainModel):
+    config: DeepseekV32Config
+
+    def __init__(self, config: DeepseekV32Config) -> None:
+        made: list[SparseAttention] = []
+
+        def block(layer: int) -> Block:
+            own = config.has_indexer(layer)
+            made.append(SparseAttention(config, None if own else made[config.chooser(layer)]))
+            return made[-1], feed_forward(config, layer)
+
+        super().__init__(config, block, config.qk_rope_head_dim)
+
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
+        attention = self.module(k).self_attn
+        assert isinstance(attention, SparseAttention)
+        attention.later = later if self.config.mtp.shares_choice else 0
+        return super().mtp(k, tokens, hidden)

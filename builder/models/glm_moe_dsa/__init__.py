@@ -1,0 +1,34 @@
+"""GLM-5: DeepSeek-V3.2's sparse attention in other sizes; its indexer rotates neighbours.
+
+From 5.2 on some layers have no indexer, and take the choice of an earlier one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mtpbuild.builder.models.config import flag
+from mtpbuild.builder.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
+from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse_sparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmMoeDsaConfig(DeepseekV32Config):
+    """Holds DeepSeek-V3.2's values with another default."""
+
+    indexer_rope_interleave: bool = flag(True)
+
+
+def parse_config(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
+    """Normalises a `config.json`; raises CheckpointError."""
+    return parse_sparse(GlmMoeDsaConfig, raw)
+
+
+FAMILY = replace(
+    DEEPSEEK_V32,
+    name="GlmMoeDsaForCausalLM",
+    architectures=("GlmMoeDsaForCausalLM",),
+    model_type="glm_moe_dsa",
+    config=GlmMoeDsaConfig,
+    parse_config=parse_config,
+)

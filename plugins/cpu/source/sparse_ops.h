@@ -1,0 +1,213 @@
+// An indexer's keys, and the rows that it chooses for each token.
+#pragma once
+#include <cmath>
+
+#include "cache_rows.h"
+
+namespace {
+
+// a [B, T, D] -> (a - its mean) / its deviation * weight [D] + bias [D], whose first R numbers are
+// rotated by cos, sin [B, T, R / 2]. Sums are added in ascending order.
+struct IndexKeys : Usual {
+  static constexpr const char* name = "IndexKeys";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT};
+  float epsilon;
+  bool interleaved;
+
+  IndexKeys(const Kernels&, const Attributes& from)
+      : epsilon(from.real("epsilon")), interleaved(from.integer("interleaved") != 0) {}
+
+  void compute(Call& call) const {
+    Tensor a = call.input(0), weight = call.input(1), bias = call.input(2);
+    std::vector<int64_t> row{a.rank() == 3 ? a.shape[2] : -1};
+    NEED(weight.shape == row && bias.shape == row && row[0] > 0, name,
+         a.text() + ", norms " + weight.text() + ", " + bias.text());
+    int64_t rows = a.shape[0] * a.shape[1], size = row[0];
+    Angles angles(name, call.input(3), call.input(4), a.shape[0], a.shape[1]);
+    NEED(2 * angles.half <= size, name, "angles " + angles.cos.text() + " of " + a.text());
+    float* y = call.output(a.shape);
+    tasks(call, rows, 8 * rows * size, [&](int64_t m) {
+      auto normed = scratch<float>(size);
+      norm(a.data<float>() + m * size, weight.data<float>(), bias.data<float>(), size, &normed[0]);
+      std::memcpy(y + m * size, &normed[0], size * sizeof(float));
+      angles.rotate_row(m, &normed[0], interleaved, y + m * size);
+    });
+  }
+
+ private:
+  void norm(const float* x, const float* weight, const float* bias, int64_t size, float* y) const {
+    float count = static_cast<float>(size), sum = 0.0f, squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) sum += x[i];
+    float mean = sum / count;
+    for (int64_t i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean);
+    float factor = 1.0f / std::sqrt(squares / count + epsilon);
+    for (int64_t i = 0; i < size; i++) y[i] = (x[i] - mean) * factor * weight[i] + bias[i];
+  }
+};
+
+// q [B, T, H * D], weights [B, T, H], cos, sin [B, T, R / 2], cache [B, 1, S, C], fresh
+// [B, 1, F, C], base [B], first [B] -> the positions [B, T, count] with the highest scores, in
+// rising order, then -1: plugins/sparse_rows/op.py. Position p is the cache's row, from base on a
+// fresh one; token t sees positions up to base + first + t. A row's key is its last D numbers.
+struct ChooseRows : Usual {
+  static constexpr const char* name = "ChooseRows";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::ANY,   ort::FLOAT, ort::INT64, ort::INT64};
+  static constexpr ort::Type results[] = {ort::INT64};
+  static constexpr int64_t MOST_CHOSEN = 1 << 20;
+  static constexpr int64_t PIECE = 512;       // rows of a task
+  static constexpr int64_t SCORES = 1 << 22;  // that wait at once, at most, of more than one token
+  const Kernels& k;
+  int64_t count;
+  bool interleaved;
+
+  ChooseRows(const Kernels& k, const Attributes& from)
+      : k(k), count(from.integer("count")), interleaved(from.integer("interleaved") != 0) {}
+
+  void compute(Call& call) const {
+    Job job = checked(call);
+    Angles angles(name, call.input(2), call.input(3), job.slots, job.tokens);
+    NEED(2 * angles.half <= job.size, name, "angles " + angles.cos.text());
+    int64_t* y = call.output<int64_t>({job.slots, job.tokens, count});
+    int64_t all = job.slots * job.tokens, most = 1;
+    for (int64_t m = 0; m < all; m++) most = std::max(most, job.seen(m));
+    int64_t some = min(all, std::max<int64_t>(1, SCORES / most)), pieces = up(most, PIECE);
+    auto scores = scratch<float>(some * most);
+    for (int64_t from = 0; from < all; from += some) {
+      int64_t now = min(some, all - from);
+      tasks(call, now * pieces, now * most * job.heads * job.size, [&](int64_t i) {
+        int64_t m = from + i / pieces, begin = i % pieces * PIECE;
+        int64_t end = min(job.seen(m), begin + PIECE);
+        if (job.seen(m) > count && begin < end)
+          score(job, angles, m, begin, end, &scores[i / pieces * most]);
+      });
+      tasks(call, now, 8 * now * most, [&](int64_t i) {
+        choose(&scores[i * most], job.seen(from + i), y + (from + i) * count);
+      });
+    }
+  }
+
+ private:
+  struct Job {
+    Tensor q, weights, cache, fresh, base, first;
+    int64_t slots, tokens, heads, size, stride, rows, fresh_rows;
+    // How many of the slot's positions are the cache's. An idle slot's is kept inside.
+    int64_t old(int64_t slot) const {
+      return std::max<int64_t>(0, min(base.data<int64_t>()[slot], rows));
+    }
+    // How many positions token m of all slots sees.
+    int64_t seen(int64_t m) const {
+      int64_t slot = m / tokens, offset = min(first.data<int64_t>()[slot], fresh_rows);
+      return old(slot) + min(fresh_rows, std::max<int64_t>(0, offset) + m % tokens + 1);
+    }
+  };
+
+  Job checked(Call& call) const {
+    Job job{call.input(0),
+            call.input(1),
+            call.input(4),
+            call.input(5),
+            call.input(6),
+            call.input(7),
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0};
+    const Tensor &q = job.q, &w = job.weights, &cache = job.cache, &fresh = job.fresh;
+    NEED(q.rank() == 3 && w.rank() == 3 && cache.rank() == 4 && fresh.rank() == 4, name,
+         "queries " + q.text() + ", weights " + w.text());
+    job.slots = q.shape[0], job.tokens = q.shape[1], job.heads = w.shape[2];
+    job.stride = cache.shape[3], job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
+    job.size = job.heads > 0 ? q.shape[2] / job.heads : 0;
+    auto fit = [&](const Tensor& r) {
+      return r.shape[0] == job.slots && r.shape[1] == 1 && r.shape[3] == job.stride;
+    };
+    std::vector<int64_t> slots{job.slots};
+    NEED(job.size > 0 && job.size <= job.stride && q.shape[2] == job.heads * job.size &&
+             w.shape[0] == job.slots && w.shape[1] == job.tokens && fit(cache) && fit(fresh) &&
+             job.base.shape == slots && job.first.shape == slots,
+         name, "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
+    NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
+    NEED(count > 0 && count <= MOST_CHOSEN, name, "a choice of " + std::to_string(count));
+    NEED(cache.type == ort::FLOAT || cache.type == ort::BFLOAT16, name, "a cache of another type");
+    return job;
+  }
+
+  // The scores of positions begin .. end - 1 for token m.
+  void score(const Job& job, const Angles& angles, int64_t m, int64_t begin, int64_t end,
+             float* scores) const {
+    int64_t D = job.size, H = job.heads, slot = m / job.tokens, old = job.old(slot);
+    auto queries = scratch<float>(up(H, PANEL) * PANEL * D), shares = scratch<float>(H);
+    lay_out(job, angles, m, &queries[0]);
+    float each = 1.0f / std::sqrt(static_cast<float>(H));
+    for (int64_t h = 0; h < H; h++) shares[h] = job.weights.data<float>()[m * H + h] * each;
+    float scale = 1.0f / std::sqrt(static_cast<float>(D));
+    auto wide = scratch<float>(ROWS * D), products = scratch<float>(ROWS * H);
+    const float* rows[ROWS];
+    float* out[ROWS];
+    for (int64_t at = begin; at < end; at += ROWS) {
+      int64_t some = min(ROWS, end - at);
+      for (int64_t i = 0; i < some; i++) {
+        rows[i] = key(job, slot, old, at + i, &wide[i * D]);
+        out[i] = &products[i * H];
+      }
+      k.floats({&queries[0], D, PANEL * D, PANEL}, H, some, rows, out);
+      for (int64_t i = 0; i < some; i++) {
+        float sum = 0.0f;
+        for (int64_t h = 0; h < H; h++) sum += shares[h] * std::max(0.0f, out[i][h] * scale);
+        scores[at + i] = sum == sum ? sum : -INFINITY;  // what is no number has no order
+      }
+    }
+  }
+
+  // A token's queries, rotated, in panels of 32 heads: [H / 32][D][32].
+  void lay_out(const Job& job, const Angles& angles, int64_t m, float* to) const {
+    int64_t D = job.size, H = job.heads;
+    auto own = scratch<float>(D);
+    std::memset(to, 0, up(H, PANEL) * PANEL * D * sizeof(float));
+    for (int64_t h = 0; h < H; h++) {
+      const float* from = job.q.data<float>() + (m * H + h) * D;
+      std::memcpy(&own[0], from, D * sizeof(float));
+      angles.rotate_row(m, from, interleaved, &own[0]);
+      float* panel = to + h / PANEL * PANEL * D + h % PANEL;
+      for (int64_t d = 0; d < D; d++) panel[d * PANEL] = own[d];
+    }
+  }
+
+  const float* key(const Job& job, int64_t slot, int64_t old, int64_t at, float* wide) const {
+    int64_t skipped = job.stride - job.size;
+    if (at >= old) {
+      int64_t row = slot * job.fresh_rows + at - old;
+      return job.fresh.data<float>() + row * job.stride + skipped;
+    }
+    int64_t place = (slot * job.rows + at) * job.stride + skipped;
+    if (job.cache.type == ort::FLOAT) return job.cache.data<float>() + place;
+    const mtp::Bf16* halves = job.cache.data<mtp::Bf16>() + place;
+    for (int64_t d = 0; d < job.size; d++) wide[d] = mtp::wide(halves[d]);
+    return wide;
+  }
+
+  // Of equal scores the lowest position counts.
+  void choose(const float* scores, int64_t seen, int64_t* to) const {
+    int64_t found = 0;
+    if (seen <= count) {
+      for (; found < seen; found++) to[found] = found;
+    } else {
+      auto sorted = scratch<float>(seen);
+      std::memcpy(&sorted[0], scores, seen * sizeof(float));
+      std::nth_element(&sorted[0], &sorted[count - 1], &sorted[0] + seen, std::greater<float>());
+      float least = sorted[count - 1];
+      int64_t equal = count;
+      for (int64_t i = 0; i < seen; i++) equal -= scores[i] > least;
+      for (int64_t i = 0; i < seen; i++)
+        if (scores[i] > least || (scores[i] == least && equal-- > 0)) to[found++] = i;
+    }
+    for (; found < count; found++) to[found] = -1;
+  }
+};
+
+}  // namespace

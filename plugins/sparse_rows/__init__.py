@@ -1,0 +1,1 @@
+"""Which rows of a cache each token attends to, where an indexer chooses them (DSA)."""

@@ -1,0 +1,79 @@
+"""index_keys and choose_rows in ONNX: TopK, whose ties go to the lowest place."""
+
+import math
+from typing import Any
+
+from onnxscript.onnx_opset import opset24 as op
+
+from mtpbuild.plugins.mla_attention.onnx import count as count_of
+from mtpbuild.plugins.mla_attention.onnx import counted, ints
+from mtpbuild.plugins.rope.onnx import rope_onnx
+from mtpbuild.plugins.sparse_rows.op import NONE
+
+BEHIND = (1 << 63) - 1  # a position behind all others
+
+
+def index_keys_onnx(
+    a: Any, weight: Any, bias: Any, cos: Any, sin: Any, eps: float, interleaved: bool
+) -> Any:
+    normed, *_ = op.LayerNormalization(a, weight, bias, axis=-1, epsilon=eps)
+    normed.shape = a.shape  # `rope_onnx` asks for it
+    return rope_onnx(normed, cos, sin, 1, interleaved)
+
+
+def choose_rows_onnx(
+    q: Any,
+    weights: Any,
+    cos: Any,
+    sin: Any,
+    cache: Any,
+    fresh: Any,
+    base: Any,
+    first: Any,
+    count: int,
+    interleaved: bool,
+) -> Any:
+    """Scores the cache's rows and the fresh ones side by side: [B, T, S + F]."""
+    heads = int(weights.shape[2])
+    size = int(q.shape[2]) // heads
+    turned = rope_onnx(q, cos, sin, heads, interleaved)
+    queries = op.Reshape(turned, ints(0, 0, heads, size))
+    keys = op.Concat(*(keys_of(rows, size) for rows in (cache, fresh)), axis=-1)  # [B, 1, D, N]
+    raw = op.Mul(op.MatMul(queries, keys), number(size**-0.5))  # [B, T, H, N]
+    shares = op.Unsqueeze(op.Mul(weights, number(heads**-0.5)), ints(2))
+    scores = op.Squeeze(op.MatMul(shares, op.Relu(raw)), ints(2))  # [B, T, N]
+    rows, every = count_of(cache), op.Shape(scores, start=2)
+    seen = visible(rows, every, op.Shape(weights, start=1, end=2), base, first)
+    masked = op.Where(seen, scores, number(-math.inf))
+    most = op.Min(every, ints(count))
+    values, order = op.TopK(masked, most, axis=-1)
+    start = op.Unsqueeze(base, ints(1, 2))
+    fresh_place = op.Add(op.Sub(order, rows), start)
+    position = op.Where(op.Less(order, rows), order, fresh_place)
+    there = op.Greater(values, number(-math.inf))
+    behind = op.Constant(value_int=BEHIND)
+    found, _ = op.TopK(op.Where(there, position, behind), most, axis=-1, largest=0)
+    none = op.Constant(value_int=NONE)
+    found = op.Where(op.Equal(found, behind), none, found)
+    left = op.Concat(ints(0, 0, 0, 0, 0), op.Sub(ints(count), most), axis=0)
+    return op.Pad(found, left, none)
+
+
+def keys_of(rows: Any, size: int) -> Any:
+    """Returns the keys [B, 1, D, ..] of rows [B, 1, .., C]: their last D numbers."""
+    width = int(rows.shape[3])
+    keys = op.Slice(rows, ints(width - size), ints(width), ints(3))
+    return op.Transpose(keys, perm=[0, 1, 3, 2])
+
+
+def visible(rows: Any, every: Any, tokens: Any, base: Any, first: Any) -> Any:
+    """Returns which of the cache's rows, then of the fresh ones, a token may choose."""
+    place = counted(every)
+    old = op.Less(place, op.Unsqueeze(base, ints(1, 2)))  # [B, 1, N]
+    last = op.Add(op.Unsqueeze(first, ints(1, 2)), op.Unsqueeze(counted(tokens), ints(1)))
+    new = op.LessOrEqual(place, op.Add(last, rows))  # [B, T, N]
+    return op.Or(old, op.And(new, op.GreaterOrEqual(place, rows)))
+
+
+def number(value: float) -> Any:
+    return op.Constant(value_float=value)

@@ -1,0 +1,101 @@
+"""index_keys and choose_rows: an indexer scores all rows for each token, and chooses some.
+
+Source: DeepSeek-V3.2, section 2.1. Its Hadamard rotation, which leaves every product as it is, and
+its rounding to fp8 are left out: scores are fp32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins.rope.op import rope
+
+NONE = -1  # in the place of a row, where a token sees fewer than it may choose
+
+
+@torch.library.custom_op("mtpbuild::index_keys", mutates_args=())
+def index_keys(
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Normalises a [B, T, D] by a LayerNorm with weight and bias [D], and rotates it.
+
+    cos, sin [B, T, R / 2] fp32 rotate the first R of D values, as `rope` does.
+    """
+    return rope(F.layer_norm(a, weight.shape, weight, bias, eps), cos, sin, 1, interleaved)
+
+
+index_keys.register_fake(lambda a, *others: torch.empty_like(a))
+
+
+@torch.library.custom_op("mtpbuild::choose_rows", mutates_args=())
+def choose_rows(
+    q: Tensor,
+    weights: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    count: int,
+    interleaved: bool,
+) -> Tensor:
+    """Chooses the `count` rows with the highest scores for each token: positions [B, T, count].
+
+    q [B, T, H D] has a query for each of H heads, whose first R values are rotated by cos, sin
+    [B, T, R / 2]; weights [B, T, H] fp32. The last D values of each row are its key. cache
+    [B, 1, S, C], fresh [B, 1, F, C], base and first [B] int: token t of slot b sees the rows
+    j < base[b] of the cache and the fresh rows i <= first[b] + t, whose positions are base[b] + i.
+    A row's score is the sum over heads of weight H^-0.5 relu(D^-0.5 query . key), in fp32.
+
+    Positions int64 are in rising order, and `NONE` fills what is left. Of equal scores the lowest
+    position wins, so that a choice depends neither on the window nor on a prompt's chunks.
+    """
+    (S, fresh_rows), (T, heads) = (cache.shape[2], fresh.shape[2]), weights.shape[1:]
+    size = q.shape[-1] // heads
+    q = rope(q, cos, sin, heads, interleaved).unflatten(-1, (heads, size)).float()
+    keys = torch.cat([rows[:, 0, :, -size:].float() for rows in (cache, fresh)], dim=1)
+    raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (T, heads))  # [B, T, H, S + F]
+    scaled = weights.float()[..., None] * heads**-0.5 * (raw * size**-0.5).relu()
+    place = torch.arange(S + fresh_rows, device=q.device)
+    last = S + first[:, None] + torch.arange(T, device=q.device)  # [B, T]
+    seen = (place < base[:, None])[:, None] | ((place >= S) & (place <= last[..., None]))
+    scores = scaled.sum(2).masked_fill(~seen, float("-inf"))
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    order, there = best.indices[..., :count], best.values[..., :count] > float("-inf")
+    position = torch.where(order < S, order, order - S + base[:, None, None])
+    return in_rising_order(position, there, count)
+
+
+def in_rising_order(position: Tensor, there: Tensor, count: int) -> Tensor:
+    """Sorts the positions [.., k] that are there, and fills what is left of `count` places."""
+    behind = torch.iinfo(torch.int64).max
+    found = torch.where(there, position, behind).sort(dim=-1).values
+    found = torch.where(found == behind, NONE, found)
+    return F.pad(found, (0, count - found.shape[-1]), value=NONE)
+
+
+@choose_rows.register_fake
+def _(q: Tensor, weights: Tensor, *others: object) -> Tensor:
+    count = others[-2]
+    assert isinstance(count, int)
+    return q.new_empty(*weights.shape[:2], count, dtype=torch.int64)
+
+
+def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Tensor:
+    """Returns which of the cache's rows, then of the fresh ones, are chosen: [B, T, S + F] bool.
+
+    chosen [B, T, k] are positions, of which those from base [B] on are fresh.
+    """
+    B, T, _ = chosen.shape
+    start, end = base[:, None, None], rows + fresh_rows
+    place = torch.where(chosen < start, chosen, chosen - start + rows)
+    place = torch.where(chosen < 0, end, place).clamp(max=end)  # an idle slot's may be anywhere
+    found = torch.zeros(B, T, end + 1, dtype=torch.bool, device=chosen.device)
+    return found.scatter(-1, place, True)[..., :end]
