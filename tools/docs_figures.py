@@ -172,6 +172,21 @@ def plan_of_r1(model: str, gpu: str = "b200", tp: int = 8) -> dict[str, Any]:
     return found
 
 
+def long_contexts() -> str:
+    """docs/plan.md: a step's bytes of caches with and without a choice of rows."""
+    contexts = (2048, 8192, 32768, 131072)
+
+    def read(model: str, context: int) -> str:
+        command = f"mtpbuild plan --model {model} --gpu h200 --tp 8 --nextn 3"
+        [parts] = json.loads(run(f"{command} --context-len {context} --json"))["parts"]
+        caches = sum(part["bytes"] for part in parts if part["name"].endswith("caches"))
+        return f"{caches / 1e9:.2f}"
+
+    models = ("deepseek-v3", "deepseek-v3.2", "glm-5")
+    rows = [(f"`{model}`", *(read(model, context) for context in contexts)) for model in models]
+    return table(("", *(f"{context:,}" for context in contexts)), rows)
+
+
 def model_sizes() -> str:
     """docs/models.md: billions of parameters, and the stored bytes, of every published model."""
     from mtpbuild.builder.models import family_of, load_config
@@ -199,7 +214,8 @@ def model_sizes() -> str:
 
 LONG = {"model_sizes"}  # tables that take half a minute
 TABLES: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (cpu_engines, published_speeds, r1_sizes, model_sizes)
+    maker.__name__: maker
+    for maker in (cpu_engines, published_speeds, r1_sizes, long_contexts, model_sizes)
 }
 
 

@@ -119,11 +119,20 @@ class Model:
         return self._part(name, bytes, operations, compute)
 
     def _cache(self, name: str, widths: list[int], passes: list[int], load: Load) -> Part:
-        """Count the context's cache rows, in layers of these widths, and attention over them."""
-        rows = self.ranks.local(load.batch) * load.context
-        bytes = len(passes) * rows * sum(widths) * CACHE_BYTES[load.cache]
-        attending = sum(width > 0 for width in widths)
-        operations = rows * attending * self.costs.row_operations * sum(passes)
+        """Count the context's cache rows, in layers of these widths, and attention over them.
+
+        Where tokens choose rows, each is taken to choose others than the tokens beside it.
+        """
+        c, context, numbers, operations = self.costs, load.context, 0, 0.0
+        for width in filter(None, widths):
+            attended = c.attended or width
+            scoring = c.scoring if width > attended else 0.0
+            for tokens in passes:
+                each, every = (c.rows(context, count) for count in (1, tokens))
+                numbers += every * attended + context * (width - attended)
+                operations += tokens * (each * c.row_operations + context * scoring)
+        requests = self.ranks.local(load.batch)
+        bytes, operations = requests * numbers * CACHE_BYTES[load.cache], requests * operations
         return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
     def _part(self, name: str, bytes: float, operations: float, compute: float) -> Part:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.made import Share, Weight
 
 
-# The small projections of a delta rule, whose results are exponents, stay as they are, and so does
-# an indexer, whose scores choose.
+# The small projections of a delta rule, whose results are exponents, stay as they are, and so do
+# the weights of an indexer's heads.
 PRODUCT = re.compile(
-    r"((self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
+    r"((self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
+    r"|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
 )
 
 
@@ -49,8 +50,12 @@ class Costs:
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # routed experts that each token chooses
     most_rows: int | None = None  # rows that a token attends to at most; None: all
-    scored: int = 0  # values of a row by which rows are chosen, and what scoring one costs
-    scoring: float = 0.0
+    attended: int = 0  # values of a row that attention reads; 0: all
+    scoring: float = 0.0  # operations of one token on the other ones, by which rows are chosen
+
+    def rows(self, context: int, tokens: int) -> int:
+        """Returns how many of a context's rows so many tokens attend to at most."""
+        return context if self.most_rows is None else min(context, tokens * self.most_rows)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names() -> None:
     assert {recipe.name for recipe in load_recipes()} == {
         "deepseek-v3",
+        "deepseek-v3.2",
         "deepseek-r1",
         "deepseek-r1-0528",
         "deepseek-r1-fp4",
@@ -51,6 +52,7 @@ def test_names() -> None:
         "glm-4.6",
         "glm-4.7",
         "glm-4.7-flash",
+        "glm-5",
         "kimi-k2-instruct",
         "mimo-7b-rl",
         "moonlight-16b-a3b-instruct",

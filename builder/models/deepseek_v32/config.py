@@ -109,6 +109,6 @@ def costs(c: DeepseekV32Config, ranks: Ranks) -> Costs:
     return replace(
         deepseek_v3.costs(c, ranks),
         most_rows=c.index_topk,
-        scored=c.index_head_dim,
+        attended=c.cache_dim,
         scoring=2.0 * c.index_n_heads * c.index_head_dim,
     )
