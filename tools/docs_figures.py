@@ -212,7 +212,7 @@ def model_sizes() -> str:
     return table(head, sorted(rows))
 
 
-LONG = {"model_sizes"}  # tables that take half a minute
+LONG = {"long_contexts", "model_sizes"}  # tables that take half a minute
 TABLES: dict[str, Callable[[], str]] = {
     maker.__name__: maker
     for maker in (cpu_engines, published_speeds, r1_sizes, long_contexts, model_sizes)

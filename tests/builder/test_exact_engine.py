@@ -37,6 +37,8 @@ KINDS: list[Any] = [  # model, weights, caches
     pytest.param(("mimo", "int4", "float32"), marks=pytest.mark.full),
     pytest.param(("qwen3.5", "float32", "float32"), marks=pytest.mark.full),
     pytest.param(("qwen3.5", "int4", "float32"), marks=pytest.mark.full),
+    pytest.param(("glm-5", "float32", "float32"), marks=pytest.mark.full),
+    pytest.param(("glm-5", "int4", "bfloat16"), marks=pytest.mark.full),
 ]
 TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 

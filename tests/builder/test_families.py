@@ -508,6 +508,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
     | {"linear_num_value_heads": 4, "linear_value_head_dim": 16}
     | {"shared_expert_intermediate_size": 32},
+    "deepseek-v3.2": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
     "gigachat": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     | {"kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
     "glm-flash": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}

@@ -25,7 +25,7 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
-from tests.support.families import lower_family, make_family
+from tests.support.families import CHOOSERS, lower_family, make_family
 from tests.support.forced import Run
 
 CHUNK = 4
@@ -114,6 +114,27 @@ def test_grouped_heads(name: str, ep: int, drafter: DrafterName) -> None:
     with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
         for tokens in pool.map(rank, range(2)):
             assert tokens == greedy(reference, prompt, len(tokens))
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_rows_that_are_chosen(name: str) -> None:
+    """Each of two ranks has half of the heads and a whole indexer; rows are alike to the bit."""
+    torch.set_num_threads(1)
+    reference = make_family(name, vocab_size=62, num_attention_heads=4, num_key_value_heads=4)
+    meeting, prompt = Meeting(2), np.random.default_rng(0).integers(0, 62, 17).tolist()
+
+    def rank(number: int) -> tuple[list[int], dict[str, Any]]:
+        meeting.here.rank = number
+        model = lower_family(reference, Share(Ranks(2, 2), number))
+        plan = Plan(reference.config, 2, "mtp-eagle", 1, 200, CHUNK, ranks=Ranks(2, 2))
+        programs = EagerPrograms(plan, model)
+        return generate(programs, reference, prompt, 12), programs.state
+
+    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
+        (tokens, state), (others, other) = pool.map(rank, range(2))
+    assert tokens == others == greedy(reference, prompt, len(tokens))
+    for key, tensor in state.items():
+        np.testing.assert_array_equal(tensor, other[key])
 
 
 @pytest.mark.parametrize(

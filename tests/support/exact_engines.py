@@ -14,6 +14,8 @@ FAMILIES = {
     "glm-4.6": SIZES | {"moe_intermediate_size": 32},
     "mimo": SIZES,
     "qwen3.5": SIZES | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "glm-5": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
 }
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 Said = list[tuple[list[int], list[float]]]
