@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
+from mtpbuild.plugins.accept_rewind.op import accept_best as accept_best
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
+from mtpbuild.plugins.accept_rewind.op import best_of_blocks as best_of_blocks
 from mtpbuild.plugins.causal_conv.op import causal_conv as causal_conv
 from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
 from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule

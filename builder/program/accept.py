@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.collectives import all_best
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
-from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
+from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import (
     Verdict,
     accept_mixed,
@@ -16,6 +18,7 @@ from mtpbuild.plugins.accept_mixed.op import (
     judge_of,
     without_banned,
 )
+from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.penalties import READ, penalised, recorded
@@ -29,6 +32,14 @@ class Acceptance:
 
     State that it only passes on is cloned, as one tensor can't be both input and output of a graph.
     """
+
+    def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
+        """Judges a window by the main model's hidden states [B, T, E]."""
+        return self.judge(model.logits(hidden), state, active)
+
+    def draft(self, model: CausalLM, j: int, hidden: Tensor, k: int) -> Tensor:
+        """Chooses draft k (from 1) by what module j has handed on, [B, 1, E] -> int64 [B, 1]."""
+        return self.choose(model.draft_logits(j, hidden), k)
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         """Decides which of the window's tokens are emitted; logits [B, T, V], active [B] bool."""
@@ -47,6 +58,22 @@ class Acceptance:
     def history(self, state: State) -> State:
         """Returns the tokens that later penalties count, if the state has a place for them."""
         return {name: state[name].clone() for name in (HISTORY,) if name in state}
+
+
+class RanksAcceptance(Acceptance):
+    """Judges and drafts likewise where ranks share a vocabulary: they exchange their best logits.
+
+    Exchanging all logits is a third of the bytes that a step of DeepSeek-R1 sums over its ranks.
+    """
+
+    def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
+        *slots, thinking = slots_of(state, active)
+        best = model.logits(hidden, all_best)
+        tokens, n, lengths, logprobs, margins = accept_best(best, *slots)
+        return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
+
+    def draft(self, model: CausalLM, j: int, hidden: Tensor, k: int) -> Tensor:
+        return best_token(model.draft_logits(j, hidden, all_best))
 
 
 class MixedAcceptance(Acceptance):

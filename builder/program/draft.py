@@ -30,6 +30,7 @@ class Accepted:
     active: Tensor  # [B] bool
     rows: Rows  # where the window stands
     choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
+    draft: Callable[[int, Tensor, int], Tensor]  # the same of what module j hands on: j, hidden, k
 
 
 class Drafter:
@@ -45,8 +46,8 @@ class Drafter:
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         """Drafts K tokens behind the newest one: returns int64 [B, K] and the new states.
 
-        Each draft is chosen by `step.choose` from its logits, so that sampled drafts follow the
-        request's distribution.
+        Each draft is chosen by `step.choose` from its logits, or by `step.draft` from a module's
+        hidden state, so that sampled drafts follow the request's distribution.
         """
         raise NotImplementedError
 
@@ -76,7 +77,7 @@ class Eagle(Drafter):
         x, cache = module.last(x, state[module_rows(0)], own, at)
         choice = replace(own.choice, stays=model.config.mtp.shares_choice)
         hidden = module.hand_on(x)
-        drafts = [step.choose(model.draft_logits(0, hidden), 1)]
+        drafts = [step.draft(0, hidden, 1)]
         side = None
         base = torch.where(step.active, step.lengths, 0)
         for k in range(1, self.nextn):
@@ -88,7 +89,7 @@ class Eagle(Drafter):
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.ahead(x, cache, side, rows)
             hidden = module.hand_on(x)
-            drafts.append(step.choose(model.draft_logits(0, hidden), k + 1))
+            drafts.append(step.draft(0, hidden, k + 1))
         return torch.cat(drafts, dim=1), {module_rows(0): cache}
 
     def prefill(
@@ -136,7 +137,7 @@ class Vanilla(Drafter):
             else:  # nobody reads the last module's other slots
                 x, caches[name] = module.last(x, state[name], rows, last)
                 newest = module.hand_on(x)
-            drafts.append(step.choose(model.draft_logits(k - 1, newest), k))
+            drafts.append(step.draft(k - 1, newest, k))
             tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
         past = {
             "past_hidden": take_rows(hiddens, step.n, K),

@@ -5,6 +5,7 @@ known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, State
-from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
+from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, RanksAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
@@ -43,7 +44,8 @@ class StepProgram(nn.Module):
 
         Returns the new state and the outputs, by their names.
         """
-        return self.step(state, active, Acceptance())
+        alone = self.model.ranks.parts == 1
+        return self.step(state, active, Acceptance() if alone else RanksAcceptance())
 
     def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts.
@@ -53,7 +55,7 @@ class StepProgram(nn.Module):
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage, and
         # recurrent states are advanced by these n tokens.
-        verdict = acceptance.judge(self.model.logits(hidden), window.state, active)
+        verdict = acceptance.verify(self.model, hidden, window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
         # 4. Draft behind the newest token.
@@ -64,7 +66,11 @@ class StepProgram(nn.Module):
             drafts, updates = self.drafter(
                 self.model,
                 state,
-                Accepted(hidden, tokens.clamp(min=0), n, lengths, active, rows, acceptance.choose),
+                Accepted(
+                    *(hidden, tokens.clamp(min=0), n, lengths, active, rows),
+                    acceptance.choose,
+                    partial(acceptance.draft, self.model),
+                ),
             )
             new |= updates | acceptance.draft_probs(state)
         new |= acceptance.history(state) | {

@@ -35,8 +35,10 @@ COLLECTIVES = (
     "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 must be asked for them; 11 has them by default
 )
 TENSORRT: plugins.FacetTable = {
+    plugins.accept_best: "plugins",
     plugins.accept_mixed_op: "plugins",
     plugins.accept_rewind: "plugins",
+    plugins.best_of_blocks: "plugins",
     plugins.kv_write: "tensorrt",
     plugins.matmul_scaled: "tensorrt",
     plugins.matmul_wide: "tensorrt",

@@ -26,7 +26,7 @@ HIGHEST, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for
 
 @triton.jit
 def law_of_row(
-    logits, best, ids, window, lengths, draft_probs,
+    logits, best, window, lengths, draft_probs,
     temperature, top_k, top_p, min_p, relaxed_topk, relaxed_delta, banned_ids, banned_until,
     vocab, blocks,
     figures, target,
@@ -41,15 +41,16 @@ def law_of_row(
     b, j = r // TOKENS, r % TOKENS
     i = tl.arange(0, BLOCKS)
     at = r * blocks + i
-    top = tl.load(best + at * 4, i < blocks, float("-inf"))
-    where = tl.load(ids + at, i < blocks, 2147483647)
+    top = tl.load(best + at * 5, i < blocks, float("-inf"))
+    where = tl.load(best + at * 5 + 4, i < blocks, 0.0).to(tl.int32)
+    where = tl.where(i < blocks, where, 2147483647)
     first = tl.max(top, 0)
     token = tl.min(tl.where(top == first, where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)  # of a row of NaN
-    below = tl.load(best + at * 4 + 1, i < blocks, float("-inf"))
+    below = tl.load(best + at * 5 + 1, i < blocks, float("-inf"))
     second = tl.max(tl.where(where == token, below, top), 0)
-    of_block = tl.load(best + at * 4 + 2, i < blocks, float("-inf"))
-    sums = tl.load(best + at * 4 + 3, i < blocks, 0.0)
+    of_block = tl.load(best + at * 5 + 2, i < blocks, float("-inf"))
+    sums = tl.load(best + at * 5 + 3, i < blocks, 0.0)
     plain = tl.max(of_block, 0)
     lse = plain + tl.log(tl.sum(sums * tl.exp(of_block - plain), 0))
 
@@ -241,7 +242,7 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
     known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}
     known |= {"BLOCK": vocabulary_block(V), "BLOCKS": tile(blocks, 2)}
-    known |= zip(("best", "ids"), best.outputs, strict=True)
+    (known["best"],) = best.outputs
     argmax = logits.new_empty(B * T, dtype=torch.int32)
     figures = logits.new_empty(B * T, 8)
     found = {"figures": figures, "target": argmax}

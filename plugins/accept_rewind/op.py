@@ -1,7 +1,15 @@
-"""accept_rewind: from the logits of a window to the emitted tokens and the new lengths."""
+"""accept_rewind: from the logits of a window to the emitted tokens and the new lengths.
+
+Ranks that share a vocabulary do the same in two ops with a sum between them: `best_of_blocks` of a
+rank's own logits, then `accept_best` of all ranks' blocks.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK = 4096  # logits per block: 32 blocks for a row of 129,280
+LOWEST = -3.0e38  # finite, so that no -inf is subtracted from itself
 
 
 @torch.library.custom_op("mtpbuild::accept_rewind", mutates_args=())
@@ -18,17 +26,23 @@ def accept_rewind(
     The longest prefix of drafts equal to the target tokens is kept, and the target token after it;
     ties go to the lowest id. Rewinding is the new length alone: rows beyond it are garbage.
     """
+    top = logits.topk(2, dim=-1).values
+    logprobs = top[..., 0] - logits.logsumexp(-1)
+    said = logprobs, top[..., 0] - top[..., 1]
+    return *_judged(logits.argmax(-1), window, num_drafts, lengths, active), *said
+
+
+def _judged(
+    target: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens, n and new lengths for each row's target token [B, T]."""
     T = window.shape[1]
     K, row = T - 1, torch.arange(T, device=window.device)
-    target = logits.argmax(-1)  # [B, T]
     equal = (window[:, 1:] == target[:, :K]) & (row[:K] < num_drafts[:, None])
     mismatch = torch.where(equal, K, row[:K])
     n = torch.cat([mismatch, torch.full_like(window[:, :1], K)], -1).amin(-1) + 1
     n = torch.where(active, n, 0)
-    tokens = torch.where(row < n[:, None], target, -1)
-    top = logits.topk(2, dim=-1).values
-    logprobs = top[..., 0] - logits.logsumexp(-1)
-    return tokens, n, lengths + n, logprobs, top[..., 0] - top[..., 1]
+    return torch.where(row < n[:, None], target, -1), n, lengths + n
 
 
 @accept_rewind.register_fake
@@ -38,3 +52,51 @@ def empty_results(
     """Make tensors like the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
+
+
+@torch.library.custom_op("mtpbuild::best_of_blocks", mutates_args=())
+def best_of_blocks(logits: Tensor) -> Tensor:
+    """Sums up each block of `BLOCK` logits [B, T, V] fp32: [B, T, blocks, 5] fp32.
+
+    Each has the largest and the second logit, the largest again (kernels leave banned tokens out of
+    the first two), the sum of exponentials relative to it, and the id of the largest, which fp32
+    holds exactly; ties go to the lowest.
+    """
+    blocks = -(-logits.shape[-1] // BLOCK)
+    size = logits.shape[-1] if blocks == 1 else BLOCK
+    x = F.pad(logits, (0, blocks * size - logits.shape[-1]), value=-torch.inf)
+    x = x.unflatten(-1, (blocks, size))
+    top, at = x.topk(2, dim=-1).values, x.argmax(-1)
+    highest = top[..., 0].clamp(min=LOWEST)
+    total = (x - highest[..., None]).exp().sum(-1)
+    ids = at + size * torch.arange(blocks, device=at.device)
+    return torch.stack([top[..., 0], top[..., 1], highest, total, ids.float()], -1)
+
+
+@best_of_blocks.register_fake
+def empty_blocks(logits: Tensor) -> Tensor:
+    """Makes a tensor like the op's result."""
+    return logits.new_empty(*logits.shape[:-1], -(-logits.shape[-1] // BLOCK), 5)
+
+
+@torch.library.custom_op("mtpbuild::accept_best", mutates_args=())
+def accept_best(
+    best: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Does what `accept_rewind` does, by all blocks [B, T, blocks, 5] of a row, in order of ids."""
+    top, second, highest, sums, _ = best.unbind(-1)
+    first = top.argmax(-1, keepdim=True)
+    margins = top.amax(-1) - top.scatter(-1, first, second.gather(-1, first)).amax(-1)
+    most = highest.amax(-1)
+    logprobs = top.amax(-1) - most - (sums * (highest - most[..., None]).exp()).sum(-1).log()
+    slots = window, num_drafts, lengths, active
+    return *_judged(best_token(best), *slots), logprobs, margins
+
+
+def best_token(best: Tensor) -> Tensor:
+    """Returns the id [B, T] of each row's largest logit."""
+    at = best[..., 0].argmax(-1, keepdim=True)
+    return best[..., 4].gather(-1, at)[..., 0].long()
+
+
+accept_best.register_fake(empty_results)

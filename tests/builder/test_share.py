@@ -20,6 +20,7 @@ from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.builder.weights.made import WHOLE, Share, Stored
+from mtpbuild.plugins.accept_rewind import op
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
@@ -48,9 +49,11 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self.here, self.given = threading.local(), [torch.zeros(0)] * ranks
         self.barrier = threading.Barrier(ranks)
+        self.last_axes = set[int]()  # of what was exchanged
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.given[self.here.rank] = x
+        self.last_axes.add(x.shape[-1])
         self.barrier.wait(60)
         everyone = list(self.given)
         self.barrier.wait(60)
@@ -87,6 +90,30 @@ def test_tokens_and_state(tp: int, ep: int, shape: str, drafter: DrafterName) ->
         assert tokens == greedy(reference, prompt, len(tokens))
         for name, tensor in state.items():
             np.testing.assert_array_equal(tensor, results[0][1][name])
+
+
+@pytest.mark.parametrize("block", [7, 4096])
+def test_greedy_ranks_exchange_their_best_logits(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O2 without whole rows of logits; a rank may have several blocks of them."""
+    monkeypatch.setattr(op, "BLOCK", block)
+    torch.set_num_threads(1)
+    sizes = SHAPES["yarn-three-modules"] | {"vocab_size": 258}  # wider than hidden states
+    reference, meeting = make_predictable(**sizes), Meeting(2)
+    prompt = np.random.default_rng(0).integers(0, 258, 7).tolist()
+
+    def rank(number: int) -> list[int]:
+        meeting.here.rank = number
+        model = lower(reference, Share(Ranks(2, 1), number))
+        plan = Plan(reference.config, 2, "mtp-eagle", 1, 200, CHUNK)
+        return generate(EagerPrograms(plan, model), reference, prompt, 12)
+
+    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
+        for tokens in pool.map(rank, range(2)):
+            assert tokens == greedy(reference, prompt, len(tokens))
+    assert max(meeting.last_axes) < 258
+    assert 2 * 5 * -(-129 // block) in meeting.last_axes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mtpbuild.plugins import accept_rewind
+from mtpbuild.plugins import accept_best, accept_rewind, best_of_blocks
+from mtpbuild.plugins.accept_rewind.op import best_token
 
 A, B, C, D, E, F, G, H, X, Y = range(10)
 V, NONE = 10, -1
@@ -113,6 +114,25 @@ def test_logprobs_and_margins_are_those_of_the_target_tokens() -> None:
     best = logits.log_softmax(-1).sort(-1, descending=True).values
     torch.testing.assert_close(logprobs, best[..., 0])
     torch.testing.assert_close(margins, best[..., 0] - best[..., 1])
+
+
+@pytest.mark.parametrize("vocab", [40, 4500, 9001])
+def test_ranks_judge_by_their_best_logits(vocab: int) -> None:
+    """Logits of few levels, so that ranks and blocks tie; one row has none above -inf in a part."""
+    g = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(0, 3, (4, 3, 2 * vocab), generator=g).float()
+    logits[1] += torch.randn(3, 2 * vocab, generator=g)
+    logits[2, 0, vocab:] = -torch.inf
+    logits[3, 1, 5] = torch.nan
+    window = logits.nan_to_num().argmax(-1).roll(1, dims=1)
+    slots = window, torch.tensor([2, 2, 1, 2]), torch.arange(4), torch.tensor([True] * 4)
+    low, high = (best_of_blocks(part) for part in logits.split(vocab, -1))
+    high[..., 4] += vocab
+    best = torch.cat([low, high], 2)
+    torch.testing.assert_close(
+        accept_best(best, *slots), accept_rewind(logits, *slots), equal_nan=True
+    )
+    assert torch.equal(best_token(best), logits.argmax(-1))
 
 
 def test_inputs_are_left_alone() -> None:

@@ -184,7 +184,7 @@ def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Pa
             "sums",  # gate_and_up
             "inner parts",  # down
             *["parts"] * 4,  # scaled_product
-            "best ids",  # best_of_block
+            "best",  # best_of_block
             "tokens num_tokens new_lengths logprobs margins",  # verdict_of_slot
         ]
     )

@@ -41,9 +41,9 @@ SEEDS = st.integers(0, 1 << 20)
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have many blocks, the last of them cut off."""
-    from mtpbuild.plugins.accept_rewind import triton as greedy
+    from mtpbuild.plugins.accept_rewind import op
 
-    monkeypatch.setattr(greedy, "BLOCK", 32)
+    monkeypatch.setattr(op, "BLOCK", 32)
 
 
 @FEW

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from mtpbuild.plugins import (
     accept_rewind,
+    best_of_blocks,
     kv_write,
     matmul_scaled,
     matmul_wide,
@@ -130,7 +131,7 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
 
 def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
     """Checks logits of few levels: ties and right drafts are frequent. Returns the largest n."""
-    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
+    from mtpbuild.plugins.accept_rewind import triton as kernels
 
     g = torch.Generator().manual_seed(seed)
     B, T = 4, drafts + 1
@@ -143,10 +144,14 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
     active = torch.rand(B, generator=g) < 0.8
     operands = (logits, window, num_drafts, lengths, active)
     wanted = accept_rewind(*operands)
-    got = accept_rewind_triton(*(x.to(device) for x in operands))
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a.cpu(), b)
+    there = [x.to(device) for x in operands]
+    best = kernels.best_of_blocks_triton(there[0])
+    torch.testing.assert_close(best.cpu(), best_of_blocks(logits))
+    again = kernels.accept_best_triton(best, *there[1:])
+    for got in (kernels.accept_rewind_triton(*there), again):
+        for a, b in zip(got, wanted, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.cpu(), b)
     return int(wanted[1].max())
 
 

@@ -26,6 +26,9 @@ from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
+Join = Callable[
+    [Tensor, Tensor, int], Tensor
+]  # this rank's logits, its number, ranks -> all ranks'
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
 
 
@@ -115,11 +118,14 @@ class CausalLM(nn.Module):
         names = map(layer_rows, range(len(self.layers)))
         return next(state[name].shape[2] for name in names if name in state)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the trunk's logits [B, T, V] of what `forward` returned."""
+    def logits(self, hidden: Tensor, join: Join = all_gather) -> Tensor:
+        """Returns the trunk's logits [B, T, V] of what `forward` returned.
+
+        join: what several ranks make of their parts, if it is something else.
+        """
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
-        return self.head(hidden, self.lm_head)
+        return self.head(hidden, self.lm_head, join)
 
     def kernel_weights(self) -> dict[str, nn.Parameter]:
         """Returns the weights that kernels of ours read on a GPU: experts, heads in bf16."""
@@ -140,7 +146,7 @@ class CausalLM(nn.Module):
         module = self.module(j)
         return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
 
-    def draft_logits(self, j: int, hidden: Tensor) -> Tensor:
+    def draft_logits(self, j: int, hidden: Tensor, join: Join = all_gather) -> Tensor:
         """Returns the logits [B, T, V] of what module j has handed on.
 
         With a reduced draft vocabulary the head has only its rows; other tokens are never drafted.
@@ -148,19 +154,19 @@ class CausalLM(nn.Module):
         module = self.module(j)
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
-        logits = self.head(module.read_by_head(hidden), head)
+        logits = self.head(module.read_by_head(hidden), head, join)
         if self.draft_head is None:
             return logits
         every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
-    def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, weight: Tensor, join: Join) -> Tensor:
         """Returns logits in fp32, also of a head in bf16: rounded to bf16 they would tie."""
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
-        return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)
+        return logits if self.ranks.parts == 1 else join(logits, self.rank, self.ranks.parts)
 
 
 class UniformLM(CausalLM):

@@ -10,6 +10,7 @@ On GPUs the collectives are NCCL's, and only the GPU waits.
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.plugins import best_of_blocks
 from mtpbuild.runtime.group.start import GROUP
 
 RANK = "rank"  # the last part of a rank constant's name
@@ -37,6 +38,17 @@ def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """
     own = torch.arange(ranks, device=x.device)[:, None] == rank
     return all_reduce(torch.where(own, x[..., None, :], 0.0).flatten(-2))
+
+
+def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Returns what `accept_best` reads of all ranks' logits [.., N]: [.., ranks * blocks, 5].
+
+    A rank gives 20 bytes for 4,096 logits in place of the logits.
+    """
+    best = best_of_blocks(logits)
+    ids = best[..., 4:] + (rank * logits.shape[-1]).to(best.dtype)
+    best = torch.cat([best[..., :4], ids], -1).flatten(-2)
+    return all_gather(best, rank, ranks).unflatten(-1, (-1, 5))
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:

@@ -15,8 +15,10 @@ from mtpbuild import plugins
 # copied.
 GPU: plugins.FacetTable = dict.fromkeys(
     (
+        plugins.accept_best,
         plugins.accept_mixed_op,
         plugins.accept_rewind,
+        plugins.best_of_blocks,
         plugins.gated_product,
         plugins.matmul_scaled,
         plugins.matmul_wide,
