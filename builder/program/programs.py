@@ -113,7 +113,6 @@ def _steps(
     """Yields the two programs of a step that makes nextn drafts; B is the batch of the example."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
-    B_most = max(B, plan.max_batch)
     acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     rules = tuple(map(find_rule, plan.rules))
@@ -126,7 +125,7 @@ def _steps(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
     ):
-        name, most = program_name(kind, nextn, plan.nextn), B_most * (nextn + 1)
+        name, most = program_name(kind, nextn, plan.nextn), plan.max_batch * (nextn + 1)
         yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches, most)
 
 

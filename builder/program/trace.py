@@ -55,7 +55,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     if "start" in program.arguments:
         slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
     if plan.style.kernels:
-        use_kernels(program.module, program.most, plan.style.fused)
+        use_kernels(program.module, program.most, plan.style.fused, plan.style.fixed)
     with torch.no_grad():
         exported = torch.export.export(
             program.module,

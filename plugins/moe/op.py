@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 NOBODY = -1
 
 
@@ -81,13 +81,14 @@ def moe(
     gate_up_scales_2: Tensor | None = None,
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
+    most: int = 0,
 ) -> Tensor:
     """Sums the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` adds
     nothing, and on a GPU reads no weights: another rank has that expert. With scales the weights
     are in the layout of `matmul_scaled`, and are rounded to x's type. Shared experts count as any
-    other id. The kernel takes up to `MAX_TOKENS` tokens.
+    other id. The kernel takes up to `MAX_TOKENS` tokens; `most` bounds a number that varies.
     """
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)

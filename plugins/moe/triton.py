@@ -158,6 +158,24 @@ def gate_and_up(
 
 
 @triton.jit
+def gate_rows(
+    sums, inner, rows, count,
+    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes silu(gate) * up of some pairs' rows, whose gates and ups are sums of SPLITS rows."""
+    i = tl.arange(0, ROW)[None, :]
+    there = (rows < count)[:, None] & (i < INNER)
+    at = sums + rows[:, None] * (2 * INNER) + i
+    gate, up = tl.load(at, there, 0.0), tl.load(at + INNER, there, 0.0)
+    for s in tl.static_range(1, SPLITS):
+        further = at + s * count * (2 * INNER)
+        gate += tl.load(further, there, 0.0)
+        up += tl.load(further + INNER, there, 0.0)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(inner + rows[:, None] * INNER + i, gated.to(inner.dtype.element_ty), there)
+
+
+@triton.jit
 def down(
     sums, weights, ids, down_proj, scales, scales_2,
     count,
@@ -186,19 +204,25 @@ def down(
     if (expert < 0) | (tl.max((earlier == expert).to(tl.int32), 0) > 0):
         tl.store(parts + pair * HIDDEN + n, tl.zeros((BLOCK_N,), tl.float32), right)
     elif tl.min(pairs, 0) == pair:
-        i = tl.arange(0, ROW)
-        row = pair
-        while row < count:
-            at = sums + row * (2 * INNER) + i
-            gate = tl.load(at, i < INNER, 0.0)
-            up = tl.load(at + INNER, i < INNER, 0.0)
-            for s in tl.static_range(1, SPLITS):
-                at = sums + (s * count + row) * (2 * INNER) + i
-                gate += tl.load(at, i < INNER, 0.0)
-                up += tl.load(at + INNER, i < INNER, 0.0)
-            gated = gate * tl.sigmoid(gate) * up
-            tl.store(inner + row * INNER + i, gated.to(inner.dtype.element_ty), i < INNER)
-            row = tl.min(tl.where(pairs > row, pairs, count), 0)
+        if TOKENS <= BLOCK_M:  # most experts have one token
+            i = tl.arange(0, ROW)
+            row = pair
+            while row < count:
+                at = sums + row * (2 * INNER) + i
+                gate = tl.load(at, i < INNER, 0.0)
+                up = tl.load(at + INNER, i < INNER, 0.0)
+                for s in tl.static_range(1, SPLITS):
+                    at = sums + (s * count + row) * (2 * INNER) + i
+                    gate += tl.load(at, i < INNER, 0.0)
+                    up += tl.load(at + INNER, i < INNER, 0.0)
+                gated = gate * tl.sigmoid(gate) * up
+                tl.store(inner + row * INNER + i, gated.to(inner.dtype.element_ty), i < INNER)
+                row = tl.min(tl.where(pairs > row, pairs, count), 0)
+        else:
+            for done in range(0, rows_of_expert(pairs, count, 4), 4):  # as registers allow
+                taken = next_rows(pairs, count, done, 4)
+                rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
+                gate_rows(sums, inner, rows, count, INNER, ROW, SPLITS)
         tl.debug_barrier()  # all threads read what each has written
         every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
@@ -241,16 +265,17 @@ def moe_route_launches(*operands: Any) -> Launches:
 def moe_launches(*operands: Any) -> Launches:
     """Returns the launches of moe; the caller sums their result [N, k, E] over k.
 
-    The rounding of a token's sums does not depend on the number of tokens. Raises
-    NotImplementedError for more than `MAX_TOKENS` tokens.
+    The rounding of a token's sums does not depend on the number of tokens, which may be a symbol if
+    the op's `most` bounds it. Raises NotImplementedError for more than `MAX_TOKENS` tokens.
     """
     known = bind(moe, operands)
     x, (N, k) = known["x"], known["ids"].shape
-    if N > MAX_TOKENS:
-        raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
+    most = known["most"] or N
+    if most > MAX_TOKENS:
+        raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {most}")
     count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
     known |= {"count": count, "gate_up": known["gate_up_proj"]}
-    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(N, 2), "HIDDEN": E, "INNER": width}
+    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(most, 2), "HIDDEN": E, "INNER": width}
     known["ROW"] = tile(width)
 
     def own(weight: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ driver.set_active(Pretended())
 torch.set_num_threads(1)
 CASES = (
     ("batch", 4, "float32", {{}}),
+    ("many", 4, "bfloat16", {MANY}),
     ("one", 1, "bfloat16", {MANY}),
     ("fp8", 1, "bfloat16", {MANY}),
     ("fp8-batch", 4, "float32", {{}}),
@@ -109,7 +110,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 
 @pytest.fixture(scope="module")
 def all_graphs(graphs: Graphs, tmp_path_factory: pytest.TempPathFactory) -> Graphs:
-    own = "fp8", "fp8-batch", "ranks", "ranks-bf16", "ranks-dp"
+    own = "many", "fp8", "fp8-batch", "ranks", "ranks-bf16", "ranks-dp"
     return graphs | traced(tmp_path_factory.mktemp("triton"), *own)
 
 
@@ -215,6 +216,15 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     assert given["1", "1", "256", "20"] == "torch.bfloat16"
     wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]
     assert not [shape for shape in wide if shape[2] == "256"], "no cache is widened"
+
+
+@pytest.mark.full
+def test_experts_of_an_open_number_of_slots(all_graphs: Graphs) -> None:
+    """The kernels are called once in a pass, for as many tokens as there are."""
+    nodes = all_graphs["many"]
+    assert kernels(nodes).count(["sums"]) == kernels(nodes).count(["inner", "parts"]) == PASSES
+    sums = [shape for *_, shape, _ in nodes if len(shape) == 3 and shape[1].startswith("3*s")]
+    assert sums or [shape for *_, shape, _ in nodes if "3*" in "".join(shape)]
 
 
 @pytest.mark.full

@@ -246,20 +246,23 @@ def test_many_tokens_go_in_pieces() -> None:
     model = GatheredMoE(tiny_experts())
     for parameter in model.parameters():
         parameter.normal_(std=0.3)
-    x = torch.randn(1, 150, 12)
+    x = torch.randn(1, 300, 12)
     wanted = model(x)
-    use_kernels(model, most=150)
-    torch.testing.assert_close(model(x), wanted)
-    sizes = {1: torch.export.Dim("tokens", min=1, max=150)}
-    opened = torch.export.export(model, (x[:, :7],), dynamic_shapes=(sizes,))
-    ops = [node.target for node in opened.graph.nodes]
-    assert ops.count(torch.ops.mtpbuild.moe.default) == 3
-    for tokens in (1, 64, 65, 150):
-        part = x[:, :tokens]
-        torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
+    for most, padded, calls in ((150, False, 1), (150, True, 3), (256, False, 1), (300, False, 2)):
+        use_kernels(model, most=most, padded=padded)
+        torch.testing.assert_close(model(x), wanted)
+        sizes = {1: torch.export.Dim("tokens", min=1, max=most)}
+        opened = torch.export.export(model, (x[:, :7],), dynamic_shapes=(sizes,))
+        found = [n for n in opened.graph.nodes if n.target is torch.ops.mtpbuild.moe.default]
+        assert len(found) == calls
+        rows = found[0].args[0].meta["val"].shape[0]  # an open number, unless it is padded
+        assert isinstance(rows, int) == (padded or calls > 1)
+        for tokens in (1, 64, 65, most):
+            part = x[:, :tokens]
+            torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
 
 
-@pytest.mark.parametrize("tokens", [7, 70])
+@pytest.mark.parametrize("tokens", [7, 260])
 def test_experts_of_two_ranks(tokens: int) -> None:
     """Each sums its own experts; the other's are nobody to its kernels."""
     torch.manual_seed(0)
@@ -280,7 +283,7 @@ def test_experts_of_two_ranks(tokens: int) -> None:
             torch.testing.assert_close(part.routed(x), plain)
         total += plain
     torch.testing.assert_close(total, whole.routed(x))
-    assert len(calls.seen) == 2 * -(-tokens // 64)
+    assert len(calls.seen) == 2 * -(-tokens // 256)
     for _, _, ids, *_ in calls.seen:
         assert (ids == NOBODY).any()
         assert int(ids.max()) < 12
@@ -322,6 +325,8 @@ def tiny_experts() -> DeepseekV3Config:
 def test_more_tokens_than_the_experts_kernel_takes() -> None:
     from mtpbuild.plugins.moe.triton import moe_triton
 
-    x, weights, ids = torch.zeros(65, 4), torch.ones(65, 1), torch.zeros(65, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="64 tokens, not 65"):
+    x, weights, ids = (
+        torch.zeros(257, n, dtype=t) for n, t in ((4, None), (1, None), (1, torch.int32))
+    )
+    with pytest.raises(NotImplementedError, match="256 tokens, not 257"):
         moe_triton(x, weights, ids, torch.zeros(2, 4, 8), torch.zeros(2, 4, 4))

@@ -77,7 +77,13 @@ def resources(case: str, launch: Launch, architecture: int) -> Resources:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, "cuobjdump says what a kernel uses"
     loops = [Counter(ops) for ops in _loops(sass)]
-    main = max(loops, key=lambda ops: (_products(ops), ops.total()), default=Counter[str]())
+    most = max(map(_products, loops), default=0)
+    main = Counter[str]()  # the innermost with the products, else the longest
+    if loops:
+        main = min(
+            (ops for ops in loops if _products(ops) == most),
+            key=lambda ops: ops.total() if most else -ops.total(),
+        )
     copies = sum(ops["LDGSTS"] + ops["UTMALDG"] for ops in loops)
     once = _iterations(main, built.asm["ptx"])
     streamed = streamed_bytes(launch)
@@ -191,6 +197,9 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     for tokens in (1, 4):
         for launch in _experts(s, tokens, None).each:
             yield f"experts, {tokens} tokens", launch
+    for tokens in (4, 256):
+        for launch in _delta_rule(tokens).each:
+            yield f"delta rule, {tokens} tokens", launch
 
 
 def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launches:
@@ -241,9 +250,21 @@ def _products_of(s: Sizes, form: str) -> Iterator[tuple[str, Launch]]:
 
     weight = FORMS[form](s.hidden, s.projection)
     yield f"product {form}, 4 tokens", product_launch(empty(4, s.hidden, dtype=s.computed), *weight)
-    for tokens in (1, 4):
+    for tokens in (1, 4, 64, 256) if form == "nvfp4" else (1, 4):
         for launch in _experts(s, tokens, form).each:
             yield f"experts {form}, {tokens} tokens", launch
+
+
+def _delta_rule(tokens: int) -> Launches:
+    """Makes the launch for a layer of Qwen3.5-9B."""
+    from mtpbuild.plugins.delta_rule.triton import delta_rule_launches
+
+    groups, heads, width = 16, 32, 128
+    return delta_rule_launches(
+        empty(1, tokens, (2 * groups + heads) * width),
+        *(empty(1, tokens, 2 * heads), empty(heads), empty(heads)),
+        empty(1, heads, width, width),
+    )
 
 
 def _experts(s: Sizes, tokens: int, form: str | None) -> Launches:

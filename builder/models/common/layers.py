@@ -57,17 +57,21 @@ class Kernels(nn.Module):
     kernels = False
     fused = False  # ops with kernels also do what stands between products
     most: int | None = None  # tokens of a pass, where their number varies
+    padded = False  # kernels take fixed sizes alone
 
 
-def use_kernels(model: nn.Module, most: int | None = None, fused: bool = False) -> None:
+def use_kernels(
+    model: nn.Module, most: int | None = None, fused: bool = False, padded: bool = False
+) -> None:
     """Lets a model compute with kernels.
 
     most: how many tokens a pass may have whose number is a symbol. fused: ops with kernels also do
-    what stands between products.
+    what stands between products. padded: kernels get `most` tokens where the number is a symbol.
     """
     for module in model.modules():
         if isinstance(module, Kernels):
             module.kernels, module.most, module.fused = True, most, fused
+            module.padded = padded
 
 
 class Rope(Kernels):

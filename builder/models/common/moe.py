@@ -19,6 +19,8 @@ from mtpbuild.plugins import experts, moe, moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
+PADDED_TOKENS = 64  # that a kernel of fixed sizes gets at a time
+
 
 class Gate(Kernels):
     """Scores experts by a sigmoid in fp32; the biased scores select, the unbiased ones weigh."""
@@ -194,29 +196,37 @@ class GatheredMoE(MoE):
             ids = torch.where(own, ids % experts, NOBODY)
         tokens = math.prod(x.shape[:-1])  # a prompt's chunk is a symbol while it is traced
         known = isinstance(tokens, int)
-        few = known and tokens <= MAX_TOKENS
         if not self.kernels or not (known or self.most):
             return self.gathered(x, weights, ids)
+        most = tokens if known else (self.most or 0) * self.ranks.serving
         flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
-        return (self.chosen(*flat) if few else self.in_pieces(*flat)).reshape(x.shape)
+        if most <= self.piece and (known or not self.padded):
+            return self.chosen(*flat, most=0 if known else most).reshape(x.shape)
+        return self.in_pieces(*flat, most=most).reshape(x.shape)
 
-    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Calls the op for as many tokens as it takes: x [N, E], weights, ids [N, k] -> [N, E]."""
+    @property
+    def piece(self) -> int:
+        """Returns how many tokens go to the op at a time."""
+        return PADDED_TOKENS if self.padded else MAX_TOKENS
+
+    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor, *, most: int = 0) -> Tensor:
+        """Calls the op for as many tokens as it takes: x [N, E], weights, ids [N, k] -> [N, E].
+
+        most: the bound of N, if N is a symbol.
+        """
         (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
-        return moe(x, weights, ids, gate_up, down, *scales, *others)
+        every = (*scales, None, None)[:2], (*others, None, None)[:2]
+        return moe(x, weights, ids, gate_up, down, *every[0], *every[1], most)
 
-    def in_pieces(self, *operands: Tensor) -> Tensor:
+    def in_pieces(self, *operands: Tensor, most: int) -> Tensor:
         """Splits many tokens into pieces that the op takes.
 
-        A symbolic number of tokens is padded with copies of the first one, to `most` of each rank
-        that has tokens of its own.
+        A symbolic number of tokens is padded with copies of the first one, to `most`.
         """
         tokens = operands[0].shape[0]
         if not isinstance(tokens, int):
-            assert self.most is not None
-            most = self.most * self.ranks.serving
             operands = tuple(torch.cat([x, x[:1].expand(most, -1)])[:most] for x in operands)
-        pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
+        pieces = zip(*(each.split(self.piece) for each in operands), strict=True)
         return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

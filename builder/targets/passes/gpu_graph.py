@@ -19,6 +19,8 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.accept_mixed_op,
         plugins.accept_rewind,
         plugins.best_of_blocks,
+        plugins.delta_advance,
+        plugins.delta_rule,
         plugins.gated_product,
         plugins.matmul_scaled,
         plugins.matmul_wide,

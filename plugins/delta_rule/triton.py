@@ -1,0 +1,195 @@
+"""delta_rule in Triton: token by token for a step's windows, 16 tokens at a time for prompts.
+
+A program holds some columns of one head's state in registers. Columns do not depend on each other.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule, empty_outputs
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+
+CHUNK = 16  # tokens that are multiplied together
+DEEP = 32  # rows of a state, at a time
+COLUMNS = 32  # of a state, per program
+
+
+@triton.jit
+def delta_of_tokens(
+    mixed, ba, rate, bias, state, n,
+    tokens,
+    o, after,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    WIDE: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h, j) takes the first n [B] tokens, or all, of head h's column block j."""
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, v = tl.arange(0, WIDE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (k < KEYS)[:, None] & (v < VALUES)[None, :]
+    place = (b * HEADS + h) * KEYS * VALUES + k[:, None] * VALUES + v[None, :]
+    held = tl.load(state + place, there, 0.0)
+    count = tokens
+    if n is not None:
+        count = tl.minimum(tl.load(n + b).to(tl.int32), tokens)
+    for t in range(count):
+        row = mixed + (b * tokens + t) * (2 * GROUPS * KEYS + HEADS * VALUES)
+        of_group = row + h // (HEADS // GROUPS) * KEYS
+        query = tl.load(of_group + k, k < KEYS, 0.0)
+        query *= SCALE * tl.rsqrt(tl.sum(query * query, 0) + EPSILON)
+        key = tl.load(of_group + GROUPS * KEYS + k, k < KEYS, 0.0)
+        key *= tl.rsqrt(tl.sum(key * key, 0) + EPSILON)
+        value = tl.load(row + 2 * GROUPS * KEYS + h * VALUES + v, v < VALUES, 0.0)
+        at = ba + (b * tokens + t) * (2 * HEADS) + h
+        held *= tl.exp(-tl.load(rate + h) * softplus(tl.load(at + HEADS) + tl.load(bias + h)))
+        error = tl.sigmoid(tl.load(at)) * (value - tl.sum(held * key[:, None], 0))
+        held += key[:, None] * error[None, :]
+        to = o + ((b * tokens + t) * HEADS + h) * VALUES + v
+        tl.store(to, tl.sum(held * query[:, None], 0), v < VALUES)
+    tl.store(after + place, held, there)
+
+
+@triton.jit
+def delta_of_chunks(
+    mixed, ba, rate, bias, state,
+    tokens,
+    o, after,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    COLUMNS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
+    DEEP: tl.constexpr,
+):  # fmt: skip
+    """Program (b, h, j) does the same of all tokens by products over CHUNK of them.
+
+    Within a chunk token i changes the state by k_i u_i^T, where u_i follows from the state S before
+    the chunk and from the tokens j < i of it: (1 + L) u = beta (v - exp(g) S^T k). Here g sums the
+    logarithms of decays, and L_ij = beta_i exp(g_i - g_j) k_i k_j. The state is kept in `after`,
+    and is read and written DEEP rows at a time, as all of it and its keys are too many registers.
+    """
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    right = (v < VALUES)[None, :]
+    i, deep = tl.arange(0, CHUNK), tl.arange(0, DEEP)
+    lower, same = i[:, None] >= i[None, :], i[:, None] == i[None, :]
+    first = (b * HEADS + h) * KEYS * VALUES + v[None, :]
+    for begin in range(0, KEYS, DEEP):
+        k = begin + deep[:, None]
+        there = (k < KEYS) & right
+        tl.store(after + first + k * VALUES, tl.load(state + first + k * VALUES, there), there)
+    for chunk in range(0, tokens, CHUNK):
+        tl.debug_barrier()  # all threads read what each has written
+        t = chunk + i
+        real = t < tokens
+        row = mixed + (b * tokens + t)[:, None] * (2 * GROUPS * KEYS + HEADS * VALUES)
+        of_group = row + h // (HEADS // GROUPS) * KEYS
+        alike, scores = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        by_key = tl.zeros((CHUNK, COLUMNS), tl.float32)
+        by_query = tl.zeros((CHUNK, COLUMNS), tl.float32)
+        of_keys, of_queries = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+        for begin in range(0, KEYS, DEEP):
+            k = begin + deep
+            inside = real[:, None] & (k < KEYS)[None, :]
+            query = tl.load(of_group + k[None, :], inside, 0.0)
+            key = tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
+            there = (k < KEYS)[:, None] & right
+            held = tl.load(after + first + k[:, None] * VALUES, there, 0.0)
+            alike = tl.dot(key, tl.trans(key), alike, input_precision="tf32x3")
+            scores = tl.dot(query, tl.trans(key), scores, input_precision="tf32x3")
+            by_key = tl.dot(key, held, by_key, input_precision="tf32x3")
+            by_query = tl.dot(query, held, by_query, input_precision="tf32x3")
+            of_keys += tl.sum(key * key, 1)
+            of_queries += tl.sum(query * query, 1)
+        of_keys = tl.rsqrt(of_keys + EPSILON)
+        of_queries = SCALE * tl.rsqrt(of_queries + EPSILON)
+        inside = real[:, None] & right
+        value = tl.load(row + 2 * GROUPS * KEYS + h * VALUES + v[None, :], inside, 0.0)
+        at = ba + (b * tokens + t) * (2 * HEADS) + h
+        a = tl.load(at + HEADS, real, 0.0) + tl.load(bias + h)
+        decay = tl.where(real, -tl.load(rate + h) * softplus(a), 0.0)
+        beta = tl.where(real, tl.sigmoid(tl.load(at, real, 0.0)), 0.0)[:, None]
+        sums, total = tl.sum(tl.where(lower, decay[None, :], 0.0), 1), tl.sum(decay, 0)
+        apart = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], 0.0)) * of_keys[None, :]
+        less = tl.where(lower & ~same, -beta * apart * alike * of_keys[:, None], 0.0)
+        solved = inverse_without(less, CHUNK)
+        since = tl.exp(sums)[:, None]
+        error = beta * (value - since * of_keys[:, None] * by_key)
+        change = tl.dot(solved, error, input_precision="tf32x3")
+        scores = tl.where(lower, apart * scores * of_queries[:, None], 0.0)
+        found = since * of_queries[:, None] * by_query
+        found += tl.dot(scores, change, input_precision="tf32x3")
+        to = o + ((b * tokens + t) * HEADS + h)[:, None] * VALUES + v[None, :]
+        tl.store(to, found, inside)
+        kept = (of_keys * tl.exp(total - sums))[:, None]
+        tl.debug_barrier()
+        for begin in range(0, KEYS, DEEP):
+            k = begin + deep
+            inside = real[:, None] & (k < KEYS)[None, :]
+            key = kept * tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
+            there, place = (k < KEYS)[:, None] & right, after + first + k[:, None] * VALUES
+            held = tl.exp(total) * tl.load(place, there, 0.0)
+            held += tl.dot(tl.trans(key), change, input_precision="tf32x3")
+            tl.store(place, held, there)
+
+
+@triton.jit
+def inverse_without(less, CHUNK: tl.constexpr):
+    """Returns the inverse of 1 - less, where `less` [CHUNK, CHUNK] is strictly lower triangular."""
+    i = tl.arange(0, CHUNK)
+    for r in range(1, CHUNK):  # row by row, without the diagonal
+        own = tl.sum(tl.where(i[:, None] == r, less, 0.0), 0)
+        own += tl.sum(own[:, None] * less, 0)
+        less = tl.where(i[:, None] == r, own[None, :], less)
+    return less + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def softplus(x):
+    """Returns log(1 + exp(x)); nothing overflows."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
+    """Returns the launch of one of the kernels for an op's operands by name."""
+    mixed, state = known["mixed"], known["state"]
+    B, H, K, V = state.shape
+    groups = (mixed.shape[-1] - H * V) // (2 * K)
+    o, after = empty_outputs(*(known[name] for name in ("mixed", "ba", "rate", "bias", "state")))
+    constants = {"HEADS": H, "GROUPS": groups, "KEYS": K, "VALUES": V, "WIDE": tile(K)}
+    constants |= {"COLUMNS": COLUMNS, "EPSILON": EPSILON, "SCALE": K**-0.5}
+    given = known | constants | others | {"tokens": mixed.shape[1]}
+    return Launch.by_name(kernel, (B, H, cdiv(V, COLUMNS)), given, {"o": o, "after": after})
+
+
+def delta_rule_launches(*operands: Any) -> Launches:
+    """Returns the launch of delta_rule; a number of tokens that is open marks a prompt."""
+    known = bind(delta_rule, operands)
+    tokens = known["mixed"].shape[1]
+    if isinstance(tokens, int) and tokens <= CHUNK:
+        launch = launch_of(delta_of_tokens, known, n=None)
+    else:
+        launch = launch_of(delta_of_chunks, known, CHUNK=CHUNK, DEEP=DEEP)
+    return Launches((launch,), launch.outputs)
+
+
+def delta_advance_launches(*operands: Any) -> Launches:
+    """Returns the launch of delta_advance, whose outputs by token nobody reads."""
+    launch = launch_of(delta_of_tokens, bind(delta_advance, operands))
+    return Launches((launch,), launch.outputs[1])
+
+
+@by_kernels(delta_rule)
+def delta_rule_triton(*operands: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs delta_rule on a GPU."""
+    results: tuple[Tensor, Tensor] = delta_rule_launches(
+        *map(torch.Tensor.contiguous, operands)
+    ).run()
+    return results
+
+
+@by_kernels(delta_advance)
+def delta_advance_triton(*operands: Tensor) -> Tensor:
+    """Runs delta_advance on a GPU."""
+    after: Tensor = delta_advance_launches(*map(torch.Tensor.contiguous, operands)).run()
+    return after
