@@ -155,6 +155,8 @@ def make_programs(
     If ranks share programs, they are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
+    from mtpbuild.builder.temporary import temporary_bytes
+
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs
     if shared and not job.request.force:
@@ -170,8 +172,9 @@ def make_programs(
 
     def lower_one(name: str, rank: int, folder: Path, trace: "Callable[[], Traced]") -> ProgramSpec:
         traced = trace()
+        held = temporary_bytes(traced) if plan.style.for_gpu else 0
         with stages(f"lower {name}"):
-            return traced.spec(target.lower(replace(traced, rank=rank), places, folder))
+            return traced.spec(target.lower(replace(traced, rank=rank), places, folder), held)
 
     programs = dict[str, ProgramSpec]()
     # Graphs are full of cycles that stay alive: collecting garbage would take a tenth of the time.

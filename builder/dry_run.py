@@ -124,7 +124,9 @@ def print_dry_run(done: DryRun) -> None:
             held = f"weights {in_bytes(engine.weights)}, caches {in_bytes(engine.caches)}"
             if engine.held != engine.weights:
                 held += f", all programs together hold {in_bytes(engine.held)} of weights"
-            console.print(f"{each}{held}; a step: {in_words(step)}")
+            passing = max(found.temporary for found in engine.graphs.values())
+            beside = f"intermediate results up to {in_bytes(passing)}"
+            console.print(f"{each}{held}; a step: {in_words(step)}; {beside}")
     for line in done.lacking:
         console.print(f"can't be built here: {line}", markup=False)  # [group] of packages
     console.print("dry run: nothing was written")

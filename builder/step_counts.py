@@ -42,6 +42,7 @@ class Counts:
     others: int = 0
     collectives: int = 0
     summed: int = 0  # bytes that a rank gives to its collectives
+    temporary: int = 0  # bytes of intermediate results that are held at once
 
     @property
     def launches(self) -> int:
@@ -49,8 +50,8 @@ class Counts:
         return self.products + self.kernels + self.others
 
 
-def counted(traced: Traced) -> Counts:
-    """Counts the calls of an exported program."""
+def counted(traced: Traced, temporary: int = 0) -> Counts:
+    """Counts the calls of an exported program; temporary: bytes of its intermediate results."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0
     for node in nodes:
@@ -61,7 +62,7 @@ def counted(traced: Traced) -> Counts:
             if kind == "collectives":
                 summed += nbytes(node.args[0])
     counts["others"] = groups(nodes, kinds)
-    return Counts(len(nodes), **counts, summed=summed)
+    return Counts(len(nodes), **counts, summed=summed, temporary=temporary)
 
 
 def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
@@ -95,7 +96,7 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
             readers[source].append(node)
         if _is_summed(node):
             before[node] = own + 1
-        elif kinds[node] != "others" or _name(node) in ALONE:
+        elif kinds[node] != "others" or name_of(node) in ALONE:
             continue
         fused[node] = node
         for source in read[node]:
@@ -105,7 +106,7 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     written = {
         first(node)
         for node in fused
-        if _name(node) in REDUCED
+        if name_of(node) in REDUCED
         or _is_summed(node)
         or any(reader not in fused or _is_summed(reader) for reader in readers[node])
     }
@@ -124,7 +125,7 @@ def _sums(reader: Node, product: Node) -> bool:
     return op in READERS and reader.args[0] is product
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target._schema.name.partition("::")[2]
 
@@ -141,7 +142,7 @@ def kind_of(node: Node) -> str | None:
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
     if op in KERNELS or op.namespace == CALLED:
         return "kernels"
-    if op in OWN_PRODUCTS or _name(node) in PRODUCTS:
+    if op in OWN_PRODUCTS or name_of(node) in PRODUCTS:
         return "products"
     if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
         return None  # state that is passed on

@@ -14,6 +14,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.step_counts import Counts, counted
+from mtpbuild.builder.temporary import temporary_bytes
 from mtpbuild.builder.weights.formats import Shape
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.stored import Checkpoint
@@ -65,7 +66,7 @@ def export(
 
     def count(plan: Plan) -> dict[str, Counts]:
         traced = (trace(program, plan) for program in model.programs(plan))
-        return {each.name: counted(each) for each in traced}
+        return {each.name: counted(each, temporary_bytes(each)) for each in traced}
 
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
         model.model.to_empty(device="cpu")

@@ -147,7 +147,9 @@ def forecast(request: ForecastRequest) -> Forecast:
         checkpoint_bytes=sum(p.bytes for p in portions(layout, found).values()),
         weight_bytes=model.weight_bytes(most),
         cache_bytes=model.cache_bytes(most, request.kv_cache),
-        scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
+        scratch_bytes=model.scratch_bytes(
+            most, request.max_batch, request.prefill_chunk, request.max_seq_len
+        ),
         latency=late,
         steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
         without=Step(0, 1.0, model.step(0, load), late.seconds(0)),

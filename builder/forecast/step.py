@@ -149,13 +149,15 @@ class Model:
         """Count the bytes of weights per rank; without drafts the modules are not loaded."""
         return sum(one.per_rank for one in self.classes if nextn or not one.module)
 
-    def scratch_bytes(self, nextn: int, batch: int, chunk: int) -> float:
+    def scratch_bytes(self, nextn: int, batch: int, chunk: int, rows: int) -> float:
         """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank.
 
-        Recurrent states are counted here, as they do not grow with the context.
+        A prompt's attention over `rows` rows is among them. Recurrent states are counted here, as
+        they do not grow with the context.
         """
-        window = self.ranks.local(batch) * (nextn + 1)
-        activations = 2 * max(chunk, window) * self.costs.activations
+        c, window = self.costs, self.ranks.local(batch) * (nextn + 1)
+        activations = 2 * max(chunk, window) * c.activations
+        activations += 2 * rows * (chunk * c.scores + c.expanded)
         states = self.ranks.local(batch) * self.state_bytes
         return activations + 4 * window * self.config.vocab_size + states
 

@@ -49,6 +49,8 @@ class Costs:
     activations: float  # most values of a token that exist at once
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # routed experts that each token chooses
+    scores: float = 0.0  # values that a prompt's attention holds of each token and row it sees
+    expanded: float = 0.0  # and of each row
     most_rows: int | None = None  # rows that a token attends to at most; None: all
     attended: int = 0  # values of a row that attention reads; 0: all
     scoring: float = 0.0  # operations of one token on the other ones, by which rows are chosen

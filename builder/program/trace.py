@@ -28,8 +28,9 @@ class Traced:
     rank: int = 0  # that it is lowered for, by targets whose programs hold their weights
     cpu_kernels: bool = False  # its operators are those of the CPU's library
 
-    def spec(self, file: str) -> ProgramSpec:
-        return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)
+    def spec(self, file: str, temporary: int = 0) -> ProgramSpec:
+        given = {"inputs": self.inputs, "outputs": self.outputs}
+        return ProgramSpec(file=file, temporary=temporary, **given)
 
 
 def trace(program: Program, plan: Plan) -> Traced:

@@ -53,6 +53,8 @@ class ProgramSpec(_Record):
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    # Bytes of intermediate results that it holds at once on a GPU, at most, by an estimate.
+    temporary: int = Field(default=0, ge=0)
 
 
 class FileSpec(_Record):

@@ -58,8 +58,8 @@ def check_gpu(
 ) -> None:
     """Refuse an engine for another GPU, or one that needs more memory than is free.
 
-    advice: how to build for this GPU. held: what takes `size` bytes besides caches and state; the
-    programs' intermediate results come on top.
+    advice: how to build for this GPU. held: what takes `size` bytes besides caches, state and the
+    programs' intermediate results.
     """
     target, here = manifest.target, gpu.compute_capability
     if here not in target.compute_capabilities:
@@ -70,9 +70,11 @@ def check_gpu(
     for t in manifest.programs[MIXED].inputs:
         shape = held_state.get(t.name) or (slots, *map(int, t.shape[1:]))
         state += math.prod(shape) * host_type(t.dtype).itemsize
-    if size + state > free:
+    passing = max(program.temporary for program in manifest.programs.values())
+    if size + state + passing > free:
         raise EngineError(
-            f"{folder}: needs more than {(size + state) / 1e9:.2f} GB of GPU memory ({held} "
-            f"{size / 1e9:.2f}, caches and state {state / 1e9:.2f}), {free / 1e9:.2f} GB are "
-            "free; build with a smaller --max-batch or --max-seq-len"
+            f"{folder}: needs about {(size + state + passing) / 1e9:.2f} GB of GPU memory ({held} "
+            f"{size / 1e9:.2f}, caches and state {state / 1e9:.2f}, intermediate results "
+            f"{passing / 1e9:.2f}), {free / 1e9:.2f} GB are free; build with a smaller --max-batch "
+            "or --max-seq-len"
         )

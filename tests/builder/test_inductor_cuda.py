@@ -17,6 +17,7 @@ from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import PREFILL
 from mtpbuild.runtime.errors import NotFiniteError
 from mtpbuild.runtime.programs import flashinfer_attention, inductor_cuda
 from mtpbuild.runtime.programs.flashinfer_attention import WORKSPACE
@@ -186,13 +187,15 @@ def test_too_little_memory_is_said_before_loading(on_gpu: MakePrograms, tmp_path
     gpu = FakeGpu(free=needed - 1)
     with pytest.raises(EngineError) as caught:
         inductor_cuda.load(tmp_path, manifest, gpu, never)  # type: ignore[arg-type]
-    assert f"needs more than {needed / 1e9:.2f} GB of GPU memory (weights 5.00, " in str(
-        caught.value
-    )
+    assert f"needs about {needed / 1e9:.2f} GB of GPU memory (weights 5.00, " in str(caught.value)
     assert f", {(needed - 1) / 1e9:.2f} GB are free; build with a smaller" in str(caught.value)
     assert not gpu._memory, "nothing was allocated"
     opener = opened(programs._packages)
     inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
+    prompts = manifest.programs[PREFILL].model_copy(update={"temporary": 10**9})
+    larger = manifest.model_copy(update={"programs": {**manifest.programs, PREFILL: prompts}})
+    with pytest.raises(EngineError, match=r"intermediate results 1\.00\), "):
+        inductor_cuda.load(tmp_path, larger, FakeGpu(free=needed), never)  # type: ignore[arg-type]
 
 
 def test_flashinfers_workspace_takes_memory(

@@ -142,5 +142,5 @@ def test_too_little_memory(one: Path) -> None:
         def free_memory(self) -> int:
             return 1000
 
-    with pytest.raises(EngineError, match=r"needs more than .* GB of GPU memory .*, 0.00 GB are"):
+    with pytest.raises(EngineError, match=r"needs about .* GB of GPU memory .*, 0.00 GB are"):
         load_inductor(one, read_manifest(one), None, find_gpu=FullGpu)

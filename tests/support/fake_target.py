@@ -20,7 +20,7 @@ from tests.support.registry import registered
 
 def no_trace(program: Program, plan: Plan) -> Traced:
     """Stand in for torch.export: the graph is empty, and the only inputs are the arguments."""
-    exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))
+    exported = cast(ExportedProgram, SimpleNamespace(graph=Graph(), range_constraints={}))
     inputs = tuple(
         TensorSpec.model_validate(
             {"name": name, "dtype": str(given.dtype).removeprefix("torch."), "shape": given.shape}

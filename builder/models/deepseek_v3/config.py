@@ -76,7 +76,10 @@ def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
 
 
 def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
-    """Returns a step's costs; in absorbed form heads score whole rows and mix their latents."""
+    """Returns a step's costs; in absorbed form heads score whole rows and mix their latents.
+
+    A prompt's heads hold scores, weights and expanded values.
+    """
     heads = c.num_attention_heads / ranks.parts
     attention = heads * (2 * c.cache_dim + c.qk_head_dim + c.v_head_dim)
     return Costs(
@@ -84,4 +87,6 @@ def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
         activations=max(attention, expert_activations(c, ranks)) + 4 * c.hidden_size,
         experts=c.n_routed_experts,
         chosen=c.num_experts_per_tok,
+        scores=2.0 * heads,
+        expanded=heads * c.v_head_dim,
     )
