@@ -24,7 +24,7 @@ PARTS = ("builder", "plugins", "recipes", "runtime")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
-# Import order, top to bottom (STYLE.md, "Folders and import names").
+# Import order, top to bottom.
 MAY_IMPORT = {
     "builder": {"builder", "plugins", "recipes", "runtime"},
     "plugins": {"plugins", "runtime"},
