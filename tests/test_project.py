@@ -395,6 +395,17 @@ def test_extras_that_are_named_exist() -> None:
     assert install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
 
 
+def test_wheels_for_a_machine_without_a_network() -> None:
+    """They are all that building, running and serving need there, but for PyTorch's own."""
+    run = [ROOT / "tools/gpu_wheels.sh", "--list"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    groups = PYPROJECT["project"]["optional-dependencies"]
+    needed = [*PYPROJECT["project"]["dependencies"], *groups["build"], *groups["serve"]]
+    needed = [*needed, *groups["cpu"], *PYPROJECT["build-system"]["requires"]]
+    ours = {name for name in needed if not name.startswith(("torch", "numpy"))}
+    assert ours <= set(done.stdout.splitlines())
+
+
 def test_the_module_is_the_command() -> None:
     run = [sys.executable, "-m", "mtpbuild", "recipes"]
     done = subprocess.run(run, cwd="/", capture_output=True, text=True, check=False)
