@@ -84,7 +84,7 @@ class ChatResult(Result):
 
     @property
     def message(self) -> dict[str, str]:
-        """The answer as a message of the conversation."""
+        """Returns the answer as a message of the conversation."""
         said = {"role": "assistant", "content": self.content}
         thought = {"reasoning_content": self.reasoning_content}
         return said | (thought if self.reasoning_content else {})
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """The number of committed cache rows: one for each known token but the newest."""
+        """Returns the number of committed cache rows: one for each known token but the newest."""
         return len(self.prompt) + len(self.token_ids) - 1
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it is not all about the prompt."""
+        """Tells whether it wants an answer, not the prompt's scores alone."""
         return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:

@@ -75,7 +75,7 @@ class InductorLoadOptions:
 
 
 def _architectures(manifest: "Manifest") -> str:
-    """The GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
+    """Returns the GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
     return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
 
 

@@ -34,7 +34,7 @@ class RankFlags:
     attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
     def sources(self) -> list[Source]:
-        """The settings of each flag, to be joined with a configuration's."""
+        """Returns the settings of each flag, to be joined with a configuration's."""
         return [
             Source("--tp", Settings(tp=self.tp)),
             Source("--ep", Settings(ep=self.ep)),

@@ -110,12 +110,12 @@ class BuildInfo(_Record):
 
     @property
     def drafts(self) -> str:
-        """The number of drafts that a step makes, in words."""
+        """Returns the number of drafts that a step makes, in words."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that share the model."""
+        """Says how processes share the model."""
         return Ranks(self.tp, self.ep, self.attention_dp)
 
     @property
@@ -181,7 +181,7 @@ class Manifest(_Record):
 
     @property
     def split(self) -> bool:
-        """Whether programs and weights are in the folders of ranks."""
+        """Tells whether programs and weights are in the folders of ranks."""
         return self.build.tp > 1 and self.rank is None
 
     @property
@@ -191,7 +191,7 @@ class Manifest(_Record):
 
     @property
     def features(self) -> Features:
-        """What the engine's graphs and states allow; its programs may be able to do more."""
+        """Says what the engine's graphs and states allow; its programs may be able to do more."""
         mixed = self.programs.get(MIXED)
         has = {
             Feature.KEEP: self.build.ranks.serving == 1 and all(s.kept for s in self.state),
@@ -204,7 +204,7 @@ class Manifest(_Record):
 
     @property
     def pools(self) -> bool:
-        """Whether a prompt can begin with copies of an earlier one's rows and recurrent states."""
+        """Tells whether a prompt can begin with copies of an earlier one's rows and states."""
         known = all(s.kept or s.role == "recurrent" for s in self.state)
         return self.build.ranks.serving == 1 and known
 
@@ -249,7 +249,7 @@ def _meant(folder: Path) -> str:
 
 
 def first_error(error: ValidationError, part: slice) -> str:
-    """What pydantic says of the first field that is wrong, behind that part of its place."""
+    """Repeats what pydantic says of the first wrong field, behind that part of its place."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"][part]))
     return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
@@ -260,7 +260,7 @@ def rank_name(rank: int) -> str:
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
-    """A rank's manifest; raises EngineFormatError if it is not of the engine's own build."""
+    """Reads a rank's manifest; raises EngineFormatError if it is not of the engine's build."""
     place = folder / rank_name(rank)
     own = read_manifest(place)
     if own.build != manifest.build or own.rank != rank:
@@ -269,13 +269,13 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """The ranks whose folders are here: they may be built one by one, on several machines."""
+    """Lists the ranks whose folders are here: machines may have built them one by one."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 
 
 def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """The engine's folder, then those of the ranks that are there, with their manifests."""
+    """Returns the engine's folder, then those of the ranks that are there, with their manifests."""
     yield folder, manifest
     for rank in ranks_here(folder, manifest):
         yield folder / rank_name(rank), read_rank(folder, manifest, rank)

@@ -28,7 +28,7 @@ def host_type(dtype: str) -> np.dtype[Any]:
 
 
 def program_name(kind: str, nextn: int, most: int) -> str:
-    """The program for steps of `nextn` drafts, in an engine for up to `most`."""
+    """Returns the program for steps of `nextn` drafts, in an engine for up to `most`."""
     return kind if nextn == most else f"{kind}_{nextn}"
 
 
@@ -50,7 +50,7 @@ class StepOutput:
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 
     def finite(self, slot: int) -> bool:
-        """Whether the logits behind the slot's tokens were finite.
+        """Tells whether the logits behind the slot's tokens were finite.
 
         A log-probability is a number only if its row's logits are: it holds the sum of all.
         """
@@ -125,7 +125,7 @@ class Constraining(Programs, Protocol):
     """
 
     def drafts(self, slot: int) -> list[int]:
-        """The drafts that the slot's next step will judge, behind the newest token."""
+        """Returns the drafts that the slot's next step will judge, behind the newest token."""
         ...
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
@@ -205,7 +205,7 @@ class Shared(Programs, Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be called any more; None while all are there, as far as is known."""
+        """Says why nothing can be called any more; None while all are there, as far as is known."""
         ...
 
 

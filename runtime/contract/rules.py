@@ -69,7 +69,7 @@ class Rule:
         return annotations(self.settings, Setting)
 
     def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
-        """The value of each of its settings; raises RequestError for one that can't be."""
+        """Returns the value of each of its settings; raises RequestError for one that can't be."""
         values = defaults_of(self.settings)
         for name, value in said.items():
             if name not in values:

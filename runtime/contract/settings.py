@@ -119,7 +119,7 @@ class Wishes:
 
 
 def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
-    """The annotations of one type in a dataclass's fields, by the fields' names."""
+    """Returns the annotations of one type in a dataclass's fields, by the fields' names."""
     hints = get_type_hints(kind, include_extras=True)
     every = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(kind)}
     return {
@@ -128,7 +128,7 @@ def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
 
 
 def controls_in(kind: type[Any]) -> tuple[Control, ...]:
-    """The inputs of the mixed program that a dataclass's fields are, in the fields' order."""
+    """Lists the inputs of the mixed program that a dataclass's fields are, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)
         for name, control in annotations(kind, Control).items()
@@ -136,7 +136,7 @@ def controls_in(kind: type[Any]) -> tuple[Control, ...]:
 
 
 def defaults_of(kind: type[Any]) -> dict[str, Any]:
-    """What each of a dataclass's fields is where nobody says anything."""
+    """Says what each of a dataclass's fields is where nobody says anything."""
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(kind)

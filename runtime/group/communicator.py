@@ -75,7 +75,7 @@ class Communicator:
 
     @property
     def capsule(self) -> object:
-        """The communicator as TensorRT's bindings take it."""
+        """Returns the communicator as TensorRT's bindings take it."""
         make = ctypes.pythonapi.PyCapsule_New
         make.restype = ctypes.py_object
         make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -83,7 +83,7 @@ class Communicator:
         return made
 
     def failed(self) -> bool:
-        """Whether NCCL has found a rank gone: then collectives end early, and give anything."""
+        """Tells whether NCCL has found a rank gone: collectives then end early, with any result."""
         error = ctypes.c_int()
         self._call("ncclCommGetAsyncError", self._handle, ctypes.byref(error))
         return error.value != 0

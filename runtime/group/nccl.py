@@ -49,7 +49,7 @@ class Peers:
         self.group = group
 
     def failed(self) -> bool:
-        """Whether NCCL has found a rank gone: then sums end early, and hold anything."""
+        """Tells whether NCCL has found a rank gone: then sums end early, and hold anything."""
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
@@ -86,7 +86,7 @@ class Connected(Protocol):
 
 
 def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
-    """The question to ask while a GPU computes: it raises when a rank is gone or time is over."""
+    """Returns what to call while a GPU computes: it raises if a rank is gone or time is over."""
     end = time.monotonic() + channel.patience
 
     def alive() -> None:

@@ -72,7 +72,7 @@ def open_packages(folder: Path, manifest: Manifest) -> Opener:
 
 
 def this_machine() -> str:
-    """The name of this hardware, which an engine's `target.hardware` must equal to run here."""
+    """Names this hardware, which an engine's `target.hardware` must equal to run here."""
     if platform.machine() != "x86_64":
         return f"{platform.machine()} CPU"
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"

@@ -113,7 +113,7 @@ class CudaPrograms(DeviceSlots):
         mark()
 
     def _work(self, program: str, slots: int) -> Work:
-        """A step of the first slots, and its report on the GPU."""
+        """Returns a step of the first slots, and its report on the GPU."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
         inputs = aligned([self._given[t.name][:slots] for t in spec.inputs])
@@ -158,7 +158,7 @@ def load(
     opener: Opener,
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
-    """The programs of an engine for a GPU; refuses another kind of GPU, or too little memory."""
+    """Loads the programs of an engine for a GPU; refuses another kind, or too little memory."""
     held, size = "weights", manifest.files[WEIGHTS].size
     if manifest.target.attention_backend is not None:
         from mtpbuild.runtime.programs import flashinfer_attention

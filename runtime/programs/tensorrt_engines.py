@@ -174,7 +174,7 @@ class TensorRtPrograms(DeviceSlots):
         return self._filled
 
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
-        """One slot's caches, which prefill writes where it reads them."""
+        """Returns one slot's caches, which prefill writes where it reads them."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | outs(caches)
 

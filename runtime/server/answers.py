@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The fields that say why the choice has ended."""
+        """Returns the fields that say why the choice has ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
     def _keep(self, piece: Piece) -> Piece:

@@ -54,7 +54,7 @@ class BlockAnswer(Answer):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that the client is shown."""
+        """Returns the blocks that the client is shown."""
         return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
 
     def events(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Iterator[Json]:

@@ -76,7 +76,7 @@ class Sampled(StreamedBody):
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
-        """Which of a stream's events have the usage."""
+        """Says which of a stream's events have the usage."""
         options = self.stream_options or StreamOptions()
         if not options.include_usage:
             return "never"
@@ -84,13 +84,13 @@ class Sampled(StreamedBody):
 
     @property
     def refused(self) -> tuple[str, str] | None:
-        """A field that the server refuses and that asks for something, with the reason."""
+        """Returns a field that the server refuses and that asks for something, with the reason."""
         given = (self.model_extra or {}).items()
         return next(((n, REFUSED[n]) for n, value in given if n in REFUSED and value), None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the body gives, not yet checked."""
+        """Returns the settings that the body gives, not yet checked."""
         return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
 
 

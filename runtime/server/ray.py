@@ -88,6 +88,6 @@ class Replica:
 
 
 def app(arguments: Arguments) -> Any:
-    """The application of a configuration file's `import_path`."""
+    """Returns the application of a configuration file's `import_path`."""
     deployment: Any = Replica  # what the decorators made of it
     return deployment.bind(arguments)

@@ -36,7 +36,7 @@ class Form:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The parts of a call that may be special tokens."""
+        """Returns the parts of a call that may be special tokens."""
         return (*self.markers, self.end, SEPARATOR)
 
 

@@ -22,7 +22,7 @@ QUESTIONS = ("What is 47 + 85?", "And 3 + 4?")
 
 
 def test_thoughts_are_folded(tiny_engine: Callable[..., Path]) -> None:
-    """Thought and answer stand apart, the border between them nowhere; turns are sent without it."""
+    """Thought and answer stand apart, `</think>` nowhere; turns are sent without their thought."""
     with Engine.load(tiny_engine(3), threads=1) as engine:
         asked = [{"role": "user", "content": QUESTIONS[0]}]
         whole = engine.generate(engine.chat_ids(asked), SamplingParams(max_tokens=300)).text

@@ -53,6 +53,7 @@ const browser = {
     return fetch(url + path, options);
   },
 };
+element("temperature").value = "0"; // the engine is asked for the same
 new Function(...Object.keys(browser), script)(...Object.values(browser));
 for (const [number, question] of questions.entries()) {
   element("text").value = question;
