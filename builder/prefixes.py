@@ -45,7 +45,7 @@ Computed = Callable[[Sequence[int]], dict[str, NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Beginning:
-    """What prompts begin with: a text, a system message, or messages and tools."""
+    """Is what prompts begin with: a text, a system message, or messages and tools."""
 
     text: str = ""
     chat: bool = False

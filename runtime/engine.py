@@ -35,7 +35,7 @@ log = logging.getLogger("mtpbuild")
 
 
 class Engine:
-    """An engine directory, ready to run; from several threads and from asyncio if you like."""
+    """Is an engine directory, ready to run; from several threads and from asyncio if you like."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ KEPT = 16  # compiled grammars that wait for another request like theirs
 
 
 class Grammar(Protocol):
-    """What the loop asks of a request's grammar."""
+    """Declares what the loop asks of a request's grammar."""
 
     kept: int  # drafts of the window that `ahead` gave last which are the modules' own
 
@@ -46,7 +46,7 @@ class Grammar(Protocol):
 
 
 class Matcher:
-    """A grammar as far as its request's tokens have come; for one thread at a time.
+    """Follows a grammar as far as its request's tokens have come; for one thread at a time.
 
     Tokens of a thought are free: the grammar begins behind the one that ends it.
     """

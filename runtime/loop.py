@@ -28,7 +28,7 @@ from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: for which requests, in which slots, and how to get its output."""
+    """Is a step that was launched: for which requests, in which slots, how to get its output."""
 
     requests: Running
     land: Land

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class KeptRows:
-    """The rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
+    """Holds the rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
 
     tokens: Sequence[int] = ()
     salt: str = ""  # of the request whose rows they are
@@ -15,7 +15,7 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What happens to a slot before a prompt is filled in there.
+    """Says what happens to a slot before a prompt is filled in there.
 
     Its rows go to `saved_to` first (-1: nobody wants them). Then the `common` first rows of slot
     `source` are copied to it, or, if `taken`, the two slots are exchanged.

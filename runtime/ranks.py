@@ -9,7 +9,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class Ranks:
-    """`tp` ranks; one of them holds the whole.
+    """Says how many ranks share a model, and how; a single one holds the whole.
 
     They form `ep` groups: those of a group hold only their part of the routed experts, and of each
     of these one of tp / ep column parts. All else is split tp ways or replicated; with

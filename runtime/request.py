@@ -32,7 +32,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The outcome of a decode step; text may lag behind its tokens, never the other way round."""
+    """Is what a decode step gave; text may lag behind its tokens, never the other way round."""
 
     spans: tuple[Span, ...]  # the new text, in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """A result that is a conversation's answer: `text` is all of it, thought and marks included."""
+    """Is the result of a conversation: `text` is all of it, thought and marks included."""
 
     content: str = ""
     reasoning_content: str = ""  # the thought, if the model marks it
@@ -101,7 +101,7 @@ class Observer(Protocol):
 
 
 class Request:
-    """A request in flight. Only the thread that steps the loop changes it.
+    """Is a request in flight. Only the thread that steps the loop changes it.
 
     `outbox` holds the chunks that the caller has not taken; each new one calls `listener`.
     """

@@ -14,7 +14,7 @@ from mtpbuild.runtime.request import Request
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A request whose prompt is being filled in, all but its last token, which a step takes."""
+    """Is a request whose prompt is being filled in, all but its last token, which a step takes."""
 
     slot: int
     request: Request
@@ -30,7 +30,7 @@ class Filling:
 
 
 class Scheduler:
-    """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
+    """Holds B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
 
     Prompts are filled in in the order in which they came, one at a time, and take turns with steps:
     a chunk, a step, a chunk. So a prompt of any length delays who runs by a chunk per step.

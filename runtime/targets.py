@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a target that has none."""
+    """Stands for the options of a target that has none."""
 
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """What is known of a target before its modules are imported; it needs no torch.
+    """Says what is known of a target before its modules are imported; it needs no torch.
 
     programs: the module that runs its engines. Its `load(folder, manifest, threads)` returns an
     engine's programs. It also takes each field of `LoadOptions` by name, and `channel` for an

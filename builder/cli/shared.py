@@ -27,7 +27,7 @@ TargetFlags: Any = option_flags(build_options)
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """How many ranks share a model, and how."""
+    """Says how many ranks share a model, and how."""
 
     tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")

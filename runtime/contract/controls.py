@@ -41,7 +41,7 @@ PENALISED = Needs(("presence_penalty", "frequency_penalty", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls(Wishes):
-    """One request's wishes for acceptance and drafting; by default strict and greedy."""
+    """Holds what one request asks of acceptance and drafting; by default strict and greedy."""
 
     rejection: Annotated[bool, Control("bool", setting="acceptance"), SAMPLED] = False  # or strict
     # Rejection judges a step's drafts together.

@@ -25,7 +25,7 @@ def _nothing(plan: Any) -> tuple["StateSpec", ...]:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """What is known of a drafter before its program is imported.
+    """Says what is known of a drafter before its program is imported.
 
     program: `module:Class`, which only a build imports. The class is made with nextn and has the
     methods of `Drafter` in builder/program/draft.py.

@@ -40,7 +40,7 @@ class _Record(BaseModel):
 
 
 class TensorSpec(_Record):
-    """One input or output of a program."""
+    """Describes one input or output of a program."""
 
     name: str
     dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
@@ -48,7 +48,7 @@ class TensorSpec(_Record):
 
 
 class ProgramSpec(_Record):
-    """One compiled graph of the engine."""
+    """Describes one compiled graph of the engine."""
 
     file: str
     inputs: tuple[TensorSpec, ...]
@@ -61,7 +61,7 @@ class FileSpec(_Record):
 
 
 class ModelInfo(_Record):
-    """The model that was compiled."""
+    """Describes the model that was compiled."""
 
     name: str
     architecture: str
@@ -76,7 +76,7 @@ class ModelInfo(_Record):
 
 
 class BuildInfo(_Record):
-    """The flags of `mtpbuild build` that it was compiled with."""
+    """Holds the flags of `mtpbuild build` that the engine was compiled with."""
 
     nextn: int = Field(ge=0, le=NEXTN_LIMIT)
     drafter: str | None  # its name; its package need not be installed here
@@ -125,7 +125,7 @@ class BuildInfo(_Record):
 
 
 class CrossCompiled(_Record):
-    """How an engine was compiled on a machine without its GPU: it was not loaded there."""
+    """Says how an engine was compiled on a machine without its GPU: it was not loaded there."""
 
     architecture: str  # of its kernels, such as sm_90
     assumed: str  # the GPU whose properties the compiler was told
@@ -133,7 +133,7 @@ class CrossCompiled(_Record):
 
 
 class TargetInfo(_Record):
-    """The target and machine that it was compiled for."""
+    """Describes the target and the machine that the engine was compiled for."""
 
     name: str
     hardware: str
@@ -152,7 +152,7 @@ class TargetInfo(_Record):
 
 
 class Manifest(_Record):
-    """The whole of `engine.json`; docs/engine-format.md explains each field."""
+    """Is the whole of `engine.json`; docs/engine-format.md explains each field."""
 
     format_version: Literal[3] = FORMAT_VERSION
     mtpbuild: str

@@ -22,7 +22,7 @@ MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API take
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users say a setting, and how it is checked.
+    """Says how users name a setting, and how it is checked.
 
     check: returns a value as it is kept; its ValueError says what the value must be. help: of its
     flag; a setting without help has no flag. everywhere: whether bench and eval have the flag, not
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One input of the mixed program: [B, *shape], where a named size is the engine's."""
+    """Is one input of the mixed program: [B, *shape], where a named size is the engine's."""
 
     dtype: Literal["float32", "int64", "int32", "bool"]
     shape: tuple[int | str, ...] = ()
@@ -65,7 +65,7 @@ SAMPLED = Needs(("temperature",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The settings of a request that its steps are given as they are."""
+    """Holds the settings of a request that its steps are given as they are."""
 
     temperature: Annotated[float, shaping(number(0, 100), "0: greedy."), Control("float32")] = 0.0
     top_k: Annotated[

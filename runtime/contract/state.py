@@ -32,7 +32,7 @@ STEP_SIZES: dict[str, tuple[str, ...]] = {
 
 
 class StateSpec(BaseModel):
-    """One state tensor of all slots.
+    """Describes one state tensor of all slots.
 
     Every program that has the input `name` has the output `name + ".out"`. The owner is a layer of
     the main model (`layers.3`), an MTP module (`mtp.0`) or the step.

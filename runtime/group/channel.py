@@ -35,7 +35,7 @@ HEAD = 512  # bytes of a message; what is longer follows
 
 
 class Channel:
-    """Rank 0's messages to the others, in order. All ranks of a group make it, at the same time.
+    """Carries rank 0's messages to the others, in order. All ranks make it at the same time.
 
     While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
     that rank 0 hangs.

@@ -30,7 +30,7 @@ ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """NCCL's ncclUniqueId: rank 0 makes it, all ranks meet by it."""
+    """Is NCCL's ncclUniqueId: rank 0 makes it, all ranks meet by it."""
 
     _fields_ = (("bytes", ctypes.c_byte * ID_BYTES),)
 
@@ -54,7 +54,7 @@ def nccl_library() -> Any:
 
 
 class Communicator:
-    """This rank's end of what connects the ranks' GPUs. All ranks make it, at the same time."""
+    """Is this rank's end of what connects the GPUs. All ranks make it at the same time."""
 
     def __init__(self, library: Any, rank: int, ranks: int) -> None:
         self._nccl, self._rank, self._ranks = library, rank, ranks

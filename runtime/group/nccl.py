@@ -38,7 +38,7 @@ ABORTING = 10.0  # seconds, at most
 
 
 class Peers:
-    """The group of all ranks' GPUs. All ranks make it, at the same time."""
+    """Is the group of all ranks' GPUs. All ranks make it at the same time."""
 
     backend = "nccl"
 
@@ -80,7 +80,7 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
 
 
 class Connected(Protocol):
-    """What connects GPUs, as far as it is asked while they compute."""
+    """Declares what connects GPUs, as far as it is asked while they compute."""
 
     def failed(self) -> bool: ...
 

@@ -114,7 +114,7 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
 
 
 class Follower:
-    """A rank that this process starts on this machine."""
+    """Is a rank that this process starts on this machine."""
 
     def __init__(self, folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> None:
         self._name = f"rank {rank}"

@@ -17,7 +17,7 @@ from mtpbuild.runtime.programs.slots import Slots
 
 
 class AttentionDP(Slots):
-    """Whose slots are meant, and which program all ranks run; what is the same for every target.
+    """Knows whose slots are meant, and which program all ranks run, whatever the target.
 
     It stands before a rank's own programs among the bases of a class.
     """

@@ -22,7 +22,7 @@ Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """A contiguous tensor in the GPU's memory."""
+    """Is a contiguous tensor in the GPU's memory."""
 
     address: int
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class DeviceArray:
 
 
 class Device:
-    """A visible GPU, as a rule the first one, and all that was allocated on it.
+    """Is a visible GPU, as a rule the first one, and all that was allocated on it.
 
     Calls that take effect in order are queued on `stream`; `synchronise` waits for them. Each
     raises EngineError with what CUDA says. Any thread may call, one at a time.

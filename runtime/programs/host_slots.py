@@ -32,7 +32,7 @@ HUGE_PAGES = 1 << 22  # bytes from which on NumPy asks for huge pages, and so do
 
 
 class HostMemory:
-    """NumPy arrays; bfloat16 is held as bits."""
+    """Makes NumPy arrays; bfloat16 is held as bits."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, host_type(dtype))

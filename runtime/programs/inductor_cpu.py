@@ -15,7 +15,7 @@ from mtpbuild.runtime.threads import default_threads
 
 
 class InductorPrograms(HostSlots):
-    """The compiled programs that advance the slots; each writes its results over the state."""
+    """Holds the compiled programs that advance slots; each writes its results over the state."""
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
         super().__init__(manifest, PackedCaches(manifest.state))

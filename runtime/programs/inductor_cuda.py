@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes: what compiled code assumes of its inputs' addresses
 
 
 class Report:
-    """A step's report to the host: tensors one behind the other, which one copy brings over.
+    """Is a step's report to the host: tensors one behind the other, which one copy brings over.
 
     It has two pages on the host, so that a step can fill one while the other is read.
     """
@@ -53,7 +53,7 @@ class Report:
 
 
 class CudaPrograms(DeviceSlots):
-    """The programs that advance slots. The host queues work and waits for nothing but reports.
+    """Holds the programs that advance slots. The host queues work and waits for reports alone.
 
     How much of the caches a step reads is decided on the GPU, by each slot's length. So a step's
     graph depends on its program and the number of slots alone.

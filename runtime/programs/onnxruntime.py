@@ -80,7 +80,7 @@ class DeviceCaches(PackedCaches):
 
 
 class OnnxPrograms(HostSlots):
-    """The sessions that advance slots; a step reads one copy of the carries, fills the other."""
+    """Holds sessions that advance slots; a step reads one copy of the carries, fills the other."""
 
     def __init__(
         self,

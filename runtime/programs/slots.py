@@ -32,7 +32,7 @@ Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:l
 
 
 class Memory(Protocol):
-    """Memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
+    """Declares memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate; `dtype` is spelled as in a manifest."""
@@ -47,7 +47,7 @@ class Memory(Protocol):
 
 
 class Caches:
-    """All slots' caches [B, 1, S, C], of full capacity: a step decides what it reads."""
+    """Holds all slots' caches [B, 1, S, C] at full capacity: a step decides what it reads."""
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
@@ -95,7 +95,7 @@ class Caches:
 
 
 class Slots:
-    """The part of `Programs` that is the same on all targets: state, `begin` and `move`.
+    """Is the part of `Programs` that is the same on all targets: state, `begin` and `move`.
 
     copies: of the carried state; 2 for a target that reads one and writes the other.
     """

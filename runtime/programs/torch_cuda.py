@@ -21,7 +21,7 @@ class Wait(Protocol):
 
 
 class Gpu:
-    """A visible GPU, as a rule the first, and its memory. Work is queued on one stream.
+    """Is a visible GPU, as a rule the first, and its memory. Work is queued on one stream.
 
     Any thread may call, one at a time: the stream is named by each call, not the thread's own.
     """

@@ -26,7 +26,7 @@ def as_chat(body: StreamedBody, **fields: Any) -> ChatBody:
 
 
 class BlockAnswer(Answer):
-    """An answer whose blocks follow one another: each is opened, grows and is closed."""
+    """Is an answer whose blocks follow one another: each is opened, grows and is closed."""
 
     ends = None
     index = -1  # of the newest block that the stream has shown

@@ -60,7 +60,7 @@ class Named:
 )
 @serve.ingress()
 class Replica:
-    """An engine, and the server's routes over it, in a process that Ray Serve starts."""
+    """Is an engine, and the server's routes over it, in a process that Ray Serve starts."""
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
