@@ -26,7 +26,7 @@ mkdir -p wheels
 echo "$wanted" >wheels/requirements.txt
 "$python" -m pip download --quiet --dest wheels --only-binary=:all: \
     --python-version "$version" --implementation cp --abi "cp${version/./}" --abi abi3 --abi none \
-    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
     -r wheels/requirements.txt
 rm -f wheels/torch-* wheels/triton-* wheels/nvidia_* wheels/numpy-*
 du -sh wheels
