@@ -42,7 +42,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
 
 
 class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
-    """Holds the programs of a rank on a GPU, whose results are gathered when the host reads them."""
+    """Holds a rank's programs on a GPU, whose results are gathered when the host reads them."""
 
     def __init__(
         self,
