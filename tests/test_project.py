@@ -397,7 +397,7 @@ def test_extras_that_are_named_exist() -> None:
 
 def test_wheels_for_a_machine_without_a_network() -> None:
     """They are all that building, running and serving need there, but for PyTorch's own."""
-    run = [ROOT / "tools/gpu_wheels.sh", "--list"]
+    run: list[str | Path] = [ROOT / "tools/gpu_wheels.sh", "--list"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     groups = PYPROJECT["project"]["optional-dependencies"]
     needed = [*PYPROJECT["project"]["dependencies"], *groups["build"], *groups["serve"]]

@@ -27,7 +27,7 @@ def test_thoughts_are_folded(tiny_engine: Callable[..., Path]) -> None:
         asked = [{"role": "user", "content": QUESTIONS[0]}]
         whole = engine.generate(engine.chat_ids(asked), SamplingParams(max_tokens=300)).text
         with live(engine, Settings(api_key="k")) as server:
-            run = ["node", DOM, PAGE, server.url, "k", *QUESTIONS]
+            run: list[str | Path] = ["node", DOM, PAGE, server.url, "k", *QUESTIONS]
             done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
