@@ -94,12 +94,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             # 5. One graph per program: step program -> torch.export -> target.
             programs = make_programs(job, out, model, places, building, folders, stages)
 
-            files = {
-                folder / spec.file for spec in programs.values() for folder in folders.values()
-            }
-            inexact = job.target.inexact(files)
-            if request.exact and inexact:
-                raise BuildError(f"--exact: {out.name}: {inexact}")
+            inexact = why_inexact(job, out, programs, folders)
 
             # 6. The directory: tokenizer, manifests with hashes, one rename.
             with stages("package"):
@@ -116,6 +111,17 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]
+
+
+def why_inexact(
+    job: Job, out: Path, programs: dict[str, ProgramSpec], folders: dict[int, Path]
+) -> str | None:
+    """Say why these programs are not exact, if they aren't; with --exact, raise BuildError."""
+    files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
+    inexact = job.target.inexact(files)
+    if job.request.exact and inexact:
+        raise BuildError(f"--exact: {out.name}: {inexact}")
+    return inexact
 
 
 def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:

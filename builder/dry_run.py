@@ -83,7 +83,7 @@ def size_of(spec: StateSpec) -> int:
 def print_dry_run(done: DryRun) -> None:
     """Prints what was read, then a line per engine."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mtpbuild.builder.show.tables import names_column
     from mtpbuild.builder.step_counts import in_bytes, in_words
@@ -103,7 +103,8 @@ def print_dry_run(done: DryRun) -> None:
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
         console.print(f"{found} would be dequantised to {model.style.dtype}")
     folders = names_column("engine", [str(engine.folder) for engine in done.engines])
-    table = Table(folders, "nextn", "drafter", "weights", "state", "build")
+    drafters = Column("drafter", no_wrap=True)
+    table = Table(folders, "nextn", drafters, "weights", "state", "build")
     for engine in done.engines:
         each = " per rank" if engine.plan.ranks.tp > 1 else ""
         table.add_row(

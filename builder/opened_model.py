@@ -150,12 +150,12 @@ class OpenedModel:
 
     @property
     def by_cpu_kernels(self) -> bool:
-        """Whether the engine's operators are those of the CPU's library."""
+        """Tells whether the engine's operators are those of the CPU's library."""
         return bool(self.held.packed)
 
     @property
     def may_halve_caches(self) -> bool:
-        """Whether caches may be of bfloat16: products are integers, attention is by our ops."""
+        """Tells whether caches may be bfloat16: products are integers, attention is by our ops."""
         attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         by_ops = all(getattr(module, "by_ops", False) for module in attention)
         return by_ops and self.by_cpu_kernels and self.block_size is not None

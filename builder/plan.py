@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def constrained(self) -> bool:
-        """Whether steps take masks of the tokens that a grammar allows.
+        """Tells whether steps take masks of the tokens that a grammar allows.
 
         The host writes masks between two steps, from what it has read of the window. So programs
         for a GPU, whose kernels and CUDA graphs have no place for them, and ranks go without.

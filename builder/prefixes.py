@@ -45,7 +45,7 @@ Computed = Callable[[Sequence[int]], dict[str, NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Beginning:
-    """What prompts begin with: a text, a system message, or messages and tools."""
+    """Is what prompts begin with: a text, a system message, or messages and tools."""
 
     text: str = ""
     chat: bool = False
@@ -53,7 +53,7 @@ class Beginning:
     tools: Sequence[dict[str, Any]] = ()
 
     def tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """The token ids that all prompts share which go on from it."""
+        """Returns the token ids that all prompts share which go on from it."""
         if not (self.chat or self.messages):
             return tokenizer.encode(self.text)
         messages = list(self.messages) or [{"role": "system", "content": self.text}]

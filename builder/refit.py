@@ -96,7 +96,7 @@ def refit(
 
 
 def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> OpenedModel:
-    """The new model, of which the engine has all layers or some; it must have the same shape."""
+    """Opens the new model, of whose layers the engine has all or some; shapes must be the same."""
     whole = find_model(model)
     refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
@@ -157,7 +157,7 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def header(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: dtype, shape and offsets by tensor."""
+    """Returns the header of a safetensors file: dtype, shape and offsets by tensor."""
     try:
         return read_header(path)[0]
     except (OSError, ValueError, AttributeError) as error:

@@ -90,7 +90,7 @@ def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
 
 
 def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
-    """The function that an entry of a table stands for; this imports what it needs."""
+    """Returns the function that an entry of a table stands for; this imports what it needs."""
     reference = op._init_fn
     if file == "op":
         return reference

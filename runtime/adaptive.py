@@ -26,7 +26,7 @@ class Odds:
         self.accepted = [0.0] * nextn
 
     def add(self, accepted: int, drafted: int) -> None:
-        """One step: `accepted` of its `drafted` drafts."""
+        """Counts a step, which accepted `accepted` of its `drafted` drafts."""
         tried = min(accepted + 1, drafted)
         for i in range(len(self.judged)):
             kept = FORGET if i < tried else FADE
@@ -47,7 +47,7 @@ class Odds:
         return expected
 
     def successor(self) -> "Odds":
-        """A new request's, which begins where the last ones ended, with less confidence."""
+        """Returns a new request's: they begin where these ended, with less confidence."""
         new = Odds(len(self.judged))
         for i, judged in enumerate(self.judged):
             share = min(1.0, CARRIED / judged) if judged else 0.0
@@ -69,7 +69,7 @@ class Times:
         self.seconds: list[float] = []  # of every nextn, once these were tried
 
     def untried(self) -> int | None:
-        """The nextn that wants a trial before any other is judged; the largest first."""
+        """Returns the nextn that wants a trial before any other is judged; the largest first."""
         return next((k for k in self._tried_first if len(self._trials[k]) < TRIALS), None)
 
     def add(self, nextn: int, seconds: float) -> None:
@@ -117,7 +117,7 @@ class AdaptiveNextn(Pace):
         return land
 
     def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
-        """The nextn of the next step. Steps of one `kind` take equally long for the same nextn."""
+        """Chooses the next step's nextn; steps of one `kind` and nextn take equally long."""
         self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
         times = self._times.setdefault(kind, Times(self._most))
         untried = times.untried()

@@ -25,7 +25,7 @@ REFUSED = (*RESERVED, "chat_template", "tokenize")
 
 
 class ChatOptions(TypedDict, total=False):
-    """The options beside a conversation's messages, named as in transformers and vLLM."""
+    """Holds the options beside a conversation's messages, named as in transformers and vLLM."""
 
     tools: Sequence[Mapping[str, Any]] | None  # JSON schemas of functions, in OpenAI's shape
     documents: Sequence[Mapping[str, Any]] | None
@@ -35,14 +35,14 @@ class ChatOptions(TypedDict, total=False):
 
 
 class TemplateText(NamedTuple):
-    """A template's text, and the file that it is in."""
+    """Is a template's text, with the file that it is in."""
 
     where: str
     text: str
 
 
 class ChatTemplates:
-    """A model's chat templates by name, and the special tokens that they may mention."""
+    """Holds a model's chat templates by name, and the special tokens that they may mention."""
 
     def __init__(
         self, sources: Mapping[str, TemplateText], special_tokens: Mapping[str, str] | None = None
@@ -226,7 +226,7 @@ def _environment() -> Any:
             return nodes.Scope(body, lineno=line)
 
     class GuardedNamespace(Namespace):
-        """A namespace without names that could lead to Python's internals."""
+        """Is a namespace without names that could lead to Python's internals."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:  # so may an attribute be called `self`
             self, *rest = args
@@ -240,7 +240,7 @@ def _environment() -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """`dict` without the attributes of the type."""
+        """Is `dict` without the attributes of the type."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
             return dict(*args, **kwargs)

@@ -23,7 +23,7 @@ def prefix_file(name: str) -> str:
 
 
 def prefix_names(manifest: Manifest) -> list[str]:
-    """The names of the prefixes that an engine has."""
+    """Returns the names of the prefixes that an engine has."""
     files = (name for name in manifest.files if name.startswith(f"{PREFIXES}/"))
     return sorted(name.split("/")[1].removesuffix(".safetensors") for name in files)
 
@@ -60,7 +60,7 @@ def open_pool(
     limit: int | None,
     kept: str | Path | None = None,
 ) -> PrefixPool | None:
-    """A pool of so many bytes with an engine's prefixes, and with what is kept in a folder.
+    """Returns a pool of so many bytes with an engine's prefixes, and with what is kept in a folder.
 
     limit: None for a share of the free memory. Without memory and prefixes there is no pool.
     """
@@ -94,7 +94,7 @@ def attach_prefixes(keeping: Pooling, manifest: Manifest, folder: Path, pool: Pr
 
 
 def states_of(file: RowsFile, manifest: Manifest) -> dict[int, dict[str, NDArray[Any]]]:
-    """The recurrent states in a file, by the number of rows before them."""
+    """Returns the recurrent states in a file, by the number of rows before them."""
     names = [s.name for s in manifest.state if s.role == "recurrent"]
     found: dict[int, dict[str, NDArray[Any]]] = {}
     for tensor, array in file.tensors.items():

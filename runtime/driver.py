@@ -106,7 +106,7 @@ class Driver:
 
 
 class Stream(Iterator[Chunk]):
-    """A request in flight: iterate for its chunks, `cancel` it from any thread.
+    """Is a request in flight: iterate for its chunks, `cancel` it from any thread.
 
     Closing it, leaving its `with` block or dropping it also ends the request and frees its slot.
     """

@@ -35,7 +35,7 @@ log = logging.getLogger("mtpbuild")
 
 
 class Engine:
-    """An engine directory, ready to run; from several threads and from asyncio if you like."""
+    """Is an engine directory, ready to run; from several threads and from asyncio if you like."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Engine:
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """The prompt's ids, checked against vocabulary and capacity; raises RequestError."""
+        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError."""
         ids = (prompt and self.encode(prompt)) if isinstance(prompt, str) else _plain_ids(prompt)
         if not ids:
             raise RequestError("the prompt is empty")
@@ -215,7 +215,7 @@ class Engine:
         return ids
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """The prompt for the next answer in a conversation, by the model's template.
+        """Returns the prompt for the next answer in a conversation, by the model's template.
 
         options: tools, documents, add_generation_prompt, continue_final_message and
         chat_template_kwargs, as `apply_chat_template` of transformers takes them. The prompt
@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine can't go on, if that is known before a step fails: a rank is gone."""
+        """Says why the engine can't go on, if that is known before a step fails: a rank is gone."""
         programs = self._loop.programs
         shared = Feature.SHARE in programs.features
         return cast(Shared, programs).failure if shared else None

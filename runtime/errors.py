@@ -23,7 +23,7 @@ def install(extras: str) -> str:
 
 
 class MtpbuildError(Exception):
-    """Base of all errors that a user can cause; `exit_code` is the command line's."""
+    """Is the base of all errors that a user can cause; `exit_code` is the command line's."""
 
     exit_code = 1
 
@@ -35,11 +35,11 @@ class UsageError(MtpbuildError):
 
 
 class RequestError(UsageError):
-    """A prompt or sampling parameter that the engine can't take."""
+    """The engine can't take a prompt or a sampling parameter."""
 
 
 class UnknownRecipeError(UsageError):
-    """A model that is neither a recipe nor a checkpoint folder, nor OWNER/NAME."""
+    """A model is neither a recipe nor a checkpoint folder, nor OWNER/NAME."""
 
 
 class CheckpointError(MtpbuildError):
@@ -47,7 +47,7 @@ class CheckpointError(MtpbuildError):
 
 
 class MissingWeightsError(CheckpointError):
-    """A model whose weights are not on this machine."""
+    """A model's weights are not on this machine."""
 
 
 class DownloadError(CheckpointError):
@@ -59,7 +59,7 @@ class BuildError(MtpbuildError):
 
 
 class EngineError(MtpbuildError):
-    """An engine directory that can't be run."""
+    """An engine directory can't be run."""
 
 
 class EngineFormatError(EngineError):

@@ -31,12 +31,12 @@ KEPT = 16  # compiled grammars that wait for another request like theirs
 
 
 class Grammar(Protocol):
-    """What the loop asks of a request's grammar."""
+    """Declares what the loop asks of a request's grammar."""
 
     kept: int  # drafts of the window that `ahead` gave last which are the modules' own
 
     def ahead(self, drafts: Sequence[int]) -> Constraint:
-        """What the next window may hold, if these drafts are to be judged; changes nothing.
+        """Says what the next window may hold, if these drafts are to be judged; changes nothing.
 
         Raises RequestError if the grammar has become too costly to follow.
         """
@@ -46,7 +46,7 @@ class Grammar(Protocol):
 
 
 class Matcher:
-    """A grammar as far as its request's tokens have come; for one thread at a time.
+    """Follows a grammar as far as its request's tokens have come; for one thread at a time.
 
     Tokens of a thought are free: the grammar begins behind the one that ends it.
     """
@@ -101,7 +101,7 @@ class Matcher:
             self._check()
 
     def _forced(self) -> list[int]:
-        """The tokens that must come next, as far as they are certain."""
+        """Returns the tokens that must come next, as far as they are certain."""
         if self._matcher.is_stopped():
             return [*self._ends] if len(self._ends) == 1 else []
         return self._matcher.compute_ff_tokens()
@@ -123,7 +123,7 @@ class Grammars:
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
-        """What a request's steps are held to; raises RequestError as `matcher` does."""
+        """Says what a request's steps are held to; raises RequestError as `matcher` does."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
         if not params.held:
@@ -132,7 +132,7 @@ class Grammars:
         return TokenLimits(params, self._manifest, self._tokenizer)
 
     def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
-        """A grammar at its beginning.
+        """Returns a matcher at the beginning of a grammar.
 
         Raises RequestError if the engine can't be held to one, or if this one can't be followed;
         MissingDependencyError without llguidance.
@@ -180,7 +180,7 @@ class Grammars:
 
 
 def _source(asked: StructuredOutputs) -> str:
-    """The form in llguidance's own words; raises RequestError."""
+    """Returns the form in llguidance's own words; raises RequestError."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
     given: dict[GrammarFormat, object] = {
@@ -207,5 +207,5 @@ def _has(allowed: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", row: int, t
 
 
 def _line(text: str) -> str:
-    """The first words of a message, which may have pictures of the grammar, in one line."""
+    """Returns the first words of a message, which may have pictures of the grammar, in one line."""
     return " ".join(text.split())[:300]

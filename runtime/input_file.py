@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AskingLine(BaseModel):
-    """The fields that lines of every kind of file may have.
+    """Holds the fields that lines of every kind of file may have.
 
     A line has one of the fields `PROMPTS`; `CHATS` are the prompts that are conversations.
     """
@@ -107,7 +107,7 @@ def _parse(kind: type[Kind], text: bytes) -> Kind:
 
 
 class Line(AskingLine):
-    """A line of the file; settings that it leaves out come from the command line."""
+    """Is a line of the file; settings that it leaves out come from the command line."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
 
@@ -132,7 +132,7 @@ class Line(AskingLine):
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """A request that the engine can take."""
+    """Is a request that the engine can take."""
 
     task_id: str | int  # the line's own, or its number among the requests, from 0
     token_ids: list[int]

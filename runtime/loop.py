@@ -28,7 +28,7 @@ from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: for which requests, in which slots, and how to get its output."""
+    """Is a step that was launched: for which requests, in which slots, how to get its output."""
 
     requests: Running
     land: Land
@@ -67,7 +67,7 @@ class Loop:
         self._flight: Flight | None = None
 
     def step(self) -> None:
-        """A chunk of a prompt, if one waits, and a decode step of all requests that run."""
+        """Runs a chunk of a prompt, if one waits, and a decode step of all requests that run."""
         self.release()
         self._close_gaps()
         for filling in self.scheduler.turns():
@@ -185,7 +185,7 @@ class Loop:
             self.scheduler.begin(filling)
 
     def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
-        """A chunk and the tokens behind it, 0 where the prompt has ended."""
+        """Returns a chunk and the tokens behind it, 0 where the prompt has ended."""
         ahead = self.programs.lookahead
         tokens = prompt[start : end + ahead]
         return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)

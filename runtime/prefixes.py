@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class KeptRows:
-    """The rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
+    """Holds the rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
 
     tokens: Sequence[int] = ()
     salt: str = ""  # of the request whose rows they are
@@ -15,7 +15,7 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What happens to a slot before a prompt is filled in there.
+    """Says what happens to a slot before a prompt is filled in there.
 
     Its rows go to `saved_to` first (-1: nobody wants them). Then the `common` first rows of slot
     `source` are copied to it, or, if `taken`, the two slots are exchanged.
@@ -98,13 +98,13 @@ class Prefixes:
         return Placement(saved_to, source, most, taken=source == slot)
 
     def _oldest(self, slot: int, free: Sequence[int]) -> int:
-        """The free slot whose rows give way to those of `slot`; -1: its own do, or it has none."""
+        """Finds the free slot whose rows give way to those of `slot`; -1: its own, or none."""
         oldest = min(free, key=lambda s: (self._rows.get(s, KeptRows()).used, s), default=slot)
         return -1 if oldest == slot or slot not in self._rows else oldest
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with that are the same."""
+    """Says how many tokens two sequences begin with that are the same."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return i

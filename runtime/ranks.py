@@ -9,7 +9,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class Ranks:
-    """`tp` ranks; one of them holds the whole.
+    """Says how many ranks share a model, and how; a single one holds the whole.
 
     They form `ep` groups: those of a group hold only their part of the routed experts, and of each
     of these one of tp / ep column parts. All else is split tp ways or replicated; with
@@ -22,7 +22,7 @@ class Ranks:
 
     @property
     def parts(self) -> int:
-        """The number of parts that all is split into but the routed experts."""
+        """Returns the number of parts that all is split into but the routed experts."""
         return 1 if self.attention_dp else self.tp
 
     @property
@@ -57,7 +57,7 @@ class Ranks:
             raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
 
     def others(self, most: int = MAX_RANKS) -> list["Ranks"]:
-        """The same with every tp up to `most` that ep divides."""
+        """Returns the same with every tp up to `most` that ep divides."""
         return [replace(self, tp=n) for n in range(self.ep, most + 1, self.ep)]
 
 

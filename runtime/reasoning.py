@@ -11,7 +11,7 @@ Kind = Literal["reasoning", "content", "name", "arguments"]
 
 
 class Piece(NamedTuple):
-    """A piece of an answer: its text, or the name or arguments of tool call number `call`.
+    """Is a piece of an answer: its text, or the name or arguments of tool call number `call`.
 
     from_draft: whether the token that completed the piece was an accepted draft. block: which of
     the answer's blocks has the piece.

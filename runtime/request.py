@@ -32,7 +32,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The outcome of a decode step; text may lag behind its tokens, never the other way round."""
+    """Is what a decode step gave; text may lag behind its tokens, never the other way round."""
 
     spans: tuple[Span, ...]  # the new text, in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """A result that is a conversation's answer: `text` is all of it, thought and marks included."""
+    """Is the result of a conversation: `text` is all of it, thought and marks included."""
 
     content: str = ""
     reasoning_content: str = ""  # the thought, if the model marks it
@@ -84,7 +84,7 @@ class ChatResult(Result):
 
     @property
     def message(self) -> dict[str, str]:
-        """The answer as a message of the conversation."""
+        """Returns the answer as a message of the conversation."""
         said = {"role": "assistant", "content": self.content}
         thought = {"reasoning_content": self.reasoning_content}
         return said | (thought if self.reasoning_content else {})
@@ -101,7 +101,7 @@ class Observer(Protocol):
 
 
 class Request:
-    """A request in flight. Only the thread that steps the loop changes it.
+    """Is a request in flight. Only the thread that steps the loop changes it.
 
     `outbox` holds the chunks that the caller has not taken; each new one calls `listener`.
     """
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """The number of committed cache rows: one for each known token but the newest."""
+        """Returns the number of committed cache rows: one for each known token but the newest."""
         return len(self.prompt) + len(self.token_ids) - 1
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it is not all about the prompt."""
+        """Tells whether it wants an answer, not the prompt's scores alone."""
         return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:

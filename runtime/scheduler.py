@@ -14,7 +14,7 @@ from mtpbuild.runtime.request import Request
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A request whose prompt is being filled in, all but its last token, which a step takes."""
+    """Is a request whose prompt is being filled in, all but its last token, which a step takes."""
 
     slot: int
     request: Request
@@ -30,7 +30,7 @@ class Filling:
 
 
 class Scheduler:
-    """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
+    """Holds B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
 
     Prompts are filled in in the order in which they came, one at a time, and take turns with steps:
     a chunk, a step, a chunk. So a prompt of any length delays who runs by a chunk per step.
@@ -60,12 +60,12 @@ class Scheduler:
 
     @property
     def admitted(self) -> list[Request]:
-        """The requests that have a slot and have not ended."""
+        """Returns the requests that have a slot and have not ended."""
         return [r for r in self.slots if r is not None and not r.ended]
 
     @property
     def running(self) -> list[tuple[int, Request]]:
-        """Those that a step advances, with their slots."""
+        """Returns those that a step advances, with their slots."""
         found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
         return [(s, r) for s, r in found if self.active[s]]
 
@@ -127,7 +127,7 @@ class Scheduler:
             request.fail(error)
 
     def free(self, rank: int) -> list[int]:
-        """The slots of a rank that nobody has."""
+        """Returns the slots of a rank that nobody has."""
         return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
 
     def held(self, salt: str, *, besides: int) -> Iterator[tuple[int, list[int]]]:

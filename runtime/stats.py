@@ -24,7 +24,7 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeDecoding:
-    """Acceptance of drafts over some decode steps."""
+    """Says how drafts were accepted over some decode steps."""
 
     mean_acceptance_length: float | None  # 1 + accepted / steps; None before the first step
     draft_acceptance_rate: float | None  # accepted / drafted; None when nothing was drafted
@@ -38,7 +38,7 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Metrics of one request; seconds count from its submission, waiting for a slot included."""
+    """Measures one request; seconds count from its submission, waiting for a slot included."""
 
     prompt_tokens: int
     output_tokens: int

@@ -14,7 +14,7 @@ JOINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "depende
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One form that an answer must have; raises RequestError for none, two, or another type.
+    """Is one form that an answer must have; raises RequestError for none, two, or another type.
 
     json: a JSON schema, as text or as an object. regex: the whole answer matches it. choice: the
     answer is one of these texts. grammar: in Lark's syntax (llguidance's variant) or in llama.cpp's

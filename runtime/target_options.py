@@ -14,12 +14,12 @@ OptionsOf: TypeAlias = Callable[[str], type[Any]]
 
 
 def load_options(target: str) -> type[Any]:
-    """A target's options when an engine is loaded."""
+    """Returns a target's options when an engine is loaded."""
     return find_target(target).LoadOptions
 
 
 def option_flags(options_of: OptionsOf) -> type[Any]:
-    """A group of every target's options; each target has its own panel in the help.
+    """Returns a group of every target's options; each target has its own panel in the help.
 
     An option of several targets is in the panel of the first, with the help of all of them.
     """
@@ -39,13 +39,13 @@ def option_flags(options_of: OptionsOf) -> type[Any]:
 
 
 def changed(flags: Any) -> dict[str, Any]:
-    """Those flags of a group that differ from their defaults."""
+    """Returns those flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}
 
 
 def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -> Any:
-    """A target's options; raises UsageError for an option that only others have, or none."""
+    """Makes a target's options; raises UsageError for an option that only others have, or none."""
 
     def has(other: str, option: str) -> bool:
         return option in {each.name for each in fields(options_of(other))}

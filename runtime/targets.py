@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a target that has none."""
+    """Stands for the options of a target that has none."""
 
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """What is known of a target before its modules are imported; it needs no torch.
+    """Says what is known of a target before its modules are imported; it needs no torch.
 
     programs: the module that runs its engines. Its `load(folder, manifest, threads)` returns an
     engine's programs. It also takes each field of `LoadOptions` by name, and `channel` for an
@@ -75,7 +75,7 @@ class InductorLoadOptions:
 
 
 def _architectures(manifest: "Manifest") -> str:
-    """The GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
+    """Returns the GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
     return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
 
 

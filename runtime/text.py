@@ -8,7 +8,7 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 
 class Span(NamedTuple):
-    """The text that one token completed."""
+    """Is the text that one token completed."""
 
     text: str
     from_draft: bool
@@ -23,7 +23,7 @@ def held_back(text: str, *markers: str) -> int:
 
 
 class TextStream:
-    """The text of one request; the work per token does not grow with its length.
+    """Makes the text of one request; the work per token does not grow with its length.
 
     `stopped_by` is the stop string that has ended it.
 

@@ -18,7 +18,7 @@ LONG = 16 * 1024  # characters
 
 
 class Tokenizer:
-    """A byte-level tokenizer, like those of all DeepSeek models: a token stands for some bytes."""
+    """Is a byte-level tokenizer, as all DeepSeek models have one: a token stands for bytes."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ PARTS = ("builder", "plugins", "recipes", "runtime")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
-# Import order, top to bottom (STYLE.md, "Folders and import names").
+# Import order, top to bottom.
 MAY_IMPORT = {
     "builder": {"builder", "plugins", "recipes", "runtime"},
     "plugins": {"plugins", "runtime"},
@@ -393,6 +393,17 @@ def test_extras_that_are_named_exist() -> None:
     assert {"cpu", "serve", "tensorrt-build", "onnxruntime-gpu"} <= named <= set(extras)
     assert not [text for text in texts if "install 'mtpbuild" in text]
     assert install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
+
+
+def test_wheels_for_a_machine_without_a_network() -> None:
+    """They are all that building, running and serving need there, but for PyTorch's own."""
+    run: list[str | Path] = [ROOT / "tools/gpu_wheels.sh", "--list"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    groups = PYPROJECT["project"]["optional-dependencies"]
+    needed = [*PYPROJECT["project"]["dependencies"], *groups["build"], *groups["serve"]]
+    needed = [*needed, *groups["cpu"], *PYPROJECT["build-system"]["requires"]]
+    ours = {name for name in needed if not name.startswith(("torch", "numpy"))}
+    assert ours <= set(done.stdout.splitlines())
 
 
 def test_the_module_is_the_command() -> None:

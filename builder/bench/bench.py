@@ -88,7 +88,7 @@ def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None
 
 
 def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
-    """An engine and its verifier, open as long as the stack."""
+    """Returns an engine and its verifier, open as long as the stack."""
 
     def opened(folder: Path) -> Engine:
         loaded = Engine.load(folder, threads=request.threads, **request.options)

@@ -61,12 +61,12 @@ class Wanted:
 
     @property
     def built_for(self) -> str:
-        """The target's name."""
+        """Returns the target's name."""
         return self.target or default_target(self.model)
 
     @property
     def of_usual_target(self) -> bool:
-        """Whether that is the target which `mtpbuild build` takes by itself."""
+        """Tells whether that is the target which `mtpbuild build` takes by itself."""
         return load_target(self.built_for) is load_target(default_target(self.model))
 
     def drafter_of(self, nextn: Nextn) -> DrafterName | None:
@@ -126,7 +126,7 @@ def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted)
 def _is_plain(
     folder: Path, source: FoundModel, config: ModelConfig, nextn: Nextn, target: Target
 ) -> bool:
-    """Whether an engine is what `mtpbuild build` makes of the model without other flags."""
+    """Tells whether an engine is what `mtpbuild build` makes of the model without other flags."""
     manifest = layout.existing(folder)
     if manifest is None or manifest.model.name != source.name:
         return False

@@ -100,7 +100,7 @@ class Row:
 
     @property
     def most(self) -> int:
-        """The most drafts of a step."""
+        """Returns the most drafts of a step."""
         return self.overall.drafting.num_spec_tokens
 
 

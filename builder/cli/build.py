@@ -1,8 +1,9 @@
 """The commands `build`, `refit`, `quantize` and `recipes`."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -14,6 +15,9 @@ from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.target_options import changed
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.request import BuildRequest
 
 
 @error_line
@@ -46,15 +50,9 @@ def build(
     ),
 ) -> None:
     """Build one engine directory per nextn."""
-    from mtpbuild.builder.build import build
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.cli.tables import print_engines, print_stages
-    from mtpbuild.builder.download import download
-    from mtpbuild.builder.dry_run import dry_run, print_dry_run
-    from mtpbuild.builder.prefixes import add_prefix, read_files
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.builder.stages import Stages
     from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.compat.settings import asked_ranks, sampling_settings
 
@@ -76,7 +74,19 @@ def build(
         options=changed(target_flags),
         **vars(flags),
     )
-    beginnings = read_files(prefix or (), request.target, request.ranks.tp)
+    run_build(request, prefix or ())
+
+
+def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
+    """Download, build, or foresee what a build would do, and print what came of it."""
+    from mtpbuild.builder.build import build
+    from mtpbuild.builder.cli.tables import print_engines, print_stages
+    from mtpbuild.builder.download import download
+    from mtpbuild.builder.dry_run import dry_run, print_dry_run
+    from mtpbuild.builder.prefixes import add_prefix, read_files
+    from mtpbuild.builder.stages import Stages
+
+    beginnings = read_files(prefixes, request.target, request.ranks.tp)
     if not request.dry_run:
         download(request)  # it shows bars of its own, so before the stages are shown
     with progress("reading the checkpoint") as watch:

@@ -27,14 +27,14 @@ TargetFlags: Any = option_flags(build_options)
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """How many ranks share a model, and how."""
+    """Says how many ranks share a model, and how."""
 
     tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
     attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
     def sources(self) -> list[Source]:
-        """The settings of each flag, to be joined with a configuration's."""
+        """Returns the settings of each flag, to be joined with a configuration's."""
         return [
             Source("--tp", Settings(tp=self.tp)),
             Source("--ep", Settings(ep=self.ep)),

@@ -33,7 +33,8 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
     """Show the engines with their sizes, and which of their ranks are here."""
     console = Console()
     folders = names_column("engine", [str(engine.folder) for engine in engines])
-    table = Table(folders, "nextn", "drafter", "files", "size", "status")
+    drafters = Column("drafter", no_wrap=True)
+    table = Table(folders, "nextn", drafters, "files", "size", "status")
     for engine in engines:
         build, files = engine.manifest.build, engine.file_sizes()
         table.add_row(

@@ -78,7 +78,7 @@ class CpuForecast:
         return sum(portion.bytes for portion in self.portions.values())
 
     def speeds(self, engine: CpuEngine) -> list[float | None]:
-        """Tokens/s of one user for each nextn, if reading is all that a step does.
+        """Returns the tokens/s of one user for each nextn, if reading is all that a step does.
 
         None: the engine does not fit.
         """
@@ -133,7 +133,7 @@ def must_be_fetched(request: ForecastRequest) -> bool:
 
 
 def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
-    """The model as an engine holds it, on a machine whose speed is not known."""
+    """Returns the model as an engine holds it, on a machine whose speed is not known."""
 
     by_head = weights_by_head(layout, scheme)
 
@@ -164,7 +164,7 @@ def factor() -> float:
 
 
 def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
-    """The format in which an engine holds a weight of the checkpoint; None: fp32."""
+    """Returns the format in which an engine holds a weight of the checkpoint; None: fp32."""
     if scheme is not None:
         return format_by(scheme, layout.config, stored)
     format = layout.format(stored)

@@ -44,7 +44,7 @@ class Step:
 
     @property
     def roofline(self) -> float:
-        """The seconds that memory and arithmetic need."""
+        """Returns the seconds that memory and arithmetic need."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """The limit to which most of the step's time goes."""
+        """Returns the limit to which most of the step's time goes."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -89,12 +89,12 @@ class Forecast:
 
     @property
     def free_bytes(self) -> float:
-        """The bytes left for caches; negative if the model does not fit."""
+        """Returns the bytes left for caches; negative if the model does not fit."""
         return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
 
     @property
     def tensorrt_bytes(self) -> float:
-        """What an engine of target tensorrt holds: kernels of ours share what they read."""
+        """Says what an engine of target tensorrt holds: kernels of ours share what they read."""
         drafts = max(self.request.nextn)
         used = [one for one in self.model.classes if drafts or not one.module]
         shared = sum(one.per_rank for one in used if one.name in ("experts", "head"))
@@ -106,14 +106,14 @@ class Forecast:
 
     @property
     def needed_tokens(self) -> int:
-        """The cache rows of one rank's requests, windows included."""
+        """Returns the cache rows of one rank's requests, windows included."""
         request = self.request
         rows = request.max_seq_len + max(request.nextn) + 1
         return request.ranks.local(request.max_batch) * rows
 
     @property
     def speedups(self) -> list[float]:
-        """Each nextn's speed over that of nextn 0, asked for or not."""
+        """Returns each nextn's speed over that of nextn 0, asked for or not."""
         return [step.tokens_per_s / self.without.tokens_per_s for step in self.steps]
 
     @property

@@ -55,12 +55,12 @@ class Model:
 
     @property
     def widths(self) -> list[int]:
-        """The cache's width C of each layer, then of each module."""
+        """Returns the cache's width C of each layer, then of each module."""
         return family_of(self.config).cache_specs(self.config, self.ranks)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a request's recurrent states, which are fp32 everywhere."""
+        """Returns the bytes of a request's recurrent states, which are fp32 everywhere."""
         found = family_of(self.config).recurrent(self.config, self.ranks)
         return sum(CACHE_BYTES["fp32"] * prod(state.sizes.values()) for state in found)
 

@@ -48,7 +48,7 @@ class Class:
 
     @property
     def format(self) -> str:
-        """The format of most of its bytes."""
+        """Returns the format that most of its bytes have."""
         return self.formats.most_common(1)[0][0]
 
 
@@ -74,7 +74,7 @@ class Layout:
     repeated: bool  # MTP layers hold copies of embedding and head
 
     def parts(self, stored: Stored, format: Format | None) -> dict[str, Entry]:
-        """The tensors that make a weight in its format."""
+        """Returns the tensors that make a weight in its format."""
         if format is not None:
             return format.parts(stored.shape)
         return {"": Entry(self.plain(stored), stored.shape)}
@@ -123,7 +123,7 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
 
 
 def held(stored: Stored, shape: Shape, ranks: Ranks) -> float:
-    """The fraction of a stored tensor that one rank holds.
+    """Returns the fraction of a stored tensor that one rank holds.
 
     shape: the tensor's, which may be the scales of a quantised weight; a number can't be cut.
     """

@@ -173,7 +173,7 @@ class KernelAcceptance(MixedAcceptance):
         return torch.where(chosen, draw(q, number)[0], best)
 
     def core(self) -> dict[str, Tensor]:
-        """The controls that the ops take: a rule has its own operators."""
+        """Returns the controls that the ops take: a rule has its own operators."""
         return {control.name: self.asked[control.name] for control in CORE_CONTROLS}
 
     def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Bin:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The share's 95 % interval."""
+        """Returns the share's 95 % interval."""
         return wilson(self.accepted, self.judged)
 
 

@@ -147,6 +147,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         ) as scratch,  # removed with what a dead build leaves behind
         _machine(plan, scratch),
         _pretended_group(plan.ranks.tp),
+        warnings.catch_warnings(action="ignore"),  # torch's own, of graphs that it copies
     ):
         if crosses(plan):
             cross_cuda.without_values(traced.exported)
@@ -239,8 +240,7 @@ def _compile(
     """Compiles the program; returns the paths of its library and metadata in `scratch`."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     kernels = os.environ.get(KERNELS)
-    with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
-        warnings.simplefilter("ignore")
+    with fresh_cache(dir=scratch, delete=False):
         if kernels is not None:
             os.environ[KERNELS] = kernels  # `fresh_cache` puts back what was before
         try:

@@ -228,7 +228,7 @@ def _export(traced: Traced) -> ir.Model:
 
 
 def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
-    """What each op becomes, and each of PyTorch's operators that is not as usual."""
+    """Says what each op becomes, and each of PyTorch's operators that is not as usual."""
     if not traced.cpu_kernels:
         return plugins.facets(ONNX)
     from mtpbuild.plugins.cpu.onnx import PYTORCH

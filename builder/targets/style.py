@@ -39,22 +39,22 @@ class GraphStyle:
 
     @property
     def whole_caches(self) -> bool:
-        """Whether a step takes all rows of the caches."""
+        """Tells whether a step takes all rows of the caches."""
         return self.sizes is not Sizes.IN_USE
 
     @property
     def fixed(self) -> bool:
-        """Whether every program takes all slots and all rows."""
+        """Tells whether every program takes all slots and all rows."""
         return self.sizes is Sizes.FIXED
 
     @property
     def fused(self) -> bool:
-        """Whether what stands between a step's products has kernels of ours."""
+        """Tells whether what stands between a step's products has kernels of ours."""
         return self.kernels is Kernels.FUSED
 
     @property
     def penalties(self) -> bool:
-        """Whether requests may have penalties.
+        """Tells whether requests may have penalties.
 
         On a GPU the host writes nothing between two steps, and every request would pay for them.
         """

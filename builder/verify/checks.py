@@ -141,7 +141,7 @@ def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
 
 
 def layers_of(manifest: Manifest) -> LayersSlice | None:
-    """The layers of its model that an engine has; None stands for all."""
+    """Returns the layers of its model that an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 

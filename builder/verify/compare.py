@@ -102,7 +102,7 @@ def differences(
 
 
 def largest_but_jumps(differences: Iterable[float]) -> float:
-    """The largest, one in a hundred left out; 0 of none.
+    """Returns the largest difference, one in a hundred left out; 0 if there is none.
 
     Where two experts have the same score to the last bit, either may be taken, and the
     log-probabilities of that token jump. A wrong cache or weight shows in all that follow.

@@ -111,12 +111,12 @@ class Weight:
 
     @property
     def paired(self) -> bool:
-        """Whether each slice is an expert's gate and up."""
+        """Tells whether each slice is an expert's gate and up."""
         return self.slices > 1 and len(self.stored) > self.slices
 
     @property
     def multiplied(self) -> bool:
-        """Whether it is a product, or a stack of them, whose outputs fill panels."""
+        """Tells whether the weight is a product, or a stack of them, whose outputs fill panels."""
         return self.joined is not None or bool(self.per_head)
 
     @property

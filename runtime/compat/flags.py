@@ -28,7 +28,7 @@ ALGO_FLAG = "--spec-decode-algo"
 
 @dataclass(frozen=True, kw_only=True)
 class CompatFlags:
-    """A configuration in vLLM's or TensorRT-LLM's words."""
+    """Holds a configuration in vLLM's or TensorRT-LLM's words."""
 
     speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
     config: Path | None = flag(

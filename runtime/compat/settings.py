@@ -21,7 +21,7 @@ ASKED = [name for name in SETTINGS if name in _KEYS]
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of an engine, and relaxed acceptance's switch; None: not given."""
+    """Holds an engine's settings, and relaxed acceptance's switch; None: not given."""
 
     nextn: int | None = None
     drafter: str | None = None
@@ -41,7 +41,7 @@ Settings: Any = make_dataclass(
 
 @dataclass(frozen=True)
 class Source:
-    """Settings, and the flag that gave them."""
+    """Holds settings, and the flag that gave them."""
 
     name: str
     settings: Settings

@@ -10,7 +10,7 @@ from mtpbuild.runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class Later:
-    """A key that this version refuses unless its value asks for nothing."""
+    """Is a key that this version refuses unless its value asks for nothing."""
 
     instead: str
     idle: tuple[int, ...] = ()  # besides null, false, 0 and empty
@@ -24,7 +24,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The keys of one configuration object of another system."""
+    """Lists the keys of one configuration object of another system."""
 
     ours: Mapping[str, str]  # key -> field of Settings
     no_effect: Mapping[str, str]  # key -> what to do instead, if anything
@@ -36,7 +36,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Methods:
-    """The names of a system's speculative methods; mtpbuild has one of them.
+    """Names a system's speculative methods; mtpbuild has one of them.
 
     The names of `others` and `models` are separated by blanks.
     """

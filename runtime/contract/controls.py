@@ -41,7 +41,7 @@ PENALISED = Needs(("presence_penalty", "frequency_penalty", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls(Wishes):
-    """One request's wishes for acceptance and drafting; by default strict and greedy."""
+    """Holds what one request asks of acceptance and drafting; by default strict and greedy."""
 
     rejection: Annotated[bool, Control("bool", setting="acceptance"), SAMPLED] = False  # or strict
     # Rejection judges a step's drafts together.
@@ -81,7 +81,7 @@ class Controls(Wishes):
     history: Annotated[tuple[int, ...], PENALISED] = ()  # the prompt, where its tokens are counted
 
     def counts(self, name: str) -> bool:
-        """Whether a field asks for something: neither it nor what it needs is at its default."""
+        """Tells whether a field counts: neither it nor what it needs is at its default."""
         if getattr(self, name) == _defaults()[name]:
             return False
         needs = _needs().get(name)
@@ -94,7 +94,7 @@ class Controls(Wishes):
 
     @property
     def penalised(self) -> bool:
-        """Whether the model's logits are edited: by a penalty or by a bias."""
+        """Tells whether the model's logits are edited: by a penalty or by a bias."""
         return any(map(self.counts, PENALISED.names))
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
@@ -124,7 +124,7 @@ class Controls(Wishes):
             yield name, row
 
     def value(self, name: str) -> Any:
-        """The value of a control; a rule that the request did not choose has zeros."""
+        """Returns the value of a control; a rule that the request did not choose has zeros."""
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 

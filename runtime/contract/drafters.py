@@ -25,7 +25,7 @@ def _nothing(plan: Any) -> tuple["StateSpec", ...]:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """What is known of a drafter before its program is imported.
+    """Says what is known of a drafter before its program is imported.
 
     program: `module:Class`, which only a build imports. The class is made with nextn and has the
     methods of `Drafter` in builder/program/draft.py.
@@ -55,7 +55,7 @@ class DrafterRecord:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The modules with its code: an engine is built again when they change."""
+        """Returns the modules with its code: an engine is built again when they change."""
         return self.program.partition(":")[0], self.states.__module__
 
 
@@ -83,7 +83,7 @@ find_drafter = _drafters.find
 
 
 def offered() -> tuple[str, ...]:
-    """The names that --drafter takes."""
+    """Returns the names that --drafter takes."""
     return tuple(name for name in _drafters.names() if name != NONE)
 
 

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Feature(StrEnum):
-    """One feature. Programs that declare it have the methods of the protocol that is named here."""
+    """Is one feature. Programs that declare it have the methods of the protocol named here."""
 
     KEEP = "keep"  # slots keep what they hold for later prompts: `Keeping`
     POOL = "pool"  # copies of what slots hold are kept beside them: `Pooling`

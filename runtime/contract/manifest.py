@@ -40,7 +40,7 @@ class _Record(BaseModel):
 
 
 class TensorSpec(_Record):
-    """One input or output of a program."""
+    """Describes one input or output of a program."""
 
     name: str
     dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
@@ -48,7 +48,7 @@ class TensorSpec(_Record):
 
 
 class ProgramSpec(_Record):
-    """One compiled graph of the engine."""
+    """Describes one compiled graph of the engine."""
 
     file: str
     inputs: tuple[TensorSpec, ...]
@@ -63,7 +63,7 @@ class FileSpec(_Record):
 
 
 class ModelInfo(_Record):
-    """The model that was compiled."""
+    """Describes the model that was compiled."""
 
     name: str
     architecture: str
@@ -78,7 +78,7 @@ class ModelInfo(_Record):
 
 
 class BuildInfo(_Record):
-    """The flags of `mtpbuild build` that it was compiled with."""
+    """Holds the flags of `mtpbuild build` that the engine was compiled with."""
 
     nextn: int = Field(ge=0, le=NEXTN_LIMIT)
     drafter: str | None  # its name; its package need not be installed here
@@ -112,12 +112,12 @@ class BuildInfo(_Record):
 
     @property
     def drafts(self) -> str:
-        """The number of drafts that a step makes, in words."""
+        """Returns the number of drafts that a step makes, in words."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that share the model."""
+        """Says how processes share the model."""
         return Ranks(self.tp, self.ep, self.attention_dp)
 
     @property
@@ -127,7 +127,7 @@ class BuildInfo(_Record):
 
 
 class CrossCompiled(_Record):
-    """How an engine was compiled on a machine without its GPU: it was not loaded there."""
+    """Says how an engine was compiled on a machine without its GPU: it was not loaded there."""
 
     architecture: str  # of its kernels, such as sm_90
     assumed: str  # the GPU whose properties the compiler was told
@@ -135,7 +135,7 @@ class CrossCompiled(_Record):
 
 
 class TargetInfo(_Record):
-    """The target and machine that it was compiled for."""
+    """Describes the target and the machine that the engine was compiled for."""
 
     name: str
     hardware: str
@@ -154,7 +154,7 @@ class TargetInfo(_Record):
 
 
 class Manifest(_Record):
-    """The whole of `engine.json`; docs/engine-format.md explains each field."""
+    """Is the whole of `engine.json`; docs/engine-format.md explains each field."""
 
     format_version: Literal[3] = FORMAT_VERSION
     mtpbuild: str
@@ -183,7 +183,7 @@ class Manifest(_Record):
 
     @property
     def split(self) -> bool:
-        """Whether programs and weights are in the folders of ranks."""
+        """Tells whether programs and weights are in the folders of ranks."""
         return self.build.tp > 1 and self.rank is None
 
     @property
@@ -193,7 +193,7 @@ class Manifest(_Record):
 
     @property
     def features(self) -> Features:
-        """What the engine's graphs and states allow; its programs may be able to do more."""
+        """Says what the engine's graphs and states allow; its programs may be able to do more."""
         mixed = self.programs.get(MIXED)
         has = {
             Feature.KEEP: self.build.ranks.serving == 1 and all(s.kept for s in self.state),
@@ -206,7 +206,7 @@ class Manifest(_Record):
 
     @property
     def pools(self) -> bool:
-        """Whether a prompt can begin with copies of an earlier one's rows and recurrent states."""
+        """Tells whether a prompt can begin with copies of an earlier one's rows and states."""
         known = all(s.kept or s.role == "recurrent" for s in self.state)
         return self.build.ranks.serving == 1 and known
 
@@ -251,7 +251,7 @@ def _meant(folder: Path) -> str:
 
 
 def first_error(error: ValidationError, part: slice) -> str:
-    """What pydantic says of the first field that is wrong, behind that part of its place."""
+    """Repeats what pydantic says of the first wrong field, behind that part of its place."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"][part]))
     return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
@@ -262,7 +262,7 @@ def rank_name(rank: int) -> str:
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
-    """A rank's manifest; raises EngineFormatError if it is not of the engine's own build."""
+    """Reads a rank's manifest; raises EngineFormatError if it is not of the engine's build."""
     place = folder / rank_name(rank)
     own = read_manifest(place)
     if own.build != manifest.build or own.rank != rank:
@@ -271,13 +271,13 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """The ranks whose folders are here: they may be built one by one, on several machines."""
+    """Lists the ranks whose folders are here: machines may have built them one by one."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 
 
 def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """The engine's folder, then those of the ranks that are there, with their manifests."""
+    """Returns the engine's folder, then those of the ranks that are there, with their manifests."""
     yield folder, manifest
     for rank in ranks_here(folder, manifest):
         yield folder / rank_name(rank), read_rank(folder, manifest, rank)

@@ -28,13 +28,13 @@ def host_type(dtype: str) -> np.dtype[Any]:
 
 
 def program_name(kind: str, nextn: int, most: int) -> str:
-    """The program for steps of `nextn` drafts, in an engine for up to `most`."""
+    """Returns the program for steps of `nextn` drafts, in an engine for up to `most`."""
     return kind if nextn == most else f"{kind}_{nextn}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One decode step of all B slots; T = nextn + 1. The arrays are reused by the next step.
+    """Is one decode step of all B slots; T = nextn + 1. The arrays are reused by the next step.
 
     In an adaptive engine, nextn is what the step judged and made, not the most there can be.
     """
@@ -50,7 +50,7 @@ class StepOutput:
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 
     def finite(self, slot: int) -> bool:
-        """Whether the logits behind the slot's tokens were finite.
+        """Tells whether the logits behind the slot's tokens were finite.
 
         A log-probability is a number only if its row's logits are: it holds the sum of all.
         """
@@ -59,7 +59,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a slot may emit in its next step, by the grammar of its request; T = nextn + 1."""
+    """Says what a slot may emit in its next step, by its request's grammar; T = nextn + 1."""
 
     drafts: list[int]  # that are judged, up to T - 1
     kept: int  # how many of them the slot has already; those behind are certain to be accepted
@@ -67,7 +67,7 @@ class Constraint:
 
 
 class Programs(Protocol):
-    """An engine's programs and their state.
+    """Declares what an engine's programs do with their state.
 
     lookahead: how many tokens behind a chunk prefill wants to see. features: what these programs
     can do besides; each feature's methods are in a protocol below.
@@ -108,7 +108,7 @@ class Programs(Protocol):
 
 
 class Adaptive(Programs, Protocol):
-    """Programs that need not draft nextn tokens."""
+    """Are programs that need not draft nextn tokens."""
 
     def draft(self, nextn: int) -> None:
         """Judge and make so many drafts at most from the next step on; at first as many as can be.
@@ -119,13 +119,13 @@ class Adaptive(Programs, Protocol):
 
 
 class Constraining(Programs, Protocol):
-    """Programs whose steps can be held to a grammar, for requests whose controls say so.
+    """Are programs whose steps can be held to a grammar, for requests whose controls say so.
 
     What a step has drafted is read before the next one is launched, so they are not `Overlapping`.
     """
 
     def drafts(self, slot: int) -> list[int]:
-        """The drafts that the slot's next step will judge, behind the newest token."""
+        """Returns the drafts that the slot's next step will judge, behind the newest token."""
         ...
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
@@ -134,7 +134,7 @@ class Constraining(Programs, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a prompt's tokens were to the model, under the plain softmax of its logits."""
+    """Says what a prompt's tokens were to the model, under the plain softmax of its logits."""
 
     logprobs: Floats  # [T]
     ranks: Ints  # [T] 1 for the most probable token of the vocabulary
@@ -143,7 +143,7 @@ class Scores:
 
 
 class Scoring(Programs, Protocol):
-    """Programs that say how probable a prompt is."""
+    """Are programs that say how probable a prompt is."""
 
     def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
         """Do what `prefill` does; returns the scores of `following` [T], a token behind each."""
@@ -151,7 +151,7 @@ class Scoring(Programs, Protocol):
 
 
 class Keeping(Programs, Protocol):
-    """Programs whose slots keep their cache rows behind the last active slot, for other prompts.
+    """Are programs whose slots keep cache rows behind the last active slot, for other prompts.
 
     A prompt may be filled in from any position whose earlier rows its slot holds, less `lookahead`.
     """
@@ -164,7 +164,7 @@ class Keeping(Programs, Protocol):
 
 
 class Pooling(Programs, Protocol):
-    """Programs that keep copies of rows and recurrent states beside their slots, by number.
+    """Are programs that keep copies of rows and recurrent states beside their slots, by number.
 
     A prompt may be filled in from any position whose rows, and states if there are any, its slot
     has been given, less what its drafter carries besides.
@@ -197,7 +197,7 @@ class Pooling(Programs, Protocol):
 
 
 class Shared(Programs, Protocol):
-    """Programs that other processes run too; these may end before the next call finds out."""
+    """Are programs that other processes run too; these may end before the next call finds out."""
 
     def close(self) -> None:
         """Tell the others that nothing will be called again."""
@@ -205,12 +205,12 @@ class Shared(Programs, Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be called any more; None while all are there, as far as is known."""
+        """Says why nothing can be called any more; None while all are there, as far as is known."""
         ...
 
 
 class Overlapping(Programs, Protocol):
-    """Programs that can be given the next step before the last one's tokens were read."""
+    """Are programs that can be given the next step before the last one's tokens were read."""
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Begin a step; the result waits for it and gives what it emitted.

@@ -33,7 +33,7 @@ class Registry(Generic[Item]):
         self._registered[item.name] = item
 
     def find(self, name: str) -> Item:
-        """The item of that name; raises UsageError that lists the known names."""
+        """Returns the item of that name; raises UsageError that lists the known names."""
         if name in self._registered:
             return self._registered[name]
         if entry := self._installed().get(name):
@@ -43,11 +43,11 @@ class Registry(Generic[Item]):
         raise UsageError(f"unknown {self.kind} {name!r}; supported: {known}")
 
     def names(self) -> tuple[str, ...]:
-        """All names that can be found, those of registered items first."""
+        """Returns all names that can be found, those of registered items first."""
         return (*dict.fromkeys((*self._registered, *self._installed())),)
 
     def all(self) -> tuple[Item, ...]:
-        """All items that can be found, in the order of `names`."""
+        """Returns all items that can be found, in the order of `names`."""
         return tuple(map(self.find, self.names()))
 
     def _installed(self) -> dict[str, EntryPoint]:
@@ -56,5 +56,5 @@ class Registry(Generic[Item]):
 
 @lru_cache
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """The entry points on a path: to look for them takes milliseconds."""
+    """Returns the entry points on a path: to look for them takes milliseconds."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -35,12 +35,12 @@ BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # every eng
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of a rule that has none."""
+    """Stands for the settings of a rule that has none."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of acceptance beside the built-in ones.
+    """Is a rule of acceptance beside the built-in ones.
 
     keeps: says of each row [B, T] of `Judged` whether its draft stands if all before it do. It is
     traced into the mixed program, so only a build calls it. settings: a frozen dataclass whose
@@ -69,7 +69,7 @@ class Rule:
         return annotations(self.settings, Setting)
 
     def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
-        """The value of each of its settings; raises RequestError for one that can't be."""
+        """Returns the value of each of its settings; raises RequestError for one that can't be."""
         values = defaults_of(self.settings)
         for name, value in said.items():
             if name not in values:

@@ -22,7 +22,7 @@ MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API take
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users say a setting, and how it is checked.
+    """Says how users name a setting, and how it is checked.
 
     check: returns a value as it is kept; its ValueError says what the value must be. help: of its
     flag; a setting without help has no flag. everywhere: whether bench and eval have the flag, not
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One input of the mixed program: [B, *shape], where a named size is the engine's."""
+    """Is one input of the mixed program: [B, *shape], where a named size is the engine's."""
 
     dtype: Literal["float32", "int64", "int32", "bool"]
     shape: tuple[int | str, ...] = ()
@@ -65,7 +65,7 @@ SAMPLED = Needs(("temperature",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The settings of a request that its steps are given as they are."""
+    """Holds the settings of a request that its steps are given as they are."""
 
     temperature: Annotated[float, shaping(number(0, 100), "0: greedy."), Control("float32")] = 0.0
     top_k: Annotated[
@@ -119,7 +119,7 @@ class Wishes:
 
 
 def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
-    """The annotations of one type in a dataclass's fields, by the fields' names."""
+    """Returns the annotations of one type in a dataclass's fields, by the fields' names."""
     hints = get_type_hints(kind, include_extras=True)
     every = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(kind)}
     return {
@@ -128,7 +128,7 @@ def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
 
 
 def controls_in(kind: type[Any]) -> tuple[Control, ...]:
-    """The inputs of the mixed program that a dataclass's fields are, in the fields' order."""
+    """Lists the inputs of the mixed program that a dataclass's fields are, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)
         for name, control in annotations(kind, Control).items()
@@ -136,7 +136,7 @@ def controls_in(kind: type[Any]) -> tuple[Control, ...]:
 
 
 def defaults_of(kind: type[Any]) -> dict[str, Any]:
-    """What each of a dataclass's fields is where nobody says anything."""
+    """Says what each of a dataclass's fields is where nobody says anything."""
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(kind)

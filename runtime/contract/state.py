@@ -32,7 +32,7 @@ STEP_SIZES: dict[str, tuple[str, ...]] = {
 
 
 class StateSpec(BaseModel):
-    """One state tensor of all slots.
+    """Describes one state tensor of all slots.
 
     Every program that has the input `name` has the output `name + ".out"`. The owner is a layer of
     the main model (`layers.3`), an MTP module (`mtp.0`) or the step.
@@ -53,28 +53,28 @@ class StateSpec(BaseModel):
 
 
 def layer_rows(layer: int) -> str:
-    """The name of the rows that a layer of the main model keeps."""
+    """Returns the name of the rows that a layer of the main model keeps."""
     return f"kv.{layer}"
 
 
 def module_rows(module: int) -> str:
-    """The name of the rows that an MTP module keeps."""
+    """Returns the name of the rows that an MTP module keeps."""
     return f"mtp_kv.{module}"
 
 
 def layer_state(name: str, layer: int) -> str:
-    """The name of a layer's recurrent state, which its family calls `name`."""
+    """Returns the name of a layer's recurrent state, which its family calls `name`."""
     return f"{name}.{layer}"
 
 
 def rows_spec(name: str, owner: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
-    """Rows of a layer or a module, [batch, 1, rows, width]."""
+    """Describes rows of a layer or a module, [batch, 1, rows, width]."""
     sizes = dict(zip(ROWS_SIZES, shape, strict=True))
     return StateSpec(name=name, role="rows", owner=owner, dtype=dtype, sizes=sizes)
 
 
 def step_spec(name: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
-    """A state of the step, or of its drafter, [batch, ..]."""
+    """Describes a state of the step, or of its drafter, [batch, ..]."""
     sizes = dict(zip(("batch", *STEP_SIZES[name]), shape, strict=True))
     role: Role = "history" if name == HISTORY else "carry"
     return StateSpec(name=name, role=role, dtype=dtype, sizes=sizes)

@@ -35,7 +35,7 @@ HEAD = 512  # bytes of a message; what is longer follows
 
 
 class Channel:
-    """Rank 0's messages to the others, in order. All ranks of a group make it, at the same time.
+    """Carries rank 0's messages to the others, in order. All ranks make it at the same time.
 
     While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
     that rank 0 hangs.
@@ -102,7 +102,7 @@ class Channel:
         self.digest = zlib.crc32(output.tokens.tobytes())
 
     def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """All ranks' bytes, [ranks, ..]; called between programs, on all ranks."""
+        """Returns all ranks' bytes, [ranks, ..]; called between programs, on all ranks."""
         every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
         with self.unbroken():
             dist.all_gather([*every], torch.from_numpy(own), group=self._groups[2])
@@ -187,7 +187,7 @@ def use_in_programs(group: dist.ProcessGroup) -> None:
 
 
 def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
-    """The meeting place of ranks on one machine: a socket that rank 0 has open already."""
+    """Returns the meeting place of ranks on one machine: a socket that rank 0 has open already."""
     return c10d.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

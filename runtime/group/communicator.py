@@ -30,7 +30,7 @@ ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """NCCL's ncclUniqueId: rank 0 makes it, all ranks meet by it."""
+    """Is NCCL's ncclUniqueId: rank 0 makes it, all ranks meet by it."""
 
     _fields_ = (("bytes", ctypes.c_byte * ID_BYTES),)
 
@@ -54,7 +54,7 @@ def nccl_library() -> Any:
 
 
 class Communicator:
-    """This rank's end of what connects the ranks' GPUs. All ranks make it, at the same time."""
+    """Is this rank's end of what connects the GPUs. All ranks make it at the same time."""
 
     def __init__(self, library: Any, rank: int, ranks: int) -> None:
         self._nccl, self._rank, self._ranks = library, rank, ranks
@@ -75,7 +75,7 @@ class Communicator:
 
     @property
     def capsule(self) -> object:
-        """The communicator as TensorRT's bindings take it."""
+        """Returns the communicator as TensorRT's bindings take it."""
         make = ctypes.pythonapi.PyCapsule_New
         make.restype = ctypes.py_object
         make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -83,7 +83,7 @@ class Communicator:
         return made
 
     def failed(self) -> bool:
-        """Whether NCCL has found a rank gone: then collectives end early, and give anything."""
+        """Tells whether NCCL has found a rank gone: collectives then end early, with any result."""
         error = ctypes.c_int()
         self._call("ncclCommGetAsyncError", self._handle, ctypes.byref(error))
         return error.value != 0

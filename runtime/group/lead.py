@@ -46,7 +46,7 @@ class Calls:
 
 
 class LeadingPrograms:
-    """Rank 0's programs; each call is told to the other ranks first."""
+    """Are rank 0's programs; each call is told to the other ranks first."""
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead

@@ -38,7 +38,7 @@ ABORTING = 10.0  # seconds, at most
 
 
 class Peers:
-    """The group of all ranks' GPUs. All ranks make it, at the same time."""
+    """Is the group of all ranks' GPUs. All ranks make it at the same time."""
 
     backend = "nccl"
 
@@ -49,7 +49,7 @@ class Peers:
         self.group = group
 
     def failed(self) -> bool:
-        """Whether NCCL has found a rank gone: then sums end early, and hold anything."""
+        """Tells whether NCCL has found a rank gone: then sums end early, and hold anything."""
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
@@ -80,13 +80,13 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
 
 
 class Connected(Protocol):
-    """What connects GPUs, as far as it is asked while they compute."""
+    """Declares what connects GPUs, as far as it is asked while they compute."""
 
     def failed(self) -> bool: ...
 
 
 def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
-    """The question to ask while a GPU computes: it raises when a rank is gone or time is over."""
+    """Returns what to call while a GPU computes: it raises if a rank is gone or time is over."""
     end = time.monotonic() + channel.patience
 
     def alive() -> None:

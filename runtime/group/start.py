@@ -39,7 +39,7 @@ LOST = 3  # exit code of a follower that ended because another rank did
 
 
 def in_group() -> bool:
-    """Whether this process was started as one of several."""
+    """Tells whether this process was started as one of several."""
     return "RANK" in os.environ
 
 
@@ -70,7 +70,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
 
 
 def own_gpu() -> int:
-    """The number of the GPU that this rank takes; raises EngineError if nobody says."""
+    """Returns the number of the GPU that this rank takes; raises EngineError if nobody says."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
         raise EngineError(
@@ -81,7 +81,7 @@ def own_gpu() -> int:
 
 
 def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """The folders that this process reads, with their manifests: the engine's, and its rank's."""
+    """Lists the folders that this process reads, the engine's and its rank's, with manifests."""
     yield folder, manifest
     if manifest.split:
         rank = own_rank(folder, manifest)
@@ -103,7 +103,7 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
-    """The command that builds one rank of an engine, or all that are missing."""
+    """Returns the command that builds one rank of an engine, or all that are missing."""
     target = find_target(manifest.target.name)
     known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
     values: dict[str, object] = {name: known[name] for name in FLAGS}
@@ -114,7 +114,7 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
 
 
 class Follower:
-    """A rank that this process starts on this machine."""
+    """Is a rank that this process starts on this machine."""
 
     def __init__(self, folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> None:
         self._name = f"rank {rank}"
@@ -129,7 +129,7 @@ class Follower:
         )
 
     def reason(self) -> str | None:
-        """Why it ended by itself; None if it runs, or ended because another rank did."""
+        """Says why it ended by itself; None if it runs, or another rank's end has ended it."""
         code = self._process.poll()
         if code in (None, 0, LOST):
             return None
@@ -204,7 +204,7 @@ def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
 
 
 def _numbers(rank: int) -> dict[str, str]:
-    """The variables that tell a rank its number, where all are on one machine."""
+    """Returns the variables that tell a rank its number, where all are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 

@@ -41,7 +41,7 @@ def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None
 def _loader(
     manifest: Manifest, threads: int | None, options: dict[str, Any]
 ) -> Callable[..., Programs]:
-    """The target's `load`, with its options."""
+    """Returns the target's `load`, with its options."""
     target = find_target(manifest.target.name)
     given = {name: value for name, value in options.items() if value not in (None, False)}
     own = make_options(target.name, given, load_options)

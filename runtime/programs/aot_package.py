@@ -17,7 +17,7 @@ TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are b
 
 
 class Runner(Protocol):
-    """A program that can be run."""
+    """Declares a program that can be run."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Take inputs in the manifest's order and write over the state; return other outputs."""
@@ -28,7 +28,7 @@ Opener: TypeAlias = Callable[[str], Callable[[str], Runner]]  # device -> name -
 
 
 class Package:
-    """One compiled program, with the constants of its own and the weights that it shares.
+    """Is one compiled program, with the constants of its own and the weights that it shares.
 
     device: such as cuda:0. rank: which one of the ranks that share a model runs it.
     """
@@ -72,7 +72,7 @@ def open_packages(folder: Path, manifest: Manifest) -> Opener:
 
 
 def this_machine() -> str:
-    """The name of this hardware, which an engine's `target.hardware` must equal to run here."""
+    """Names this hardware, which an engine's `target.hardware` must equal to run here."""
     if platform.machine() != "x86_64":
         return f"{platform.machine()} CPU"
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"

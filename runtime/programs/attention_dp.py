@@ -17,7 +17,7 @@ from mtpbuild.runtime.programs.slots import Slots
 
 
 class AttentionDP(Slots):
-    """Whose slots are meant, and which program all ranks run; what is the same for every target.
+    """Knows whose slots are meant, and which program all ranks run, whatever the target.
 
     It stands before a rank's own programs among the bases of a class.
     """
@@ -83,13 +83,13 @@ class AttentionDP(Slots):
         return self._every_active[self._rank]
 
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
-        """The program of a step in which some rank's slots are active: the same on all ranks."""
+        """Chooses the program of a step in which any rank has active slots: one for all ranks."""
         some = np.logical_or.reduce  # over the ranks' slots with the same number
         every = self._every_active
         return super()._choose(some(every), some(every & self._every_mixed))
 
     def _gathered(self, own: StepOutput) -> StepOutput:
-        """A step of all ranks' slots: this rank has computed its own, and is told the others'."""
+        """Joins a step of all ranks' slots: each has computed its own, and is told the others'."""
         given = {f.name: getattr(own, f.name) for f in fields(own)}
         arrays = {name: array for name, array in given.items() if array is not None}
         packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])

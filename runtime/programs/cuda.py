@@ -22,7 +22,7 @@ Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """A contiguous tensor in the GPU's memory."""
+    """Is a contiguous tensor in the GPU's memory."""
 
     address: int
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class DeviceArray:
 
 
 class Device:
-    """A visible GPU, as a rule the first one, and all that was allocated on it.
+    """Is a visible GPU, as a rule the first one, and all that was allocated on it.
 
     Calls that take effect in order are queued on `stream`; `synchronise` waits for them. Each
     raises EngineError with what CUDA says. Any thread may call, one at a time.
@@ -63,14 +63,14 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        """The GPU's, such as 12.0."""
+        """Returns what the GPU is capable of, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
         found = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
         return ".".join(map(str, found))
 
     def free_memory(self) -> int:
-        """Bytes that nobody has taken."""
+        """Returns the bytes that nobody has taken."""
         return int(self._call("cudaMemGetInfo")[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: "str | np.dtype[Any]") -> DeviceArray:
@@ -95,7 +95,7 @@ class Device:
         return array
 
     def copy(self, source: Place, target: Place) -> None:
-        """All of `source` to where `target` begins; one of them at least is on the GPU."""
+        """Copies all of `source` to where `target` begins; one of them at least is on the GPU."""
         assert source.nbytes <= target.nbytes, "a copy would overrun"
         kinds = self._cuda.cudaMemcpyKind
         kind = {
@@ -107,7 +107,7 @@ class Device:
         self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
 
     def host(self, array: DeviceArray) -> NDArray[Any]:
-        """A copy, once all that is queued is done."""
+        """Returns a copy, once all that is queued is done."""
         found = np.empty(array.shape, array.dtype)
         self.copy(array, found)
         self.synchronise()
@@ -163,7 +163,7 @@ class Device:
 
 
 def visible_gpus(group: str) -> int:
-    """How many GPUs this process can use; raises MissingDependencyError without CUDA's package."""
+    """Counts the GPUs that this process can use; raises MissingDependencyError without CUDA."""
     error, count = _bindings(group).cudaGetDeviceCount()
     return 0 if int(error) else int(count)
 

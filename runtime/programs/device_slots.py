@@ -46,7 +46,7 @@ class DeviceSlots(Slots):
 
 
 class Gpu(Protocol):
-    """A GPU, as far as it is looked at before anything is loaded onto it."""
+    """Declares a GPU, as far as it is looked at before anything is loaded onto it."""
 
     @property
     def compute_capability(self) -> str: ...

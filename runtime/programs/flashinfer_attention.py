@@ -97,17 +97,17 @@ def _(
 
 
 def kept(key: tuple[Any, ...], make: Any) -> Tensor:
-    """A tensor that stays where it is: a CUDA graph holds its address."""
+    """Returns a tensor that stays where it is: a CUDA graph holds its address."""
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]
 
 
 def _ends(slots: int, queries: int, device: torch.device) -> Tensor:
-    """Where each slot's queries end, behind a 0: [slots + 1] int32."""
+    """Says where each slot's queries end, behind a 0: [slots + 1] int32."""
     return torch.arange(slots + 1, dtype=torch.int32, device=device) * queries
 
 
 def _table(slots: int, pages: int, device: torch.device) -> Tensor:
-    """Each slot's pages [slots, pages / slots] int32: one behind the other."""
+    """Returns each slot's pages [slots, pages / slots] int32: one behind the other."""
     return torch.arange(pages, dtype=torch.int32, device=device).view(slots, -1)

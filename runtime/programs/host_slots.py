@@ -32,7 +32,7 @@ HUGE_PAGES = 1 << 22  # bytes from which on NumPy asks for huge pages, and so do
 
 
 class HostMemory:
-    """NumPy arrays; bfloat16 is held as bits."""
+    """Makes NumPy arrays; bfloat16 is held as bits."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, host_type(dtype))
@@ -118,13 +118,13 @@ class HostSlots(Slots):
         raise NotImplementedError
 
     def _activate(self, active: Bools) -> tuple[str, int]:
-        """The program of this step, and how many slots it computes."""
+        """Returns the program of this step, and how many slots it computes."""
         self._active[:] = active
         return self._choose(active, self._mixed)
 
 
 def rounded(rows: int, capacity: int) -> int:
-    """The rows that a program is given which wants `rows` of them."""
+    """Returns how many rows a program is given that wants `rows` of them."""
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
@@ -181,7 +181,7 @@ class PackedCaches(Caches):
         self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All slots, packed for it."""
+        """Returns all slots, packed for it."""
         rows = max(self.rows, *self._parked)
         if rows != self.rows:
             self._lay_out(rows)
@@ -189,7 +189,7 @@ class PackedCaches(Caches):
         return self.views(0, self._batch)
 
     def views(self, first: int, count: int) -> dict[str, NDArray[Any]]:
-        """Each cache [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
+        """Shows caches [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1
         rows = self.rows if packed else rounded(self._parked[first], self._capacity)
@@ -204,7 +204,7 @@ class PackedCaches(Caches):
         return slot * (self.rows if slot < self.packed else self._capacity)
 
     def pointers(self) -> dict[str, int]:
-        """The address of each cache in the memory of `device`."""
+        """Returns the address of each cache in the memory of `device`."""
         return {name: flat.ctypes.data for name, flat in self._flat.items()}
 
     def fit(self, rows: int) -> bool:

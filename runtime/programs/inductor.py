@@ -31,7 +31,7 @@ def load(
     find_gpu: Callable[[int], Gpu] = Gpu,
     peers: type[Peers] = Peers,
 ) -> Programs:
-    """The programs of an engine that was checked, or of one rank; refuses what can't run here.
+    """Loads the programs of a checked engine, or of one rank; refuses what can't run here.
 
     threads: of the CPU's programs. channel: between the ranks that share an engine, whose folder
     and manifest are then this rank's. no_cuda_graphs: a GPU's steps are launched kernel by kernel;

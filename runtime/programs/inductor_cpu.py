@@ -15,7 +15,7 @@ from mtpbuild.runtime.threads import default_threads
 
 
 class InductorPrograms(HostSlots):
-    """The compiled programs that advance the slots; each writes its results over the state."""
+    """Holds the compiled programs that advance slots; each writes its results over the state."""
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
         super().__init__(manifest, PackedCaches(manifest.state))
@@ -50,7 +50,7 @@ class InductorPrograms(HostSlots):
     def _bind(
         self, program: str, first: int, slots: int, given: dict[str, NDArray[Any]]
     ) -> list[torch.Tensor]:
-        """The program's inputs in order: the state of some slots, sharing memory, and `given`."""
+        """Lists the program's inputs: the state of some slots, sharing memory, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given
         return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
@@ -63,6 +63,6 @@ class InductorPrograms(HostSlots):
 
 
 def shared(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
-    """The same memory as torch sees it."""
+    """Returns the same memory as torch sees it."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor

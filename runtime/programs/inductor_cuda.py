@@ -25,7 +25,7 @@ ALIGNMENT = 16  # bytes: what compiled code assumes of its inputs' addresses
 
 
 class Report:
-    """A step's report to the host: tensors one behind the other, which one copy brings over.
+    """Is a step's report to the host: tensors one behind the other, which one copy brings over.
 
     It has two pages on the host, so that a step can fill one while the other is read.
     """
@@ -53,7 +53,7 @@ class Report:
 
 
 class CudaPrograms(DeviceSlots):
-    """The programs that advance slots. The host queues work and waits for nothing but reports.
+    """Holds the programs that advance slots. The host queues work and waits for reports alone.
 
     How much of the caches a step reads is decided on the GPU, by each slot's length. So a step's
     graph depends on its program and the number of slots alone.
@@ -113,7 +113,7 @@ class CudaPrograms(DeviceSlots):
         mark()
 
     def _work(self, program: str, slots: int) -> Work:
-        """A step of the first slots, and its report on the GPU."""
+        """Returns a step of the first slots, and its report on the GPU."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
         inputs = aligned([self._given[t.name][:slots] for t in spec.inputs])
@@ -158,7 +158,7 @@ def load(
     opener: Opener,
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
-    """The programs of an engine for a GPU; refuses another kind of GPU, or too little memory."""
+    """Loads the programs of an engine for a GPU; refuses another kind, or too little memory."""
     held, size = "weights", manifest.files[WEIGHTS].size
     if manifest.target.attention_backend is not None:
         from mtpbuild.runtime.programs import flashinfer_attention

@@ -18,7 +18,7 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
 class AttentionDPPrograms(AttentionDP, RankPrograms):
-    """The programs of one rank on a CPU."""
+    """Holds the programs of one rank on a CPU."""
 
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
@@ -42,7 +42,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
 
 
 class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
-    """The programs of one rank on a GPU. What a step gave is gathered when the host reads it."""
+    """Holds a rank's programs on a GPU, whose results are gathered when the host reads them."""
 
     def __init__(
         self,

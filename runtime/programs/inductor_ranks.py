@@ -26,7 +26,7 @@ AHEAD = 2  # pieces of work that a rank's GPU is given beyond the one that its h
 
 
 class RankPrograms(InductorPrograms):
-    """The programs of one rank on a CPU."""
+    """Holds the programs of one rank on a CPU."""
 
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
@@ -41,7 +41,7 @@ class RankPrograms(InductorPrograms):
 
 
 class CudaRankPrograms(CudaPrograms):
-    """The programs of one rank on a GPU.
+    """Holds the programs of one rank on a GPU.
 
     NCCL's collectives are captured with the steps, and NCCL wants from all ranks the same captures
     and the same launches in the same order, on one communicator. Ranks make the same calls, on one

@@ -80,7 +80,7 @@ class DeviceCaches(PackedCaches):
 
 
 class OnnxPrograms(HostSlots):
-    """The sessions that advance slots; a step reads one copy of the carries, fills the other."""
+    """Holds sessions that advance slots; a step reads one copy of the carries, fills the other."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class OnnxPrograms(HostSlots):
         given: dict[str, NDArray[Any]],
         results: dict[str, NDArray[Any]],
     ) -> Any:
-        """Some slots' caches, what their program reads of `given`, where it writes its results."""
+        """Binds slots' caches, what their program reads of `given`, where it writes its results."""
         if program not in self._sessions:  # one that few need is loaded by the first of them
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
@@ -221,7 +221,7 @@ def new_state(carries: Carries) -> Carries:
 def load(
     folder: Path, manifest: Manifest, threads: int | None, provider: str | None = None
 ) -> OnnxPrograms:
-    """The programs of an engine that was checked; provider: a key of PROVIDERS, by default cpu."""
+    """Loads the programs of a checked engine; provider: a key of PROVIDERS, by default cpu."""
     provider = provider or "cpu"
     if provider not in PROVIDERS:
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")

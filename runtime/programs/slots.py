@@ -32,7 +32,7 @@ Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:l
 
 
 class Memory(Protocol):
-    """Memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
+    """Declares memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate; `dtype` is spelled as in a manifest."""
@@ -47,7 +47,7 @@ class Memory(Protocol):
 
 
 class Caches:
-    """All slots' caches [B, 1, S, C], of full capacity: a step decides what it reads."""
+    """Holds all slots' caches [B, 1, S, C] at full capacity: a step decides what it reads."""
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
@@ -90,12 +90,12 @@ class Caches:
             self._memory.copy(self._spare[name], other)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Each cache [B, 1, rows, C] on the host; sharing memory if it is there."""
+        """Returns each cache [B, 1, rows, C] on the host; sharing memory if it is there."""
         return {name: self._memory.host(array) for name, array in self.tensors.items()}
 
 
 class Slots:
-    """The part of `Programs` that is the same on all targets: state, `begin` and `move`.
+    """Is the part of `Programs` that is the same on all targets: state, `begin` and `move`.
 
     copies: of the carried state; 2 for a target that reads one and writes the other.
     """
@@ -125,7 +125,7 @@ class Slots:
 
     @property
     def state(self) -> dict[str, NDArray[Any]]:
-        """The state tensors as they are, for tests and tools; caches show the rows in use."""
+        """Shows the state tensors as they are, to tests and tools; caches show the rows in use."""
         carries = self._carries[self._now].items()
         return self._caches.arrays() | {name: self._memory.host(array) for name, array in carries}
 
@@ -185,7 +185,7 @@ class Slots:
             self._bindings.clear()
 
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
-        """The program of a step, and how many slots it computes: up to the last active one.
+        """Returns the program of a step, and how many slots it computes: up to the last active one.
 
         Exactly so many, not in buckets of 1, 2, 4, 8: where nothing is compiled or tuned for a
         shape, a slot more would only cost its computation.
@@ -200,18 +200,18 @@ class Slots:
         return {t.name: self._memory.zeros(shape, t.dtype) for t, shape in shapes}
 
     def _prompt_inputs(self, start: int, tokens: Ints) -> dict[str, NDArray[Any]]:
-        """The host's share of prefill's inputs: a chunk, the tokens behind it, where it begins."""
+        """Makes the host's share of prefill's inputs: a chunk, what is behind it, its beginning."""
         chunk = len(tokens) - self.lookahead
         given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
         return given | {"start": np.array([start], np.int64)}
 
 
 def own_outputs(program: ProgramSpec) -> list[TensorSpec]:
-    """A program's outputs but the state."""
+    """Returns a program's outputs but the state."""
     return [t for t in program.outputs if not t.name.endswith(".out")]
 
 
 def reported(arrays: Mapping[str, NDArray[Any]], slots: int) -> StepOutput:
-    """A step of the first slots; the others emit nothing."""
+    """Returns a step of the first slots; the others emit nothing."""
     arrays["tokens"][slots:], arrays["num_tokens"][slots:] = -1, 0
     return StepOutput(**arrays)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def visible_gpus() -> int:
-    """How many GPUs the ranks of an engine can take here."""
+    """Says how many GPUs the ranks of an engine can take here."""
     return cuda.visible_gpus("tensorrt")
 
 
@@ -44,7 +44,7 @@ def load(
     *,
     nccl: Callable[[], object] | None = None,
 ) -> TensorRtPrograms:
-    """The programs of an engine that was checked, or of one rank; refuses what can't run here.
+    """Loads the programs of a checked engine, or of one rank; refuses what can't run here.
 
     channel: between the ranks that share an engine, whose folder and manifest are then this rank's.
     nccl: gives NCCL's library, if it is not this machine's.

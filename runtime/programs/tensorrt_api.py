@@ -20,7 +20,7 @@ BITS = (np.uint8, np.uint16)  # hold values whose type NumPy does not have: quan
 
 
 def tensorrt_api(target: str) -> ModuleType:
-    """The module, with the library that it binds; raises MissingDependencyError."""
+    """Returns the module, with the library that it binds; raises MissingDependencyError."""
     try:
         return import_module(MODULES[target])
     except ImportError as error:
@@ -36,7 +36,7 @@ def dtype_name(trt: ModuleType, dtype: Any) -> str:
 
 @cache
 def errors_of(trt: ModuleType) -> Any:
-    """The logger, which keeps errors and shows none; the library takes one per process."""
+    """Returns the logger, which keeps errors and shows none; the library takes one per process."""
 
     class Errors(trt.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -48,7 +48,7 @@ def errors_of(trt: ModuleType) -> Any:
                 self.errors.append(text)
 
         def first(self) -> str:
-            """The first error since they were cleared, in one line."""
+            """Returns the first error since they were cleared, in one line."""
             return " ".join(self.errors[0].split()) if self.errors else "no reason is given"
 
     return Errors()

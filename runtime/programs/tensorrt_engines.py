@@ -29,7 +29,7 @@ from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit,
 
 
 class Compiled:
-    """One program: a TensorRT engine, its execution context and where its tensors are.
+    """Is one program: a TensorRT engine, its execution context and where its tensors are.
 
     caches: which tensors are written where they are read. weights: those that it shares.
     """
@@ -113,7 +113,7 @@ class Compiled:
 
 
 class TensorRtPrograms(DeviceSlots):
-    """The programs that advance slots, and what the slots hold, on the GPU.
+    """Holds the programs that advance slots, and what the slots hold, on the GPU.
 
     A step is captured once: what the host gives, the program, its results as the next step's
     state, what the host is told. So between steps nothing moves but a few words.
@@ -174,7 +174,7 @@ class TensorRtPrograms(DeviceSlots):
         return self._filled
 
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
-        """One slot's caches, which prefill writes where it reads them."""
+        """Returns one slot's caches, which prefill writes where it reads them."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | outs(caches)
 

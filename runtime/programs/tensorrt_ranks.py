@@ -18,7 +18,7 @@ from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 
 
 class RankPrograms(TensorRtPrograms):
-    """The programs of one rank: a step is one CUDA graph, its collectives in it.
+    """Holds the programs of one rank: a step is one CUDA graph, its collectives in it.
 
     All ranks load, warm up and capture the same programs in the same order, as NCCL asks of those
     that share a communicator. A rank waits for its GPU as long as the others are there.
@@ -50,7 +50,7 @@ class RankPrograms(TensorRtPrograms):
 
 
 class AttentionDPPrograms(AttentionDP, RankPrograms):
-    """The same where each rank has requests of its own."""
+    """Is the same where each rank has requests of its own."""
 
     def __init__(
         self,

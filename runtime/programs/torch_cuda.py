@@ -21,7 +21,7 @@ class Wait(Protocol):
 
 
 class Gpu:
-    """A visible GPU, as a rule the first, and its memory. Work is queued on one stream.
+    """Is a visible GPU, as a rule the first, and its memory. Work is queued on one stream.
 
     Any thread may call, one at a time: the stream is named by each call, not the thread's own.
     """
@@ -41,11 +41,11 @@ class Gpu:
 
     @property
     def compute_capability(self) -> str:
-        """The GPU's, such as 9.0."""
+        """Returns what the GPU is capable of, such as 9.0."""
         return ".".join(map(str, torch.cuda.get_device_capability(self.device)))
 
     def free_memory(self) -> int:
-        """Bytes that nobody has taken."""
+        """Returns the bytes that nobody has taken."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -53,7 +53,7 @@ class Gpu:
             return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def pinned(self, size: int) -> Tensor:
-        """Bytes of the host that the GPU writes to while the host goes on."""
+        """Returns the bytes of the host that the GPU writes to while the host goes on."""
         with torch.cuda.device(self.device):
             return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
@@ -63,7 +63,7 @@ class Gpu:
             target.copy_(torch.as_tensor(source), non_blocking=True)
 
     def host(self, array: Tensor) -> NDArray[Any]:
-        """A copy, once all that is queued is done; bfloat16 as bits."""
+        """Returns a copy, once all that is queued is done; bfloat16 as bits."""
         self.synchronise()
         return as_host(array.cpu())
 
@@ -118,5 +118,5 @@ def visible_gpus() -> int:
 
 
 def as_host(tensor: Tensor) -> NDArray[Any]:
-    """A CPU's tensor as NumPy holds it: bfloat16 as bits."""
+    """Returns a CPU's tensor as NumPy holds it: bfloat16 as bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

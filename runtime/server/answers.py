@@ -22,7 +22,7 @@ CALL = {"name": "call", "arguments": "call"}
 
 @dataclass(eq=False)
 class Block:
-    """A part of an answer as far as it has come: a thought, a text, or a call of a tool."""
+    """Is a part of an answer as far as it has come: a thought, a text, or a call of a tool."""
 
     kind: str  # reasoning, content or call
     id: str  # of a call
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(eq=False)
 class Choice:
-    """One of a request's answers, as far as it has come."""
+    """Is one of a request's answers, as far as it has come."""
 
     index: int
     ids: list[int]  # the prompt
@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The fields that say why the choice has ended."""
+        """Returns the fields that say why the choice has ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
     def _keep(self, piece: Piece) -> Piece:
@@ -162,7 +162,7 @@ async def merged(
 
 @dataclass(eq=False)
 class Answer:
-    """The parts that the answers of all routes have in common."""
+    """Has what the answers of all routes have in common."""
 
     kind: ClassVar[str]  # the prefix of its id
     ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream says behind its events

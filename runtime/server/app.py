@@ -245,7 +245,7 @@ async def _events(
 
 
 class Held(Response):
-    """A response that holds its choices' places until it is sent or its client goes away."""
+    """Is a response that holds its choices' places until it is sent or its client goes away."""
 
     def __init__(
         self, service: Service, answer: Answer, chunks: AsyncGenerator[Any, None], **headers: str
@@ -267,7 +267,7 @@ class Held(Response):
 
 
 class Events(Held):
-    """The answer as server-sent events; an error is the last one before [DONE], the status 200.
+    """Is the answer as server-sent events; an error is the last one before [DONE], the status 200.
 
     An event that has a type is sent under it as its name.
     """

@@ -26,7 +26,7 @@ def as_chat(body: StreamedBody, **fields: Any) -> ChatBody:
 
 
 class BlockAnswer(Answer):
-    """An answer whose blocks follow one another: each is opened, grows and is closed."""
+    """Is an answer whose blocks follow one another: each is opened, grows and is closed."""
 
     ends = None
     index = -1  # of the newest block that the stream has shown
@@ -54,7 +54,7 @@ class BlockAnswer(Answer):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that the client is shown."""
+        """Returns the blocks that the client is shown."""
         return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
 
     def events(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Iterator[Json]:

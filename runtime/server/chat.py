@@ -161,7 +161,7 @@ def call_of(id: str, name: str, arguments: str) -> Json:
 
 
 class ChatAnswer(Answer):
-    """An answer as messages."""
+    """Is an answer as messages."""
 
     kind = "chatcmpl"
 

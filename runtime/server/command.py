@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFlags:
-    """The flags that concern requests, or how the engine is loaded."""
+    """Holds the flags that concern requests, or how the engine is loaded."""
 
     served_model_name: str | None = flag(None, "The model's name to clients.")
     api_key: Path | None = flag(

@@ -75,7 +75,7 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionAnswer(Answer):
-    """An answer as texts."""
+    """Is an answer as texts."""
 
     kind = "cmpl"
 

@@ -37,14 +37,14 @@ def as_json(content: Any) -> bytes:
 
 
 class Told(JSONResponse):
-    """An object as JSON."""
+    """Is an object as JSON."""
 
     def render(self, content: Any) -> bytes:
         return as_json(content)
 
 
 class ApiError(Exception):
-    """A request that gets an error as its answer; `param` is the field that is wrong.
+    """Is a request that gets an error as its answer; `param` is the field that is wrong.
 
     retry: whether the same request may succeed later; clients otherwise go by the status alone.
     """

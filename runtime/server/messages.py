@@ -51,7 +51,7 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(StreamedBody):
-    """The body of POST /v1/messages/count_tokens."""
+    """Is the body of POST /v1/messages/count_tokens."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -64,7 +64,7 @@ class MessagesPrompt(StreamedBody):
 
 
 class MessagesBody(MessagesPrompt):
-    """The body of POST /v1/messages."""
+    """Is the body of POST /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -145,7 +145,7 @@ def _tool(number: int, tool: Tool) -> Json:
 
 
 class MessagesAnswer(BlockAnswer):
-    """An answer as Anthropic's message."""
+    """Is an answer as Anthropic's message."""
 
     kind = "msg"
 

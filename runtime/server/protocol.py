@@ -31,13 +31,13 @@ REFUSED = {  # what a client means who sends it, or what does it here
 
 
 class Body(BaseModel):
-    """A part of a request; a value must have its JSON type: "1" is no number."""
+    """Is a part of a request; a value must have its JSON type: "1" is no number."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class StreamedBody(Body):
-    """The body of a request whose answer may come in pieces."""
+    """Is the body of a request whose answer may come in pieces."""
 
     model: str | None = None
     stream: bool | None = None
@@ -57,7 +57,7 @@ def _describe(schema: dict[str, Any]) -> None:
 
 
 class Sampled(StreamedBody):
-    """The fields that chats and completions share. Null stands for the default.
+    """Holds the fields that chats and completions share. Null stands for the default.
 
     A body also has the fields of `http_settings`.
     """
@@ -76,7 +76,7 @@ class Sampled(StreamedBody):
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
-        """Which of a stream's events have the usage."""
+        """Says which of a stream's events have the usage."""
         options = self.stream_options or StreamOptions()
         if not options.include_usage:
             return "never"
@@ -84,13 +84,13 @@ class Sampled(StreamedBody):
 
     @property
     def refused(self) -> tuple[str, str] | None:
-        """A field that the server refuses and that asks for something, with the reason."""
+        """Returns a field that the server refuses and that asks for something, with the reason."""
         given = (self.model_extra or {}).items()
         return next(((n, REFUSED[n]) for n, value in given if n in REFUSED and value), None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the body gives, not yet checked."""
+        """Returns the settings that the body gives, not yet checked."""
         return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
 
 
@@ -108,7 +108,7 @@ class Tool(Body):
 
 
 class ChatBody(Sampled):
-    """The body of POST /v1/chat/completions."""
+    """Is the body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -126,13 +126,13 @@ class ChatBody(Sampled):
 
 
 class ChatTokensBody(ChatBody):
-    """The body of POST /tokenize for a conversation."""
+    """Is the body of POST /tokenize for a conversation."""
 
     return_token_strs: bool | None = None
 
 
 class TextTokensBody(Body):
-    """The body of POST /tokenize for a text."""
+    """Is the body of POST /tokenize for a text."""
 
     model: str | None = None
     prompt: str
@@ -141,14 +141,14 @@ class TextTokensBody(Body):
 
 
 class TokensBody(Body):
-    """The body of POST /detokenize."""
+    """Is the body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[Id]
 
 
 class CompletionBody(Sampled):
-    """The body of POST /v1/completions."""
+    """Is the body of POST /v1/completions."""
 
     prompt: str | list[str] | list[Id] | list[list[Id]]
     logprobs: int | None = None

@@ -60,7 +60,7 @@ class Named:
 )
 @serve.ingress()
 class Replica:
-    """An engine, and the server's routes over it, in a process that Ray Serve starts."""
+    """Is an engine, and the server's routes over it, in a process that Ray Serve starts."""
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
@@ -88,6 +88,6 @@ class Replica:
 
 
 def app(arguments: Arguments) -> Any:
-    """The application of a configuration file's `import_path`."""
+    """Returns the application of a configuration file's `import_path`."""
     deployment: Any = Replica  # what the decorators made of it
     return deployment.bind(arguments)

@@ -37,7 +37,7 @@ class Text(Body):
 
 
 class ResponsesBody(StreamedBody):
-    """The body of POST /v1/responses."""
+    """Is the body of POST /v1/responses."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -138,7 +138,7 @@ def _format(form: Json) -> Json:
 
 
 class ResponsesAnswer(BlockAnswer):
-    """An answer as a response, whose output is a list of items."""
+    """Is an answer as a response, whose output is a list of items."""
 
     kind = "resp"
     asked: ResponsesBody

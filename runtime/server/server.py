@@ -30,7 +30,7 @@ ENDED_AT_ONCE = 130
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens, and how long it takes to end."""
+    """Says where the server listens, and how long it takes to end."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Address:
 
 
 class Listener(uvicorn.Server):
-    """uvicorn without its signals: this process decides itself when to end."""
+    """Is uvicorn without its signals: this process decides itself when to end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ CUT = 0.5  # seconds in which clients may read that their requests were cut off
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of `mtpbuild serve` that concern requests."""
+    """Holds the flags of `mtpbuild serve` that concern requests."""
 
     model: str | None = None  # its name to clients; None: the engine's
     api_key: str | None = None

@@ -18,7 +18,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a model writes calls: the markers around all calls and around one, and its parts."""
+    """Says how a model writes calls: the markers around all calls and around one, and its parts."""
 
     begin: str  # of a call
     end: str
@@ -36,7 +36,7 @@ class Form:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The parts of a call that may be special tokens."""
+        """Returns the parts of a call that may be special tokens."""
         return (*self.markers, self.end, SEPARATOR)
 
 

@@ -22,7 +22,7 @@ Verdict = Literal["equal", "different", "shorter", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A token in one of the traces."""
+    """Is a token in one of the traces."""
 
     step: int
     token: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """The first token that differs."""
+    """Is the first token that differs."""
 
     position: int  # the prompt's first token being 0
     a: Place
@@ -43,7 +43,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True)
 class DraftDifference:
-    """The first step with other drafts, or with the same ones judged otherwise."""
+    """Is the first step with other drafts, or with the same ones judged otherwise."""
 
     step: int
     position: int  # of the step's newest token
@@ -55,7 +55,7 @@ class DraftDifference:
 
 @dataclass(frozen=True, slots=True)
 class RequestDiff:
-    """How a request differs; `drafts` are compared only if nextn and drafter are the same."""
+    """Says how a request differs; `drafts` are compared if nextn and drafter are the same."""
 
     task_id: TaskId
     verdict: Verdict
@@ -69,7 +69,7 @@ class RequestDiff:
 
 @dataclass(frozen=True, slots=True)
 class TraceDiff:
-    """All requests in the order of the first trace; `notes` says what limits the comparison."""
+    """Holds all requests in the first trace's order; `notes` says what limits the comparison."""
 
     requests: list[RequestDiff]
     notes: list[str]

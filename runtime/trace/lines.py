@@ -23,7 +23,7 @@ class _Line(BaseModel):
 
 
 class RequestLine(_Line):
-    """The first line of a request: the prompt, its parameters and the engine."""
+    """Is the first line of a request: the prompt, its parameters and the engine."""
 
     kind: Literal["request"] = "request"
     version: Literal[1] = VERSION
@@ -52,7 +52,7 @@ class RequestLine(_Line):
 
 
 class Uniforms(_Line):
-    """The numbers that the window's rows could draw by, [num_drafts + 1] for each purpose."""
+    """Holds the numbers that the window's rows could draw by, [num_drafts + 1] for each purpose."""
 
     draft: list[float]
     accept: list[float]
@@ -60,7 +60,7 @@ class Uniforms(_Line):
 
 
 class StepLine(_Line):
-    """A decode step of a request: m drafts were judged, n tokens emitted."""
+    """Is a decode step of a request: m drafts were judged, n tokens emitted."""
 
     kind: Literal["step"] = "step"
     task_id: TaskId
@@ -87,7 +87,7 @@ class StepLine(_Line):
 
 
 class EndLine(_Line):
-    """The end of a request."""
+    """Is the end of a request."""
 
     kind: Literal["end"] = "end"
     task_id: TaskId
@@ -97,7 +97,7 @@ class EndLine(_Line):
 
 
 class SummaryLine(_Line):
-    """The last line of a trace that is whole."""
+    """Is the last line of a trace that is whole."""
 
     kind: Literal["summary"] = "summary"
     requests: int
@@ -111,7 +111,7 @@ _ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind"
 
 @dataclass(slots=True)
 class TracedRequest:
-    """The lines of one request; one without an end was interrupted."""
+    """Holds the lines of one request; one without an end was interrupted."""
 
     request: RequestLine
     steps: list[StepLine] = field(default_factory=list)
@@ -140,7 +140,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """The contents of a trace file; `whole` unless its run was interrupted."""
+    """Holds the contents of a trace file; `whole` unless its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]

@@ -152,7 +152,7 @@ class RequestTrace:
 
 
 class JsonLines:
-    """A file that gets each line at once; the first line creates it."""
+    """Is a file that gets each line at once; the first line creates it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

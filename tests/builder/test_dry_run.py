@@ -72,11 +72,12 @@ def test_names_are_whole_on_a_narrow_terminal(
         "--nextn",
         "0,1",
         "--out",
-        "engines/set",
+        "engines/set_of_r1",
         "--dry-run",
     )
     done = CliRunner().invoke(app, flags, env={"COLUMNS": "80"})
-    assert all(f" engines/set/small_n{nextn} " in done.stdout for nextn in (0, 1))
+    assert all(f" engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
+    assert " mtp-vanilla " in done.stdout
 
 
 EVEN = SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}

@@ -2,6 +2,7 @@
 
 import mmap
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
+from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
 from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, finite, rounded
 
 SLOTS, CAPACITY = 4, 1000
@@ -156,3 +158,24 @@ def test_copies_swaps_and_moves_between_packed_and_parked_slots() -> None:
                     caches.pack(SLOTS)
                     rows = caches.views(0, SLOTS)["kv.0"][:, 0, :100, 0]
                     assert (rows == np.array(wanted)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, UNKNOWN),
+        ({"proc/meminfo": "MemFree: 9 kB\nMemAvailable:    70 kB\n"}, 70 << 10),
+        ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000\n"}, 9000 - 2000),
+        ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "max\n"}, 70 << 10),
+        ({"memory.max": "1000\n"}, 0),
+    ],
+)
+def test_memory_that_is_left(files: dict[str, str], left: int, tmp_path: Path) -> None:
+    """The system's or the group's, whichever is less; a system may say nothing."""
+    group = "sys/fs/cgroup"
+    files = {"proc/stat": "", f"{group}/memory.current": "2000\n"} | files
+    for name, text in files.items():
+        path = tmp_path / (name if "/" in name else f"{group}/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert free_memory(tmp_path) == left
