@@ -336,8 +336,9 @@ def module_hands_on(model: CausalLM) -> None:
 
 def trunk_in_front_of_its_norm(model: CausalLM) -> None:
     norm, model.norm = model.norm, torch.nn.Identity()  # type: ignore[assignment]
+    own: Any = model
     head = model.logits
-    model.logits = lambda hidden: head(norm(hidden))  # type: ignore[method-assign]
+    own.logits = lambda hidden, *others: head(norm(hidden), *others)
 
 
 def module_norm(name: str) -> Callable[[CausalLM], Any]:
