@@ -125,7 +125,7 @@ def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> N
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     for name, values in tensors(c, open_tensors(folder)):
         values = np.ascontiguousarray(values, np.float32)
-        if values.ndim < 2 or kind == "f32" or PLAIN in name:
+        if values.ndim < 2 or kind == "f32" or any(part in name for part in PLAIN):
             writer.add_tensor(name, values)
         else:
             packed = gguf.quants.quantize(values, wanted)
