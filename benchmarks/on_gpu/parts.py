@@ -1,6 +1,6 @@
 """The parts of a step as programs of their own, on a model of random weights, and their costs.
 
-E hidden size, T tokens, V vocabulary; one request.
+E hidden size, T tokens, V the rank's part of the vocabulary; one request.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.collectives import all_best
 from mtpbuild.builder.models.common.layers import DecoderLayer
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.programs import Program
-from mtpbuild.plugins import accept_rewind
+from mtpbuild.plugins import accept_best, accept_rewind
+from mtpbuild.plugins.accept_rewind.op import best_token
 from on_gpu.machine import Machine
 
 State = dict[str, Tensor]
@@ -35,8 +37,13 @@ class Layer(nn.Module):
         return {name: cache}, {"y": y}
 
 
+def own(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Returns this rank's logits, where a model would join them with the others'."""
+    return logits
+
+
 class Head(nn.Module):
-    """Computes logits from the last layer's output x [1, T, E]."""
+    """Computes the rank's logits from the last layer's output x [1, T, E]."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
@@ -44,11 +51,18 @@ class Head(nn.Module):
 
     def forward(self, state: State, x: Tensor) -> tuple[State, State]:
         hidden = self.model.norm(x)
-        return {}, {"hidden": hidden, "logits": self.model.logits(hidden)}
+        return {}, {"hidden": hidden, "logits": self.model.logits(hidden, own)}
 
 
 class Accept(nn.Module):
-    """Accepts drafts: logits [1, T, V], window [1, T]; the others [1]."""
+    """Accepts drafts: logits [1, T, V], window [1, T]; the others [1].
+
+    Of several ranks' logits it reads the best of each block, as a step does.
+    """
+
+    def __init__(self, model: DeepseekV3) -> None:
+        super().__init__()
+        self.model = model
 
     def forward(
         self,
@@ -59,7 +73,12 @@ class Accept(nn.Module):
         lengths: Tensor,
         active: Tensor,
     ) -> tuple[State, State]:
-        tokens, n, _, logprobs, _ = accept_rewind(logits, window, num_drafts, lengths, active)
+        slots, ranks = (window, num_drafts, lengths, active), self.model.ranks.parts
+        if ranks == 1:
+            tokens, n, _, logprobs, _ = accept_rewind(logits, *slots)
+        else:
+            best = all_best(logits, self.model.rank, ranks)
+            tokens, n, _, logprobs, _ = accept_best(best, *slots)
         return {}, {"tokens": tokens, "num_tokens": n, "logprobs": logprobs}
 
 
@@ -114,7 +133,9 @@ class DraftHead(nn.Module):
         self.model = model
 
     def forward(self, state: State, hidden: Tensor) -> tuple[State, State]:
-        return {}, {"draft": self.model.logits(hidden).argmax(-1)}
+        if self.model.ranks.parts == 1:
+            return {}, {"draft": self.model.logits(hidden).argmax(-1)}
+        return {}, {"draft": best_token(self.model.logits(hidden, all_best))}
 
 
 @dataclass(frozen=True)
@@ -144,7 +165,7 @@ class Parts:
 
     def __init__(self, model: DeepseekV3, context: int) -> None:
         self.model, self.context = model, context
-        self.vocabulary = model.config.vocab_size
+        self.vocabulary = model.config.vocab_size // model.ranks.parts
         self.device = model.embed_tokens.device
         self.start = torch.tensor([context], device=self.device)
 
@@ -158,7 +179,7 @@ class Parts:
         return self._part("head", tokens, Head(self.model), {"x": self._hidden(tokens)}, outputs)
 
     def acceptance(self, tokens: int) -> Part:
-        """Makes acceptance over the whole vocabulary, which each rank has gathered."""
+        """Makes acceptance over the rank's logits."""
         arguments = {
             "logits": torch.randn(1, tokens, self.vocabulary, device=self.device),
             "window": self._tokens(tokens),
@@ -167,7 +188,7 @@ class Parts:
             "active": torch.ones(1, dtype=torch.bool, device=self.device),
         }
         outputs = ("tokens", "num_tokens", "logprobs")
-        return self._part("acceptance", tokens, Accept(), arguments, outputs)
+        return self._part("acceptance", tokens, Accept(self.model), arguments, outputs)
 
     def first_draft(self, tokens: int) -> Part:
         arguments = {

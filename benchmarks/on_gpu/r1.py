@@ -150,9 +150,9 @@ def from_parts(
     for index in range(model.config.num_hidden_layers):
         x = Layer(model, index)(state, x, start)[1]["y"]
     head = Head(model)(state, x)[1]
-    verdict = Accept()(state, head["logits"], state["window"], state["num_drafts"], start, active)[
-        1
-    ]
+    verdict = Accept(model)(
+        state, head["logits"], state["window"], state["num_drafts"], start, active
+    )[1]
     n, tokens = verdict["num_tokens"], verdict["tokens"]
     if nextn == 0:
         return verdict["logprobs"], tokens[:, :0]

@@ -116,7 +116,7 @@ def test_weights_of_a_published_checkpoint(
 
 
 def without_norm(self: Any, state: Any, x: torch.Tensor) -> tuple[Any, Any]:
-    return {}, {"hidden": x, "logits": self.model.logits(x)}
+    return {}, {"hidden": x, "logits": self.model.logits(x, on_gpu("parts").own)}
 
 
 def test_drafts_are_compared(
@@ -183,7 +183,7 @@ def test_what_a_rank_of_eight_holds_and_reads() -> None:
     own = BF16 * (2 * E * E // 8 + 3 * E)  # its part of eh_proj, and three norms
     assert draft.nbytes == pytest.approx(one.nbytes + own)
     assert parts.head(4).cost.nbytes == BF16 * E * 16160
-    assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 129280
+    assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 16160
 
 
 @pytest.mark.full
@@ -204,9 +204,9 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
         "head": head,
         "acceptance": judging,
         "first draft": expert_layer,
-        "head of a draft": head,
+        "head of a draft": ["best", *head],
         "further draft": expert_layer,
-        "step": sorted(attention * 4 + experts * 3 + head * 3 + judging),
+        "step": sorted(attention * 4 + experts * 3 + head * 3 + judging + ["best"] * 2),
     }
 
 

@@ -118,7 +118,8 @@ def test_every_op_has_a_facet() -> None:
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
     others = ("moe", "accept_mixed", "shaped_probs", "matmul_scaled", "matmul_wide")
     fused = ("gated_product", "mla_queries", "mla_values")
-    names = (*others, *fused, "dequantise_scaled")
+    of_ranks = ("best_of_blocks", "accept_best")
+    names = (*others, *fused, *of_ranks, "dequantise_scaled")
     elsewhere = {f"mtpbuild::{name}" for name in names}
     written = {op.name() for op in facets({**ONNX, **CPU})}
     assert written == registered - elsewhere
