@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Hashable, Sequence
+from statistics import median
 from typing import cast
 
 from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
@@ -16,6 +17,8 @@ SETTLING = 6  # steps of a program that find cold caches after another one ran: 
 TRIALS = 4  # timed steps of a nextn before its time is known
 DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
 STAY = 1.05  # another nextn must be so much better, for its program has to settle first
+AGAIN = 300  # steps until the time of another nextn is measured anew,
+CLOSE = 1.3  # if the best one is not so much better, or if that time was a guess
 
 
 class Odds:
@@ -60,24 +63,40 @@ class Times:
 
     Two are tried, the others lie on the line through these until they were chosen themselves.
     Ratios are then corrected slowly; how fast the machine is and how long the contexts are, which
-    concerns all, is followed quickly.
+    concerns all, is followed quickly. So a wrong ratio would stay nearly as it is while one nextn
+    is chosen: now and then another one is timed anew.
     """
 
     def __init__(self, nextn: int) -> None:
         self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
-        self._tried_first = nextn, nextn // 2
+        self._wanted = [nextn, nextn // 2]  # to be tried, the first two and the last one
+        self._timed = [0] * (nextn + 1)  # the last step of each
+        self._steps = self._doubted = 0  # how many there were, and when one was tried anew
         self.seconds: list[float] = []  # of every nextn, once these were tried
 
     def untried(self) -> int | None:
         """Returns the nextn that wants a trial before any other is judged; the largest first."""
-        return next((k for k in self._tried_first if len(self._trials[k]) < TRIALS), None)
+        return next((k for k in self._wanted if len(self._trials[k]) < TRIALS), None)
+
+    def doubt(self, speeds: Sequence[float]) -> None:
+        """Lets one that may be better than the best nextn be tried anew, the one timed first."""
+        if self._steps - self._doubted < AGAIN:
+            return
+        best, guessed = max(speeds), (len(trials) < TRIALS for trials in self._trials)
+        every = enumerate(zip(speeds, guessed, strict=True))
+        others = [k for k, (s, guess) in every if s < best and (guess or s * CLOSE > best)]
+        if others:
+            oldest = min(others, key=self._timed.__getitem__)
+            self._wanted[2:], self._trials[oldest], self._doubted = [oldest], [], self._steps
 
     def add(self, nextn: int, seconds: float) -> None:
         trials = self._trials[nextn]
+        self._steps += 1
+        self._timed[nextn] = self._steps
         if len(trials) < TRIALS:
             trials.append(seconds)
             if self.seconds and len(trials) == TRIALS:
-                self.seconds[nextn] = min(trials)
+                self.seconds[nextn] = median(trials)
             elif not self.seconds and self.untried() is None:
                 self.seconds = self._line()
             return
@@ -88,8 +107,8 @@ class Times:
         self.seconds[nextn] *= ratio**OWN
 
     def _line(self) -> list[float]:
-        most, half = self._tried_first
-        high, low = (min(self._trials[k]) for k in self._tried_first)
+        most, half = self._wanted
+        high, low = (min(self._trials[k]) for k in self._wanted)
         slope = max(high - low, 0.0) / max(most - half, 1)
         return [max(low + slope * (k - half), low / 4) for k in range(most + 1)]
 
@@ -120,8 +139,9 @@ class AdaptiveNextn(Pace):
         """Chooses the next step's nextn; steps of one `kind` and nextn take equally long."""
         self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
         times = self._times.setdefault(kind, Times(self._most))
-        untried = times.untried()
-        nextn = self._best(times.seconds) if untried is None else untried
+        nextn = times.untried()
+        if nextn is None:
+            nextn = self._best(times)
         self._settled = self._settled + 1 if nextn == self._nextn else 0
         self._nextn = nextn
         return nextn
@@ -136,10 +156,9 @@ class AdaptiveNextn(Pace):
         for odds in (self._odds[request], self._all):
             odds.add(accepted, drafted)
 
-    def _best(self, seconds: Sequence[float]) -> int:
-        expected = [odds.tokens() for odds in self._odds.values()]
-        speeds = [
-            sum(tokens) / s for tokens, s in zip(zip(*expected, strict=True), seconds, strict=True)
-        ]
+    def _best(self, times: Times) -> int:
+        expected = zip(*(odds.tokens() for odds in self._odds.values()), strict=True)
+        speeds = [sum(tokens) / s for tokens, s in zip(expected, times.seconds, strict=True)]
+        times.doubt(speeds)
         speeds[self._nextn] *= STAY
         return max(range(len(speeds)), key=speeds.__getitem__)

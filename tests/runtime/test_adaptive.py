@@ -83,6 +83,22 @@ def test_a_time_that_was_guessed_is_measured_when_its_nextn_is_chosen() -> None:
     assert times.seconds == [2.5, 2, 3, 4, 5]
 
 
+def test_a_trial_that_was_wrong_is_made_again() -> None:
+    """Four drafts never pay here, but their first steps were timed too short.
+
+    By the line through the two trials no other nextn is near.
+    """
+    seconds, odds = (1.0, 2.0, 2.9, 3.7, 4.4), (0.85,) * MOST
+    rng, chooser, chosen = random.Random(1), AdaptiveNextn(MOST), list[int]()
+    for step in range(3000):
+        chosen.append(chooser.choose(["one"], 1))
+        wrong = 0.7 if step <= adaptive.SETTLING + adaptive.TRIALS else 1.0
+        chooser.took(1, wrong * seconds[chosen[-1]] * rng.uniform(0.95, 1.05))
+        chooser.add("one", run(rng, odds, chosen[-1]), chosen[-1])
+    assert chosen[100:300].count(4) > 150
+    assert chosen[-1000:].count(0) > 900
+
+
 def test_what_was_not_tried_for_long_is_tried_again() -> None:
     odds = Odds(2)
     for _ in range(40):
