@@ -53,7 +53,7 @@ class PrefixFolder:
         self._failed = False
 
     def entries(self) -> Iterator[Entry]:
-        """What earlier processes left, the oldest first."""
+        """Yields what earlier processes left, the oldest first."""
         paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
         removed = 0
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):

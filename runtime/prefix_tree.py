@@ -26,7 +26,7 @@ class Kept:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing depends on it."""
+        """Tells whether nothing depends on it."""
         return True
 
 

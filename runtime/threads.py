@@ -2,8 +2,11 @@
 
 import math
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
+
+from mtpbuild.runtime.free_memory import text_of
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
@@ -51,13 +54,11 @@ def _usable() -> Collection[int]:
 
 def _siblings(root: Path, cpu: int) -> str:
     """Names a processor's core, by the processors that share it; by its own number if unknown."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-    return topology.read_text(encoding="utf-8").strip() if topology.is_file() else str(cpu)
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    return text_of(topology / "thread_siblings_list").strip() or str(cpu)
 
 
 def _quota(root: Path) -> float:
     """Returns how many processors' time the control group may take; without a limit infinity."""
-    limit = root / "sys/fs/cgroup/cpu.max"
-    text = limit.read_text(encoding="utf-8") if limit.is_file() else "max 1"
-    quota, period = text.split()
-    return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
+    said = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max .."
+    return math.inf if said is None else math.ceil(int(said[1]) / int(said[2]))

@@ -83,7 +83,7 @@ class Accept(nn.Module):
 
 
 class FirstDraft(nn.Module):
-    """Runs the module over the window: emitted [1, T] are emitted tokens, hidden [1, T, E]."""
+    """Runs the module over the window: emitted [1, T] tokens, hidden [1, T, E]."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FirstDraft(nn.Module):
 
 
 class FurtherDraft(nn.Module):
-    """Runs the module for one further draft, at position `start` + `side`'s rows; emitted [1, 1].
+    """Runs the module for one further draft, at position `start` + `side`'s rows; draft [1, 1].
 
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
@@ -113,14 +113,14 @@ class FurtherDraft(nn.Module):
         self,
         state: State,
         cache: Tensor,
-        emitted: Tensor,
+        draft: Tensor,
         hidden: Tensor,
         start: Tensor,
         side: Tensor,
     ) -> tuple[State, State]:
         module, before = self.model.module(0), side.shape[2]
         rows = self.model.rope(start + before, 1, base=start)
-        x = self.model.draft_input(0, emitted, hidden, rows)
+        x = self.model.draft_input(0, draft, hidden, rows)
         x, side = module.ahead(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
 
@@ -204,7 +204,7 @@ class Parts:
         """Makes the part for the second draft, which has one row beside the cache."""
         arguments = {
             "cache": cache,
-            "emitted": self._tokens(1),
+            "draft": self._tokens(1),
             "hidden": self._hidden(1),
             "start": self.start,
             "side": cache[:, :, :1].clone(),

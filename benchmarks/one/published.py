@@ -40,9 +40,8 @@ class Published:
     reduced_gain: float
     gain: float | None = None
     disk: float | None = None
-    filled: bool = (
-        True  # long caches are made up, as what llama.cpp saves of a model has rows alone
-    )
+    # Long caches are made up; not of recurrent states, as llama.cpp's saved sequences have rows.
+    filled: bool = True
 
     @property
     def accepted(self) -> float:

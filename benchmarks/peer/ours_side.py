@@ -12,8 +12,6 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
 POOL = 1024  # different rows in a filled cache
-# An engine without drafts runs the program that requests of synthetic() run: one with controls.
-CONTROLLED = {"min_tokens": 1, "stop_token_ids": [1]}
 
 
 class Watched:
@@ -77,11 +75,11 @@ class Ours:
     def decode(self, ask: Ask) -> Answer:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
-        accepting = {} if rates is None else synthetic(rates) if rates else CONTROLLED
         # Requests begin one by one, with a step between; the last one to begin must still have all
         # its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
         chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
+        accepting = {} if rates is None else synthetic(rates) if rates else controlled(most)
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
         results = self.engine.generate(prompts, params)
@@ -100,6 +98,14 @@ def synthetic(rates: list[float]) -> dict[str, Any]:
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": rates,
     }
+
+
+def controlled(tokens: int) -> dict[str, Any]:
+    """Lets an engine without drafts run the program that requests of `synthetic` run.
+
+    It bans a token for as long as the request lasts.
+    """
+    return {"min_tokens": tokens, "stop_token_ids": [1]}
 
 
 if __name__ == "__main__":

@@ -62,13 +62,10 @@ def resident(kind: str = "VmRSS") -> int | None:
 
     kind: a field of /proc/self/status, such as VmHWM, the peak, or RssAnon, anonymous memory.
     """
-    try:
-        for row in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if row.startswith(f"{kind}:"):
-                return int(row.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    status = Path("/proc/self/status")
+    rows = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    sizes = (int(row.split()[1]) * 1024 for row in rows if row.startswith(f"{kind}:"))
+    return next(sizes, None)
 
 
 def line(error: Exception) -> str:

@@ -65,7 +65,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint stores each weight, according to its files or its recipe."""
+    """Says how a checkpoint stores each weight, according to its files or its recipe."""
 
     name: str
     config: ModelConfig

@@ -14,7 +14,7 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well counts fit their expectation."""
+    """Says how well counts fit their expectation."""
 
     statistic: float
     freedom: int

@@ -68,9 +68,9 @@ def test_a_module_equals_what_is_written_out_here(tmp_path: Path) -> None:
         return y
 
     def chosen(x: Tensor, latent: Tensor) -> list[list[int]]:
-        mean, deviation = (x @ of("self_attn.indexer.wk").T), None
-        deviation = (mean.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
-        keys = (mean - mean.mean(-1, keepdim=True)) / deviation * of("self_attn.indexer.k_norm")
+        made = x @ of("self_attn.indexer.wk").T
+        deviation = (made.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
+        keys = (made - made.mean(-1, keepdim=True)) / deviation * of("self_attn.indexer.k_norm")
         keys = keys + w[f"{at}self_attn.indexer.k_norm.bias"]
         keys = torch.stack([turned(keys[t], t) for t in range(T)])
         weights = x @ of("self_attn.indexer.weights_proj").T / heads**0.5

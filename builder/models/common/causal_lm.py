@@ -26,9 +26,8 @@ from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
-Join = Callable[
-    [Tensor, Tensor, int], Tensor
-]  # this rank's logits, its number, ranks -> all ranks'
+# This rank's logits, its number, and how many ranks there are -> what all ranks get.
+Join = Callable[[Tensor, Tensor, int], Tensor]
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
 
 
