@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import signal
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mtpbuild.runtime import Engine, SamplingParams, terminal
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.input_file import read_requests
+from mtpbuild.runtime.sampling import SETTINGS, http_settings
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 from tests.support.invoke import invoke
@@ -136,6 +138,49 @@ def test_a_line_has_its_own_penalties(engine_dir: Path, tmp_path: Path) -> None:
     assert request.params == SamplingParams(
         presence_penalty=1, repetition_penalty=1.5, logit_bias={7: -2.5}
     )
+
+
+def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> None:
+    """Each setting of HTTP bodies is a key of a line, and stands above the command's flag."""
+    line = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "relaxed_topk": 1,
+        "relaxed_delta": 0.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "stop": ["x", "y"],
+        "include_stop_str_in_output": True,
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "logit_bias": {"7": -2.5},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["z"],
+        "seed": 2**64 - 1,
+        "acceptance": "rejection",
+        "rejection_sample_method": "block",
+        "draft_sample_method": "greedy",
+        "prompt_logprobs": 3,
+        "cache_salt": "me",
+    }
+    builtin = {name for name in http_settings() if name in SETTINGS}
+    assert line.keys() == builtin
+    together = {"ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"}
+    rest = {name: value for name, value in line.items() if name not in together}
+    lines = [rest, *({name: line[name]} for name in sorted(together)), {}]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "a"} | each) for each in lines), "utf-8")
+    flags = SamplingParams(temperature=2, top_k=9, seed=1, stop=["flag"])
+    with Engine.load(engine_dir) as engine:
+        whole, *alone, plain = (each.params for each in read_requests(path, engine, flags))
+    assert whole == SamplingParams(**rest | {"logit_bias": {7: -2.5}})
+    for name, params in zip(sorted(together), alone, strict=True):
+        assert params == replace(flags, **{name: line[name]})
+    assert plain == flags
 
 
 SHOW = "{{ [messages, tools, documents, add_generation_prompt, enable_thinking] | tojson }}"

@@ -77,14 +77,14 @@ def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
 
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
-        model=MODEL, messages=SUM, temperature=0, logprobs=True, top_logprobs=2
+        model=MODEL, messages=SUM, temperature=0, logprobs=True, top_logprobs=20
     )
     stream = client.chat.completions.create(
         model=MODEL,
         messages=SUM,
         temperature=0,
         logprobs=True,
-        top_logprobs=2,
+        top_logprobs=20,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -100,7 +100,10 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     streamed = [e for c in told if c.logprobs for e in c.logprobs.content or []]
     assert choice.logprobs is not None
     assert [e.token for e in streamed] == [e.token for e in choice.logprobs.content or []]
-    assert all(len(entry.top_logprobs) == 2 for entry in streamed)
+    for entry in streamed:
+        likely = [top.logprob for top in entry.top_logprobs]
+        assert (len(likely), likely) == (20, sorted(likely, reverse=True))
+        assert entry.logprob == likely[0]  # the text is greedy
     assert events[-1].choices == []
     assert events[-1].usage is not None
     assert whole.usage is not None
