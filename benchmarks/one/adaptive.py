@@ -17,7 +17,7 @@ from one.section import Data, Found
 from one.shapes import small
 from one.sides import Measured, decode, ours, take_turns
 
-MOST = 4  # drafts of `--nextn auto`
+MOST = 5  # drafts of `--nextn auto`
 PLAIN, AUTO = "nextn 0", "nextn auto"
 ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, where those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests

@@ -32,7 +32,7 @@ def build(
     flags: BuildFlags,
     nextn: str | None = flag(
         None,
-        "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
+        "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..5, chosen step by step. "
         "Default: the model's.",
     ),
     drafter: str | None = flag(None, f"{' or '.join(offered())}."),
