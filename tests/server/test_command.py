@@ -1,12 +1,14 @@
 """What `mtpbuild serve` says before it listens, and which flags it has."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.server.command import serve
+from mtpbuild.runtime.server.command import ReplicaFlags, serve
 from mtpbuild.runtime.server.server import generation_defaults, read_key
+from mtpbuild.runtime.server.tools import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest
 from tests.support.invoke import invoke, options
@@ -33,6 +35,11 @@ def test_one_line(flags: str, says: str, tmp_path: Path) -> None:
     assert (code != 0, out) == (True, "")
     assert re.fullmatch(r"error: .*\n", err), err
     assert says in err
+
+
+def test_the_flag_names_every_form_of_tool_calls() -> None:
+    (flag,) = (field for field in fields(ReplicaFlags) if field.name == "tool_call_parser")
+    assert [name for name in FORMS if name not in flag.metadata["help"]] == []
 
 
 def test_flags() -> None:
