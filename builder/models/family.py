@@ -25,6 +25,9 @@ PRODUCT = re.compile(
     r"|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
 )
 
+# What an MTP module multiplies an embedding and a hidden state by; each family names it its way.
+JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
+
 
 def late(module: str, name: str) -> Callable[..., Any]:
     """Returns a function that imports its module when it is first called."""
@@ -136,3 +139,10 @@ class Family:
         """
         place = self.place(c, name)
         return place[0] if place is not None and PRODUCT.fullmatch(place[1]) else None
+
+    def joins(self, c: ModelConfig, name: str) -> bool:
+        """Tells whether a weight joins what an MTP module is given: drafts alone depend on it."""
+        place = self.place(c, name)
+        if place is None or place[0] < c.num_hidden_layers:
+            return False
+        return JOIN.fullmatch(place[1]) is not None

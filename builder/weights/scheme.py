@@ -28,6 +28,8 @@ NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
 )
 # Formats of embedding and head unless the user asks for others; with fp8 and nvfp4 they stay.
 USUAL_HEADS = {"int8": "int8", "int4": "int8"}
+# Formats of what joins an MTP module's inputs, in engines alone: no published layout has it so.
+JOINS = {"int8": "int8", "int4": "int8"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class Scheme:
     """Holds the formats of the main model, of the MTP modules, and of embedding and head.
 
     exclude: globs of modules that are not quantised; None means each format's own list. With a head
-    in int4 the embedding is in int8: of its rows a step reads few.
+    in int4 the embedding is in int8: of its rows a step reads few. join: the format of what joins
+    an MTP module's inputs, on which drafts alone depend.
     """
 
     main: str | None
     mtp: str | None
     exclude: tuple[str, ...] | None = None
     head: str | None = None
+    join: str | None = None
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Returns the format for a weight of the checkpoint, if its blocks fit the shape."""
@@ -57,6 +61,8 @@ class Scheme:
         if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
             looked_up = name.endswith(EMBEDDING.removeprefix("model."))
             return "int8" if looked_up and self.head == "int4" else self.head
+        if family.joins(config, name):
+            return self.join
         layer = family.may_be_quantised(config, name)
         if layer is None:
             return None
@@ -120,7 +126,9 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
 
 def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
     """Returns the scheme by which an engine's manifest says that its weights were quantised."""
-    return None if weights is None else replace(SCHEMES[weights], head=head)
+    if weights is None:
+        return None
+    return replace(SCHEMES[weights], head=head, join=JOINS.get(weights))
 
 
 def format_said(flag: str, value: str, choices: tuple[str, ...]) -> str | None:

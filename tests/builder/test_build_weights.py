@@ -1,5 +1,6 @@
 """`build --weights`: the engine of the checkpoint that `quantize` would write."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,19 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 def test_the_plain_model(plain: Path, tmp_path: Path) -> None:
     """`verify` compares with the dequantised weights of the engine."""
-    assert engine_scheme("int4", "int8") == ENDS
     ours = load_plain(plain, scheme=ENDS).state_dict()
     wanted = load_plain(quantised(plain, ENDS, tmp_path / "checkpoint")).state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items())
+    engines = engine_scheme("int4", "int8")
+    assert engines == replace(ENDS, join="int8")
+    joined, plain_join = (
+        {name: tensor for name, tensor in state.items() if name.endswith("eh_proj.weight")}
+        for state in (load_plain(plain, scheme=engines).state_dict(), wanted)
+    )
+    assert joined.keys() == plain_join.keys() != set()
+    for name, tensor in joined.items():
+        error = (tensor - plain_join[name]).norm() / plain_join[name].norm()
+        assert 0 < error < 0.01, name
     changed = load_plain(plain).state_dict()["lm_head.weight"]
     assert not torch.equal(ours["lm_head.weight"], changed)
 

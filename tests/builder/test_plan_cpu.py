@@ -76,25 +76,27 @@ def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     assert sizes["none"] == found.weights
     # Whatever the checkpoint is in, --weights says what the engine is in.
     assert sizes | {"none": 0} == engine_sizes(foretold(plain, 0)) | {"none": 0}
-    ends = 2 * EVEN["vocab_size"] * EVEN["hidden_size"]
+    E, V, modules = (EVEN[n] for n in ("hidden_size", "vocab_size", "num_nextn_predict_layers"))
+    more = 2 * V * E + modules * 2 * E * E  # what --weights rounds, too
     smaller = sizes.get(format, found.weights)
-    assert found.weights - smaller == (ends * (64 - 17) // 16 if format in sizes else 0)
+    assert found.weights - smaller == (more * (64 - 17) // 16 if format in sizes else 0)
 
 
 def test_gigachat_by_hand() -> None:
-    """A value takes 4.5 bits in int4 and 8.5 in int8; eh_proj, norms and router stay fp32."""
+    """A value takes 4.5 bits in int4 and 8.5 in int8; eh_proj is int8 with both."""
     E, H, V, r, layers = 1536, 32, 128256, 512, 27
     expert, ends = 3 * E * 1280, 2 * V * E
     products = layers * (E * H * 192 + E * (r + 64) + H * 192 * E) + 26 * 65 * expert + 3 * E * 8960
     by_head = layers * r * H * 320  # int8 with both
-    rest = layers * (r + 2 * E) + 26 * (64 * E + 64) + E + 3 * E + 2 * E * E
+    join = 2 * E * E
+    rest = layers * (r + 2 * E) + 26 * (64 * E + 64) + E + 3 * E
     sizes = engine_sizes(foretold(GIGACHAT, 1))
     assert sizes == {
-        "none": 4 * (products + by_head + rest + ends),
-        "int8": (products + by_head + ends) * 17 // 16 + 4 * rest,
-        "int4": products * 9 // 16 + (by_head + ends) * 17 // 16 + 4 * rest,
+        "none": 4 * (products + by_head + join + rest + ends),
+        "int8": (products + by_head + join + ends) * 17 // 16 + 4 * rest,
+        "int4": products * 9 // 16 + (by_head + join + ends) * 17 // 16 + 4 * rest,
     }
-    assert sizes["int4"] / 1e9 == pytest.approx(6.53, abs=0.005)
+    assert sizes["int4"] / 1e9 == pytest.approx(6.515, abs=0.0005)
 
 
 def test_a_step_by_hand() -> None:
