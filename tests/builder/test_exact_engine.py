@@ -18,7 +18,12 @@ from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT, find_library
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
-from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.checkpoints import (
+    QUANTIZABLE,
+    make_predictable,
+    random_checkpoint,
+    save_checkpoint,
+)
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
@@ -113,15 +118,14 @@ def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
 
 @needs_library
 def test_a_probe_that_fails(
-    engines: Sequence[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it is: here another model's engine speaks in place of the one in other chunks."""
     folder = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
     wanted = BuildRequest(str(folder), nextn=(0,), max_seq_len=160, out=tmp_path / "engine")
-    monkeypatch.setattr(probe, "load_again", lambda *given: Engine.load(engines[0]))
+    stranger = random_checkpoint(tmp_path / "stranger", **QUANTIZABLE)
+    (other,) = build(replace(wanted, model=str(stranger), out=tmp_path / "other"))
+    monkeypatch.setattr(probe, "load_again", lambda *given: Engine.load(other.folder))
     differs = "prompt chunks and threads change nothing, but: text 0, token 0: "
     with pytest.raises(BuildError, match=f"--exact: engine: {differs}"):
         build(replace(wanted, exact=True))
