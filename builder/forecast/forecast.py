@@ -97,7 +97,10 @@ class Forecast:
         """Says what an engine of target tensorrt holds: kernels of ours share what they read."""
         drafts = max(self.request.nextn)
         used = [one for one in self.model.classes if drafts or not one.module]
-        shared = sum(one.per_rank for one in used if one.name in ("experts", "head"))
+        ranks = self.request.ranks
+        joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
+        names = ("experts", "head", *joined)
+        shared = sum(one.per_rank for one in used if one.name in names)
         return shared + PROGRAMS * (self.weight_bytes - shared)
 
     @property

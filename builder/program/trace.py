@@ -55,8 +55,11 @@ def trace(program: Program, plan: Plan) -> Traced:
     slots_of = dict.fromkeys(program.arguments, slots)
     if "start" in program.arguments:
         slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
-    if plan.style.kernels:
-        use_kernels(program.module, program.most, plan.style.fused, plan.style.fixed)
+    style = plan.style
+    if style.kernels:
+        chunk_of_plugins = style.fixed and "start" in program.arguments  # its size is open
+        fused = style.fused and not chunk_of_plugins
+        use_kernels(program.module, program.most, fused, padded=style.fixed)
     with torch.no_grad():
         exported = torch.export.export(
             program.module,

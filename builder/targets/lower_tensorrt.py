@@ -39,15 +39,32 @@ TENSORRT: plugins.FacetTable = {
     plugins.accept_mixed_op: "plugins",
     plugins.accept_rewind: "plugins",
     plugins.best_of_blocks: "plugins",
+    plugins.gated_product: "plugins",
     plugins.kv_write: "tensorrt",
     plugins.matmul_scaled: "tensorrt",
     plugins.matmul_wide: "tensorrt",
     plugins.mla_attention: "plugins",
+    plugins.mla_queries: "plugins",
+    plugins.mla_rows: "plugins",
+    plugins.mla_values: "plugins",
     plugins.moe: "tensorrt",
+    plugins.moe_route: "plugins",
+    plugins.rotary_rows: "plugins",
     plugins.shaped_probs_op: "plugins",
 }
 # Ops whose kernels read weights as they are.
-READERS = {op._opoverload for op in (plugins.matmul_wide, plugins.moe)}
+READERS = {
+    op._opoverload
+    for op in (
+        plugins.gated_product,
+        plugins.matmul_wide,
+        plugins.mla_queries,
+        plugins.mla_rows,
+        plugins.mla_values,
+        plugins.moe,
+        plugins.moe_route,
+    )
+}
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 

@@ -67,7 +67,7 @@ class TensorRt(Target):
         return GraphStyle(
             for_gpu=True,
             sizes=Sizes.FIXED,
-            kernels=Kernels.ACCEPTANCE,
+            kernels=Kernels.FUSED,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
 
@@ -81,10 +81,16 @@ class TensorRt(Target):
         return options.strip_weights or any(folder.glob(SHARED.format("*")))
 
     def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:
-        """Counts what kernels of ours read once, and all else once for each program."""
-        shared = sum(p.numel() * p.element_size() for p in model.model.kernel_weights().values())
+        """Counts what kernels of ours read once, and all else once for each program.
+
+        What only a step's kernels read is there twice, as prefill has a constant of it.
+        """
+        always, in_steps = (
+            sum(p.numel() * p.element_size() for p in weights.values())
+            for weights in (model.model.kernel_weights(), model.model.step_weights())
+        )
         every = super().held_bytes(model, options)
-        return shared + PROGRAMS * (every - shared)
+        return PROGRAMS * every - (PROGRAMS - 1) * always - in_steps
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Raises BuildError if the engine could not be loaded by the GPU that is to compile it."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
 
-INPUTS = 64  # of a product, at a time
+INPUTS = 128  # bytes of a row's inputs at a time: more rows of fp32 would not fit into a plugin
 STAGES = 3  # tiles of weights in flight
 
 
@@ -45,7 +45,7 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
     inner, wide = x.new_empty(*slots, width), columns_of_a_program(1, width)
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": tile(rows), "BLOCK_N": wide}
-    constants["BLOCK_K"] = min(INPUTS, tile(E))
+    constants["BLOCK_K"] = min(INPUTS // x.element_size(), tile(E))
     grid = (cdiv(width, wide),)
     launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=STAGES)
     return Launches((launch,), inner)

@@ -11,7 +11,7 @@ from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 
-INPUTS = 64  # of a product, at a time
+INPUTS = 128  # bytes of a row's inputs at a time: more rows of fp32 would not fit into a plugin
 MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS where the number of slots is open
 STAGES = 3  # tiles of weights in flight
 
@@ -101,11 +101,13 @@ def product_of_head(
     return total
 
 
-def tiles(rows: int, heads: int, depth: int, columns: int) -> tuple[dict[str, int], int, int]:
+def tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     """Returns the kernel's constants and the blocks of columns and rows; rows may be a symbol."""
+    heads, depth, columns = weight.shape
     block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = columns_of_a_program(heads, columns)
-    constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": min(INPUTS, tile(depth))}
+    deep = min(INPUTS // weight.element_size(), tile(depth))
+    constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": deep}
     return constants, cdiv(columns, wide), cdiv(rows, block)
 
 
@@ -118,7 +120,7 @@ def mla_queries_launches(
     """
     (B, T, _), (H, n, rank), R = q.shape[-3:], w_uk.shape, 2 * cos.shape[-1]
     out = empty_queries(q, w_uk, cos)
-    constants, columns, blocks = tiles(B * T, H, n, rank)
+    constants, columns, blocks = tiles(B * T, w_uk)
     sizes = {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
     constants |= {"PARTS": q.shape[0] if q.dim() == 4 else 1}
     constants |= {**sizes, "INTERLEAVED": interleaved}
@@ -132,7 +134,7 @@ def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
     """Returns the launch of mla_values."""
     (B, H, T, rank), v = o.shape, w_uv.shape[2]
     out = empty_values(o, w_uv)
-    constants, columns, blocks = tiles(B * T, H, rank, v)
+    constants, columns, blocks = tiles(B * T, w_uv)
     constants |= {"HEADS": H, "RANK": rank, "VALUE": v}
     grid = H, columns, blocks
     launch = Launch(value_of_head, grid, (o, w_uv), (B * T, T), (out,), constants, stages=STAGES)

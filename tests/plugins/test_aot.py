@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
-from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets, matmul_wide
+from mtpbuild.plugins import (
+    accept_mixed_op,
+    accept_rewind,
+    aot,
+    facets,
+    gated_product,
+    matmul_wide,
+    mla_queries,
+    mla_rows,
+    mla_values,
+    moe_route,
+    rotary_rows,
+)
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import ContractError, Ptx
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
@@ -75,6 +87,118 @@ def trtp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugins]:
 def given(name: str, kind: str, *shape: int) -> Any:
     """A tensor of the network."""
     return SimpleNamespace(name=name, dtype=SimpleNamespace(name=kind), shape=shape)
+
+
+ANGLES = given("cos", "FLOAT", 2, 3, 4), given("sin", "FLOAT", 2, 3, 4)
+BETWEEN: dict[str, tuple[Any, tuple[Any, ...], str, tuple[str, ...]]] = {
+    "gated": (
+        gated_product,
+        (given("x", "BF16", 2, 3, 48), given("gate_up", "BF16", 48, 64)),
+        "gated",
+        ("BF16 [2, 3, 32]",),
+    ),
+    "queries": (
+        mla_queries,
+        (given("q", "BF16", 2, 3, 96), given("w_uk", "BF16", 4, 16, 40), *ANGLES, True),
+        "absorbed_query",
+        ("BF16 [2, 4, 3, 48]",),
+    ),
+    "rows": (
+        mla_rows,
+        (
+            given("a", "BF16", 2, 3, 72),
+            *(given("q_norm", "BF16", 24), given("kv_norm", "BF16", 40)),
+            *(*ANGLES, 1e-6, False),
+        ),
+        "latent_row",
+        ("BF16 [2, 3, 24]", "BF16 [2, 1, 3, 48]"),
+    ),
+    "rows without a norm of queries": (
+        mla_rows,
+        (
+            *(given("a", "BF16", 2, 3, 72), None, given("kv_norm", "BF16", 40)),
+            *(*ANGLES, 1e-6, False),
+        ),
+        "latent_row",
+        ("BF16 [2, 3, 24]", "BF16 [2, 1, 3, 48]"),
+    ),
+    "values": (
+        mla_values,
+        (given("o", "BF16", 2, 4, 3, 40), given("w_uv", "BF16", 4, 40, 16)),
+        "value_of_head",
+        ("BF16 [2, 3, 64]",),
+    ),
+    "routes": (
+        moe_route,
+        (given("logits", "FLOAT", 6, 24), given("bias", "FLOAT", 24), 4, 2, 3, True, 2.5, 1),
+        "route",
+        ("FLOAT [6, 4]", "INT32 [6, 4]"),
+    ),
+    "places": (
+        rotary_rows,
+        (
+            given("start", "INT64", 2),
+            *(given("active", "BOOL", 2), given("inv_freq", "FLOAT", 4), 3, 0, 90, 1.0),
+        ),
+        "place_token",
+        ("FLOAT [2, 3, 4]", "FLOAT [2, 3, 4]", "INT64 [2]", "INT64 [2]", "INT64 [2]"),
+    ),
+}
+
+
+def recording(made: list[Any]) -> Any:
+    """Makes a context whose network records its plugins; weights become inputs by their place."""
+
+    def add_plugin(layer: tuple[str, tuple[Any, ...]], aot: bool) -> Any:
+        assert aot
+        made.append((layer[0], [tensor.name for tensor in layer[1]]))
+        return SimpleNamespace(get_output=lambda i: i)
+
+    def add_cast(tensor: Any, kind: str) -> Any:
+        cast = given(tensor.name, kind, *tensor.shape)
+        return SimpleNamespace(get_output=lambda i: cast)
+
+    def operand(tensor: torch.Tensor, kind: str, name: str) -> Any:
+        return given(name, kind, *tensor.shape)
+
+    net = SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast)
+    return SimpleNamespace(net=net, constants=SimpleNamespace(operand=operand))
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_what_stands_between_products(case: str, trtp: Plugins) -> None:
+    """The kernel's parameters get the op's operands of their names, attributes are constants."""
+    op, operands, kernel, outputs = BETWEEN[case]
+    made: list[Any] = []
+    results = facets(TENSORRT)[op._opoverload](recording(made), op, operands, {}, "between")
+    ((name, taken),) = made
+    assert name.rpartition("_")[0] == kernel
+    *parameters, _, _ = inspect.signature(trtp.kernels[name]).parameters
+    assert taken == parameters == [t.name for t in operands if isinstance(t, SimpleNamespace)]
+    assert trtp.outputs[name](*taken) == outputs
+    assert results == (tuple(range(len(outputs))) if len(outputs) > 1 else 0)
+
+
+def test_attributes_and_weights_of_a_plugin(trtp: Plugins) -> None:
+    """Another attribute is another plugin; a weight goes through the network's constants."""
+    made: list[Any] = []
+    ctx, convert = recording(made), facets(TENSORRT)[mla_queries._opoverload]
+    q, w_uk, *others = BETWEEN["queries"][1]
+    weight = torch.zeros(w_uk.shape, dtype=torch.bfloat16)
+    for interleaved in (True, False):
+        convert(ctx, mla_queries, (q, weight, *others[:-1], interleaved), {}, "queries")
+    (name, taken), (other, same) = made
+    assert taken == same == ["q", "queries_1", "cos", "sin"]
+    assert name != other
+
+
+@pytest.mark.usefixtures("trtp")
+@pytest.mark.parametrize("case", BETWEEN)
+def test_an_open_size(case: str) -> None:
+    op, (first, *others), _, _ = BETWEEN[case]
+    opened = given(first.name, first.dtype.name, -1, *first.shape[1:])
+    with pytest.raises(AssertionError, match="a plugin has fixed shapes"):
+        facets(TENSORRT)[op._opoverload](recording([]), op, (opened, *others), {}, "between")
 
 
 def small() -> dict[str, Launch]:

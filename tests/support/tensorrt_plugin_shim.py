@@ -72,12 +72,27 @@ def install(trt: Any) -> list[dict[str, Any]]:
         results = []
         for text in found[-1]["outputs"]:
             kind, _, shape = text.partition(" ")
-            held.append(np.zeros(json.loads(shape), trt.nptype(getattr(trt.DataType, kind))))
-            results.append(network.add_constant(held[-1].shape, held[-1]).get_output(0))
+            dtype = getattr(trt.DataType, kind)
+            held.append(np.zeros(json.loads(shape), trt.nptype(dtype)))
+            zeros = network.add_constant(held[-1].shape, held[-1]).get_output(0)
+            results.append(_read(trt, network, inputs[0], dtype, zeros))
         return SimpleNamespace(get_output=results.__getitem__)
 
     trt.INetworkDefinition.add_plugin = add_plugin
     return found
+
+
+def _read(trt: Any, network: Any, given: Any, dtype: Any, zeros: Any) -> Any:
+    """Adds the sum of a plugin's operand to its result, which so is no constant of the network.
+
+    With constants in their places TensorRT-RTX's compiler fails, as most of a step folds then.
+    """
+    number, axes = network.add_cast(given, trt.float32).get_output(0), len(tuple(given.shape))
+    total = network.add_reduce(number, trt.ReduceOperation.SUM, (1 << axes) - 1, True)
+    one = network.add_shuffle(total.get_output(0))
+    one.reshape_dims = (1,) * len(tuple(zeros.shape))
+    term = network.add_cast(one.get_output(0), dtype).get_output(0)
+    return network.add_elementwise(term, zeros, trt.ElementWiseOperation.SUM).get_output(0)
 
 
 def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:

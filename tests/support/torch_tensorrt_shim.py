@@ -104,7 +104,7 @@ def listing(folder: Path) -> dict[str, Any]:
         options=options,
     )
     assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
-    source = opened(folder, config, formats=TARGET.formats)
+    source = opened(folder, config, formats=TARGET.formats, join_shared=plan.style.fused)
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
@@ -140,7 +140,8 @@ def r1_listing(name: str) -> dict[str, Any]:
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.models import family_of, load_config
-    from mtpbuild.builder.opened_model import can_stay, hold
+    from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
+    from mtpbuild.builder.opened_model import can_stay, hold, join_shared
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
@@ -160,8 +161,10 @@ def r1_listing(name: str) -> dict[str, Any]:
     share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
     family = family_of(config)
     model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
+    joined = like_routed(table, share)
+    join_shared(model, joined)
     held = []
-    for weight in table:
+    for weight in with_shared(table, joined):
         formats = {format_by(scheme, config, stored) for stored in weight.stored}
         format = formats.pop() if len(formats) == 1 else None
         if format is not None and format.name in TARGET.formats:

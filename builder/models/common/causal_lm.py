@@ -128,17 +128,26 @@ class CausalLM(nn.Module):
 
     def kernel_weights(self) -> dict[str, nn.Parameter]:
         """Returns the weights that kernels of ours read on a GPU: experts, heads in bf16."""
-        experts = tuple(
-            f"{path}.{name}."
-            for path, module in self.named_modules()
-            for name in getattr(module, "by_kernels", ())
-        )
+        experts = self._named_by("by_kernels")
         return {
             name: weight
             for name, weight in self.named_parameters()
             if f"{name}.".startswith(experts)
             or (name.endswith("_head") and weight.dtype == torch.bfloat16)
         }
+
+    def step_weights(self) -> dict[str, nn.Parameter]:
+        """Returns those that kernels of ours read in steps, and PyTorch's operators in prompts."""
+        names = self._named_by("by_fused_kernels")
+        return {n: weight for n, weight in self.named_parameters() if f"{n}.".startswith(names)}
+
+    def _named_by(self, attribute: str) -> tuple[str, ...]:
+        """Returns how the names of parameters begin that modules list in an attribute."""
+        return tuple(
+            f"{path}.{name}."
+            for path, module in self.named_modules()
+            for name in getattr(module, attribute, ())
+        )
 
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
         """Returns the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""

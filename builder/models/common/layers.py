@@ -57,7 +57,7 @@ class Kernels(nn.Module):
     kernels = False
     fused = False  # ops with kernels also do what stands between products
     most: int | None = None  # tokens of a pass, where their number varies
-    padded = False  # kernels take fixed sizes alone
+    padded = False  # kernels are plugins, which take fixed sizes alone
 
 
 def use_kernels(
@@ -66,7 +66,8 @@ def use_kernels(
     """Lets a model compute with kernels.
 
     most: how many tokens a pass may have whose number is a symbol. fused: ops with kernels also do
-    what stands between products. padded: kernels get `most` tokens where the number is a symbol.
+    what stands between products. padded: kernels are plugins of TensorRT, which get `most` tokens
+    where the number is a symbol.
     """
     for module in model.modules():
         if isinstance(module, Kernels):

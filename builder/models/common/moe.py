@@ -25,6 +25,8 @@ PADDED_TOKENS = 64  # that a kernel of fixed sizes gets at a time
 class Gate(Kernels):
     """Scores experts by a sigmoid in fp32; the biased scores select, the unbiased ones weigh."""
 
+    by_fused_kernels = ("e_score_correction_bias",)
+
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c

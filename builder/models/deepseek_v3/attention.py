@@ -34,6 +34,8 @@ class LatentAttention(Attention):
     docs/architecture.md tells why.
     """
 
+    by_fused_kernels = ("q_a_layernorm", "kv_a_layernorm", "w_uk", "w_uv")
+
     def __init__(self, c: DeepseekV3Config, ranks: Ranks) -> None:
         super().__init__()
         H, n, R = c.num_attention_heads // ranks.parts, c.qk_nope_head_dim, c.qk_rope_head_dim
@@ -61,7 +63,7 @@ class LatentAttention(Attention):
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.by_ops:
+        if self.padded or not self.by_ops:  # a plugin writes into none of its operands
             return super().write(x, rows, cache)
         c, operands = self.config, self.first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
