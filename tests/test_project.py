@@ -65,6 +65,8 @@ ONLY_HERE = {
         "group.channel",
         "group.nccl",
         "programs.aot_package",
+        "programs.attention_backends",
+        "programs.flash_mla_attention",
         "programs.flashinfer_attention",
         "programs.inductor",
         "programs.inductor_cpu",

@@ -90,15 +90,11 @@ def sdpa(case: Attention, q: Tensor, cache: Tensor, *rest: Tensor) -> Call:
 def flash_mla(
     case: Attention, q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, _: Any
 ) -> Call:
-    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from mtpbuild.runtime.programs.flash_mla_attention import mla_decode
 
-    pages, q = cache.view(-1, 64, 1, cache.shape[-1]), q.transpose(1, 2).contiguous()
-    table = torch.arange(pages.shape[0], dtype=torch.int32, device="cuda").view(case.batch, -1)
-    lengths = base.int()
-    plan, splits = get_mla_metadata(lengths, case.tokens * case.heads, 1)
-    return lambda: flash_mla_with_kvcache(
-        q, pages, table, lengths, case.rank, plan, splits, SCALE, causal=True
-    )
+    q, lengths = q.transpose(1, 2).contiguous(), base.int()
+    mla_decode(q, cache, lengths, SCALE, True, case.rank)  # as a step's first layer does
+    return lambda: mla_decode(q, cache, lengths, SCALE, False, case.rank)
 
 
 def flashinfer(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 DEVICES = ("cpu", "cuda")
-BACKENDS = ("triton", "flashinfer")
+BACKENDS = ("triton", "flashinfer", "flash-mla")
 ASSUMED = "10.0"  # by a dry run without a GPU; all backends build for it
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
@@ -36,7 +36,8 @@ class InductorOptions:
     )
     attention_backend: str = flag(
         "triton",
-        "With --device cuda: attention's kernels: triton, or flashinfer (steps on sm100).",
+        "With --device cuda: attention's kernels: triton; flashinfer for steps on sm100, flash-mla "
+        "on sm90.",
     )
 
 
@@ -104,10 +105,10 @@ class Inductor(Target):
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":
         traced = super().trace(program, plan)
-        if plan.options.attention_backend == "flashinfer":
-            from mtpbuild.builder.targets.passes.attention_backend import by_flashinfer
+        if plan.options.attention_backend != BACKENDS[0]:
+            from mtpbuild.builder.targets.passes.attention_backend import by_package
 
-            by_flashinfer(traced.exported, plan.config)
+            by_package(traced.exported, plan.config, plan.options.attention_backend)
         return traced
 
     def compiling(self) -> AbstractContextManager[None]:

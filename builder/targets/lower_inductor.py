@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 import torch._inductor
@@ -36,7 +36,7 @@ from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
-from mtpbuild.runtime.contract.manifest import CONSTANTS, TargetInfo
+from mtpbuild.runtime.contract.manifest import CONSTANTS, AttentionBackend, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
@@ -81,8 +81,8 @@ def check(plan: Plan) -> None:
         raise MissingDependencyError(f"target inductor on a GPU needs triton: {install('triton')}")
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
-    if backend(plan) is not None:
-        attention_backend.check(plan)
+    if (other := backend(plan)) is not None:
+        attention_backend.check(plan, other)
     if cross:
         cross_cuda.check()
 
@@ -113,10 +113,10 @@ def info(plan: Plan) -> TargetInfo:
     )
 
 
-def backend(plan: Plan) -> Literal["flashinfer"] | None:
+def backend(plan: Plan) -> AttentionBackend | None:
     """Names the library that attends in place of our own kernels; None: our kernels do."""
     asked = getattr(plan.options, "attention_backend", None)
-    return "flashinfer" if asked == "flashinfer" else None
+    return asked if asked in get_args(AttentionBackend) else None
 
 
 def crosses(plan: Plan) -> bool:

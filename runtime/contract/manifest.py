@@ -28,6 +28,7 @@ MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond 
 COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what was built
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
+AttentionBackend = Literal["flashinfer", "flash-mla"]  # packages with kernels of their own
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, where they are quantised
@@ -142,7 +143,7 @@ class TargetInfo(_Record):
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
     cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
-    attention_backend: Literal["flashinfer"] | None = None  # None: the target's own kernels
+    attention_backend: AttentionBackend | None = None  # None: the target's own kernels
 
     @field_validator("name")
     @classmethod

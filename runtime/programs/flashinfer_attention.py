@@ -1,45 +1,24 @@
-"""FlashInfer's attention as an operator that an engine's programs call: `--attention-backend`.
-
-Only engines whose manifest names it import this module. It was never run on a GPU
-(docs/gpu-kernels.md, "FlashInfer").
-"""
-
-import inspect
-from pathlib import Path
-from typing import Any
+"""FlashInfer's attention as an operator that an engine's programs call: `--attention-backend`."""
 
 import torch
 from torch import Tensor
 
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.programs.attention_backends import PAGE, Library, kept, stream_of, table_of
 
-PAGE = 64  # rows; a cache has whole pages
 WORKSPACE = 128 << 20  # bytes: what FlashInfer's own tests and servers give it
-GIVEN = (  # of flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla
-    *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank"),
-    *("qk_rope_head_dim", "block_tables", "seq_lens", "max_seq_len"),
-    *("bmm1_scale", "bmm2_scale", "backend", "cum_seq_lens_q", "max_q_len"),
+LIBRARY = Library(
+    name="FlashInfer",
+    flag="flashinfer",
+    function="flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla",
+    install="flashinfer-python",
+    version="0.7.2",
+    given=(
+        *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank"),
+        *("qk_rope_head_dim", "block_tables", "seq_lens", "max_seq_len"),
+        *("bmm1_scale", "bmm2_scale", "backend", "cum_seq_lens_q", "max_q_len"),
+    ),
 )
-
-_kept: dict[tuple[Any, ...], Tensor] = {}
-
-
-def check(folder: Path) -> None:
-    """Raise an EngineError unless FlashInfer is here, with the function that is called."""
-    advice = "pip install flashinfer-python, or build without --attention-backend flashinfer"
-    try:
-        from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as attention
-    except (ImportError, OSError, RuntimeError) as error:  # also of what it loads itself
-        raise MissingDependencyError(
-            f"{folder}: its attention is FlashInfer's ({error}): {advice}"
-        ) from None
-    known = inspect.signature(attention).parameters
-    missing = [name for name in GIVEN if name not in known]
-    if missing:
-        raise EngineError(
-            f"{folder}: this FlashInfer's trtllm_batch_decode_with_kv_cache_mla has no "
-            f"{', '.join(missing)}; 0.7.2 has"
-        )
+check = LIBRARY.check
 
 
 # Where strides are fixed, AOTInductor copies an operand for each call that shares it: the lengths.
@@ -55,29 +34,24 @@ def mla_decode(
     use. Query t of T sees the rows before lengths - T + t + 1. nope: a query's width without
     position, before it was absorbed. Returns [B, T, H, kv_lora_rank].
     """
-    from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as attention
-
     (B, _, S, C), device = cache.shape, cache.device
-    pages = B * S // PAGE
-    table = kept(("table", device, B, S), lambda: _table(B, pages, device))
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     # Kernels count in it: it begins as zeros, and one stream has it for itself.
     workspace = kept(
-        ("workspace", device, stream),
+        ("workspace", device, stream_of(cache)),
         lambda: torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
     )
     # Said by lengths, a window is a sequence of T queries; given as [B, T, H, C] its mask is the
     # kernel's own affair, and has been wrong for some numbers of tokens and heads.
     T, H = query.shape[1:3]
     ends = kept(("queries", device, B, T), lambda: _ends(B, T, device))
-    result: Tensor = attention(
+    result: Tensor = LIBRARY.find()(
         query=query.reshape(B * T, H, C),
-        kv_cache=cache.view(pages, PAGE, C),
+        kv_cache=cache.view(B * S // PAGE, PAGE, C),
         workspace_buffer=workspace,
         qk_nope_head_dim=nope,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=C - kv_lora_rank,
-        block_tables=table,
+        block_tables=table_of(cache),
         seq_lens=lengths,
         max_seq_len=S,
         bmm1_scale=scale,
@@ -96,18 +70,6 @@ def _(
     return query.new_empty(*query.shape[:3], kv_lora_rank)
 
 
-def kept(key: tuple[Any, ...], make: Any) -> Tensor:
-    """Returns a tensor that stays where it is: a CUDA graph holds its address."""
-    if key not in _kept:
-        _kept[key] = make()
-    return _kept[key]
-
-
 def _ends(slots: int, queries: int, device: torch.device) -> Tensor:
     """Says where each slot's queries end, behind a 0: [slots + 1] int32."""
     return torch.arange(slots + 1, dtype=torch.int32, device=device) * queries
-
-
-def _table(slots: int, pages: int, device: torch.device) -> Tensor:
-    """Returns each slot's pages [slots, pages / slots] int32: one behind the other."""
-    return torch.arange(pages, dtype=torch.int32, device=device).view(slots, -1)

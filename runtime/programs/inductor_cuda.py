@@ -161,10 +161,11 @@ def load(
     """Loads the programs of an engine for a GPU; refuses another kind, or too little memory."""
     held, size = "weights", manifest.files[WEIGHTS].size
     if manifest.target.attention_backend is not None:
-        from mtpbuild.runtime.programs import flashinfer_attention
+        from mtpbuild.runtime.programs.attention_backends import module_of
 
-        flashinfer_attention.check(folder)  # importing it has registered what the programs call
-        held, size = "weights and FlashInfer's workspace", size + flashinfer_attention.WORKSPACE
+        other = module_of(manifest.target.attention_backend)  # registers what the programs call
+        other.check(folder)
+        held, size = f"weights and {other.LIBRARY.name}'s workspace", size + other.WORKSPACE
     check_gpu(folder, manifest, gpu, "build it on this machine (--force)", held, size)
     try:
         return make(manifest, gpu, opener)

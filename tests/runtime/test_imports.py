@@ -9,7 +9,8 @@ import mtpbuild.runtime
 
 RUNTIME = Path(mtpbuild.runtime.__file__).parent
 
-NEED_TORCH = {"aot_package", "channel", "flashinfer_attention", "nccl", "torch_cuda"}
+ATTENTION = {"attention_backends", "flash_mla_attention", "flashinfer_attention"}
+NEED_TORCH = {"aot_package", "channel", "nccl", "torch_cuda"} | ATTENTION
 
 RUN = """
 import sys

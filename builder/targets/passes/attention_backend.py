@@ -1,6 +1,7 @@
-"""Gives a step's attention to FlashInfer in a GPU's graph, where its kernel computes the same."""
+"""Gives a step's attention to another package in a GPU's graph, where its kernel does the same."""
 
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -9,47 +10,65 @@ from torch.fx import Node
 
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.programs.flashinfer_attention import PAGE, mla_decode
+from mtpbuild.runtime.programs.attention_backends import PAGE, module_of
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
 
-aten, DECODE = torch.ops.aten, mla_decode._opoverload
-CAPABILITIES = ("10.0", "10.3")  # its kernels for data-centre Blackwell run on these
-SHAPES = ((512, 64, 128), (256, 64, 64))  # kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim
+aten = torch.ops.aten
 
 
-def check(plan: "Plan") -> None:
-    """Raise BuildError unless FlashInfer has a kernel for the plan's model and GPU."""
-    asked, config = "--attention-backend flashinfer", plan.config
+@dataclass(frozen=True)
+class Limits:
+    """Says what a package has kernels for."""
+
+    capabilities: tuple[str, ...]
+    names: tuple[str, ...]  # of the sizes that its kernels fix
+    shapes: tuple[tuple[int, ...], ...]
+    any_heads: bool = False  # else up to 64 of a rank, or 128
+    plans: bool = False  # the first call of a step does, for all layers
+
+
+LATENT = ("kv_lora_rank", "qk_rope_head_dim")
+LIMITS = {
+    "flashinfer": Limits(  # its kernels for data-centre Blackwell
+        ("10.0", "10.3"), (*LATENT, "qk_nope_head_dim"), ((512, 64, 128), (256, 64, 64))
+    ),
+    "flash-mla": Limits(("9.0",), LATENT, ((512, 64),), any_heads=True, plans=True),
+}
+
+
+def check(plan: "Plan", backend: str) -> None:
+    """Raise BuildError unless the package has a kernel for the plan's model and GPU."""
+    asked, config, limits = f"--attention-backend {backend}", plan.config, LIMITS[backend]
     for capability in plan.compute_capabilities:
-        if capability not in CAPABILITIES:
+        if capability not in limits.capabilities:
             raise BuildError(
-                f"{asked} has kernels for compute capability {' and '.join(CAPABILITIES)} alone, "
-                f"not {capability}; leave it out"
+                f"{asked} has kernels for compute capability {' and '.join(limits.capabilities)} "
+                f"alone, not {capability}; leave it out"
             )
-    names = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"
-    shape = tuple(getattr(config, name, None) for name in names)
-    if shape not in SHAPES:
-        known = " or ".join(", ".join(map(str, each)) for each in SHAPES)
+    shape = tuple(getattr(config, name, None) for name in limits.names)
+    if shape not in limits.shapes:
+        known = " or ".join(", ".join(map(str, each)) for each in limits.shapes)
         raise BuildError(
-            f"{asked} has kernels for a {', '.join(names)} of {known}, not "
+            f"{asked} has kernels for a {', '.join(limits.names)} of {known}, not "
             f"{', '.join(map(str, shape))}; leave it out"
         )
     heads: int = config.num_attention_heads // plan.ranks.parts  # type: ignore[attr-defined]
-    if heads > 64 and heads != 128:
+    if heads > 64 and heads != 128 and not limits.any_heads:
         raise BuildError(
             f"{asked} has kernels for up to 64 heads of a rank, or 128, not {heads}; leave it out"
         )
 
 
-def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
-    """Before: `mla_attention` over rows that the step has just written. After: FlashInfer's kernel.
+def by_package(exported: ExportedProgram, config: "ModelConfig", backend: str) -> int:
+    """Before: `mla_attention` over rows that the step has just written. After: a package's kernel.
 
     Works in place; returns how many it replaced. Drafts keep our kernel: they attend with a single
     token of a window, or to rows beside the cache.
     """
+    decode, plans = module_of(backend).mla_decode._opoverload, LIMITS[backend].plans
     nope: int = config.qk_nope_head_dim  # type: ignore[attr-defined]  # a family with latents
     graph = exported.graph_module.graph
     found = [node for node in graph.nodes if reads_what_was_written(node)]
@@ -70,14 +89,17 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
         q, cache, _, base, _, scale, rank = cast(tuple[Any, ...], node.args)
         assert cache.meta["val"].shape[2] % PAGE == 0, "a GPU's caches have whole pages"
         with graph.inserting_before(node):
-            if base not in lengths:
+            first = base not in lengths
+            if first:
                 end = call(aten.add.Tensor, base, q.meta["val"].shape[2])
                 lengths[base] = call(aten._to_copy.default, end, dtype=torch.int32)
             query = by_the_other(q)
-            mixed = call(DECODE, query, cache, lengths[base], scale, nope, rank)
+            own = first if plans else nope  # what only one of the packages is told
+            mixed = call(decode, query, cache, lengths[base], scale, own, rank)
             by_head = by_the_other(mixed)
         node.replace_all_uses_with(by_head)
         graph.erase_node(node)
+    assert not plans or len(lengths) <= 1, "one plan is kept for each number of slots"
     exported.graph_module.recompile()
     return len(found)
 
