@@ -142,7 +142,7 @@ def test_a_line_has_its_own_penalties(engine_dir: Path, tmp_path: Path) -> None:
 
 def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> None:
     """Each setting of HTTP bodies is a key of a line, and stands above the command's flag."""
-    line = {
+    line: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 7,
         "top_p": 0.25,
