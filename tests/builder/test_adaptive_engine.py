@@ -76,10 +76,9 @@ def test_text_is_that_of_plain_decoding(
 @pytest.mark.usefixtures("quick")
 def test_building_one(smallest: Path, tmp_path: Path) -> None:
     (built,) = build(BuildRequest(str(smallest), ("auto",), out=tmp_path / "e"))
-    assert (built.manifest.build.drafts, built.manifest.build.drafter) == ("0 to 4", "mtp-eagle")
-    steps = {
-        f"{kind}{k}" for kind in ("decode", "decode_mixed") for k in ("", "_0", "_1", "_2", "_3")
-    }
+    assert (built.manifest.build.drafts, built.manifest.build.drafter) == ("0 to 5", "mtp-eagle")
+    counts = ("", *(f"_{k}" for k in range(5)))
+    steps = {f"{kind}{k}" for kind in ("decode", "decode_mixed") for k in counts}
     assert set(read_manifest(built.folder).programs) == {"prefill", *steps}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"drafter": "mtp-vanilla"}, "--nextn auto drafts by mtp-eagle"),
