@@ -4,6 +4,7 @@ The checkpoint is of true headers and holes; the engine is 26 times its largest 
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ SHAPE: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
+# By itself glibc keeps up to 32 MB of what is freed, more or less by chance: the peak of one
+# program varied by half. With this its large blocks go back at once.
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 WRITE = """
 import re, sys
 from pathlib import Path
@@ -87,7 +91,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def peak(checkpoint: Path, out: Path, *how: object) -> tuple[int, int]:
     """Bytes that writing an engine takes at once, and bytes of its weights."""
     run = [sys.executable, "-c", WRITE, str(checkpoint), str(out), *map(str, how)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    env = os.environ | AT_ONCE
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env=env)
     written = (out / WEIGHTS).stat().st_size
     (out / WEIGHTS).unlink()
     return int(done.stdout), written
@@ -97,7 +102,7 @@ def peak(checkpoint: Path, out: Path, *how: object) -> tuple[int, int]:
 def test_the_peak_is_bounded(tp: int, rank: int, checkpoint: Path, tmp_path: Path) -> None:
     taken, written = peak(checkpoint, tmp_path, tp, rank, "none", "none")
     assert written > 24 * LARGEST / tp
-    assert 0 < taken < 5 * LARGEST
+    assert 0 < taken < 3 * LARGEST
 
 
 def test_quantising_on_the_way(tmp_path: Path) -> None:
@@ -105,4 +110,4 @@ def test_quantising_on_the_way(tmp_path: Path) -> None:
     checkpoint = holes(tmp_path / "model", SHAPE | {"vocab_size": 8 * SHAPE["vocab_size"]})
     taken, written = peak(checkpoint, tmp_path, 1, 0, "int4", "int8")
     assert written > 7 * LARGEST
-    assert 0 < taken < 6 * LARGEST
+    assert 0 < taken < 4.5 * LARGEST
