@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 from filelock import FileLock
 
+from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -18,6 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group is not None and group.args == ("inductor",):
+            item.add_marker(needs_compiler)
 
 
 @pytest.fixture(scope="session")

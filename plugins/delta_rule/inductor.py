@@ -13,18 +13,22 @@ def delta_rule_inductor(
     if isinstance(tokens, int):
         outputs, after = delta_rule._init_fn(mixed, ba, rate, bias, state)
         return outputs, after
-    given = inputs(mixed, ba, rate, bias, state)
-    (B, H, _, V), count = state.shape, ba.shape[1]
+    (B, H, K, V), count = state.shape, ba.shape[1]
+    q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
+    # One tensor of its own: AOTInductor (torch 2.13) frees the handle of a view that is an operand
+    # of a loop in the loop's first pass, and reads it in the next.
+    given = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
 
     def more(t: Tensor, *held: Tensor) -> Tensor:
         return t < count
 
-    def body(t: Tensor, state: Tensor, found: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        own = (each.index_select(1, t[None])[:, 0] for each in given)
-        state, o = step(state, *own)
+    def body(t: Tensor, state: Tensor, found: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        own = given.index_select(1, t[None])[:, 0]
+        q, k, v, decay, beta = own.split([K, K, V, 1, 1], dim=-1)
+        state, o = step(state, q, k, v, decay[..., 0], beta[..., 0])
         return t + 1, state, found.index_copy(1, t[None], o[:, None])
 
     first = torch.zeros((), dtype=torch.int64)
     carried = first, state.clone(), mixed.new_zeros((B, count, H, V))
-    _, after, found = torch.ops.higher_order.while_loop(more, body, carried, tuple(given))
+    _, after, found = torch.ops.higher_order.while_loop(more, body, carried, (given,))
     return found, after

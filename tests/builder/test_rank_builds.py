@@ -34,6 +34,7 @@ from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_folders, started
 from mtpbuild.runtime.targets import names
 from tests.support.checkpoints import load_config, random_checkpoint
+from tests.support.compiler import needs_compiler
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
 from tests.support.requests import altered, build_request
@@ -88,6 +89,7 @@ def assert_whole(folder: Path, *ranks: int) -> None:
     assert list(folder.parent.iterdir()) == [folder]
 
 
+@needs_compiler
 def test_on_several_machines(checkpoint: Path, tmp_path: Path) -> None:
     """Each with a copy of the checkpoint: their folders, copied together, are the whole engine."""
     whole = run(checkpoint, tmp_path / "here" / "engine", None)
@@ -102,6 +104,7 @@ def test_on_several_machines(checkpoint: Path, tmp_path: Path) -> None:
     assert contents(together) == contents(whole.folder)
 
 
+@needs_compiler
 def test_one_after_another(checkpoint: Path, tmp_path: Path) -> None:
     """Later ranks take the programs of the first; what is there already is left alone."""
     out, stages = tmp_path / "out" / "engine", Stages()
@@ -127,6 +130,7 @@ def test_one_after_another(checkpoint: Path, tmp_path: Path) -> None:
     assert contents(out) == contents(run(checkpoint, tmp_path / "b" / "engine", None).folder)
 
 
+@needs_compiler
 def test_at_the_same_time(checkpoint: Path, tmp_path: Path) -> None:
     """Rank 3 finds no engine; when it is done, rank 1 has made one."""
     out = tmp_path / "out" / "engine"
@@ -139,6 +143,7 @@ def test_at_the_same_time(checkpoint: Path, tmp_path: Path) -> None:
     assert_whole(out, 1, 3)
 
 
+@needs_compiler
 def test_an_interrupted_rank(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +165,7 @@ def test_an_interrupted_rank(
         shutil.rmtree(out)
 
 
+@needs_compiler
 def test_a_damaged_rank_is_built_again(checkpoint: Path, tmp_path: Path) -> None:
     out = run(checkpoint, tmp_path / "out" / "engine", None).folder
     sound = contents(out)
@@ -172,6 +178,7 @@ def test_a_damaged_rank_is_built_again(checkpoint: Path, tmp_path: Path) -> None
     assert run(checkpoint, out, None).unchanged
 
 
+@needs_compiler
 def test_what_is_not_there(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +210,7 @@ def test_what_is_not_there(
         list(own_folders(out, read_manifest(out)))
 
 
+@needs_compiler
 def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
     """They are neither replaced by a single rank, nor taken for its own."""
     out = run(checkpoint, tmp_path / "out" / "engine", 0).folder
@@ -272,6 +280,7 @@ def test_usage(flags: tuple[str, ...], says: str, checkpoint: Path, tmp_path: Pa
     assert not any(tmp_path.iterdir())
 
 
+@needs_compiler
 def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
     flags = ("--model", checkpoint, "--target", "inductor", "--tp", "4", "--out", out)

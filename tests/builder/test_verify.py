@@ -24,10 +24,11 @@ from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
-from mtpbuild.runtime.cpu_library import ISAS
+from mtpbuild.runtime.cpu_library import ISAS, find_library
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
+from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fake_target import quick_target
 from tests.support.fakes import FakePrograms, fake_manifest
@@ -189,6 +190,7 @@ def test_an_exact_engine_may_not_round() -> None:
     assert check(MACHINE, case()).detail == "the engine is not exact"
 
 
+@needs_compiler
 @pytest.mark.usefixtures("quick_inductor")
 def test_a_baseline_is_of_the_engines_target(
     smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,7 +338,10 @@ def test_real_engines(
     few = (*flags, "--output-len", 32, "--seeds", 20, "--threads", 1, "--against", base)
     code, out, err = invoke("--engine", engine, *few)
     assert (code, err) == (0, ""), out
-    assert out.splitlines()[-1] == f"passed: {len(CHECKS)} checks"
+    if find_library() is None:  # then nothing is exact
+        assert out.splitlines()[-1] == f"passed: {len(CHECKS) - 1} checks, 1 not checked"
+    else:
+        assert out.splitlines()[-1] == f"passed: {len(CHECKS)} checks"
 
     copy = tmp_path / "damaged_n3"
     shutil.copytree(engine, copy)

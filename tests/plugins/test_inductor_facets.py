@@ -1,12 +1,21 @@
 """Oracle O8 for AOTInductor: each facet of its own equals the reference, on ragged lengths."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtpbuild.plugins import PYTORCH, facets, grouped_attention, kv_write, mla_attention
+from mtpbuild.plugins import (
+    PYTORCH,
+    delta_rule,
+    facets,
+    grouped_attention,
+    kv_write,
+    mla_attention,
+)
+from mtpbuild.plugins.delta_rule.inductor import delta_rule_inductor
 from mtpbuild.plugins.grouped_attention.inductor import grouped_attention_inductor
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
@@ -73,6 +82,36 @@ def by_heads(
         p = (keys[:, own] @ q[b, h, t].float() * scale).softmax(0)
         out[b, h, t] = p @ values[:, own]
     return out
+
+
+class Rule(nn.Module):
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_inductor(*given)
+
+
+@pytest.mark.xdist_group("inductor")
+@pytest.mark.filterwarnings("ignore")  # what torch says of itself while it compiles
+def test_delta_rule_over_a_prompt(tmp_path: Path) -> None:
+    """Compiled, with as many heads of keys as of values: torch's loop must not lose its operands."""
+    slots, heads, width = 2, 3, 6
+
+    def given(tokens: int) -> tuple[Tensor, ...]:
+        mixed = torch.randn(slots, tokens, 3 * heads * width)
+        rest = torch.randn(slots, tokens, 2 * heads), torch.rand(heads), torch.randn(heads)
+        return mixed, *rest, torch.randn(slots, heads, width, width)
+
+    torch.manual_seed(0)
+    tokens = {1: torch.export.Dim("tokens", min=2, max=64)}
+    dims = ((tokens, tokens, None, None, None),)
+    program = torch.export.export(Rule(), given(7), dynamic_shapes=dims, strict=False)
+    path = str(tmp_path / "rule.pt2")
+    compiled = torch._inductor.aoti_load_package(
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    )
+    for count in (2, 5, 40):
+        operands = given(count)
+        for got, wanted in zip(compiled(*operands), delta_rule(*operands), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_attention_has_a_floor() -> None:

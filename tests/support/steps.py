@@ -83,15 +83,17 @@ def check_steps(
 def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]) -> None:
     """Checks O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
+    recurrent = [spec for spec in state_specs(plan) if spec.role == "recurrent"]
+    atol = 5e-4 if recurrent else 2e-4  # rounding goes on through all tokens of a delta rule
     if isinstance(reference, Transformer):
         for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
             got = programs.state[f"kv.{i}"][0, 0, :length]
-            np.testing.assert_allclose(got, rows, atol=2e-4, err_msg=ROWS)
+            np.testing.assert_allclose(got, rows, atol=atol, err_msg=ROWS)
     fresh = EagerPrograms(plan, programs.step_program.module.model)  # type: ignore[arg-type]
     Run(fresh, reference, plan.nextn, plan.drafter, 1000, np.random.default_rng(0)).prefill(tokens)
-    for spec in (s for s in state_specs(plan) if s.role == "recurrent"):
+    for spec in recurrent:
         got, wanted = programs.state[spec.name], fresh.state[spec.name]
-        np.testing.assert_allclose(got, wanted, atol=2e-4, err_msg=STATES)
+        np.testing.assert_allclose(got, wanted, atol=atol, err_msg=STATES)
     for name, cache in fresh.state.items():
         if "kv." not in name:
             continue
@@ -99,7 +101,7 @@ def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]
         late = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
         final = length - (module if late else 0)
         got = programs.state[name][0, 0, :final]
-        np.testing.assert_allclose(got, cache[0, 0, :final], atol=2e-4, err_msg=ROWS)
+        np.testing.assert_allclose(got, cache[0, 0, :final], atol=atol, err_msg=ROWS)
 
 
 def begin(plan: Plan) -> dict[str, Tensor]:
