@@ -38,7 +38,7 @@ MOST_CALLS = {
 FORMATS = ("", "nvfp4", "fp8")
 # The same inside a step with nextn 3: what one more dense layer adds and one more MoE layer, what a
 # step with one of each calls, and one of all 61 layers.
-OF_A_STEP = {"": (12, 15, 113, 992), "nvfp4": (14, 15, 115, 998), "fp8": (15, 16, 120, 1062)}
+OF_A_STEP = {"": (12, 15, 120, 999), "nvfp4": (14, 15, 122, 1005), "fp8": (15, 16, 127, 1069)}
 ATTENTION = {"latent_row", "absorbed_query", "mla_partial", "mla_combine", "value_of_head"}
 EXPERTS = {"route", "gate_and_up", "down"}
 OWN = {

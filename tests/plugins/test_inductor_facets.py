@@ -92,7 +92,7 @@ class Rule(nn.Module):
 @pytest.mark.xdist_group("inductor")
 @pytest.mark.filterwarnings("ignore")  # what torch says of itself while it compiles
 def test_delta_rule_over_a_prompt(tmp_path: Path) -> None:
-    """Compiled, with as many heads of keys as of values: torch's loop must not lose its operands."""
+    """Compiled, with as many heads of keys as of values: torch's loop keeps its operands."""
     slots, heads, width = 2, 3, 6
 
     def given(tokens: int) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ RANK = "rank"  # the last part of a rank constant's name
 def rank_constant() -> nn.Parameter:
     """Returns a constant [1] int64 for the rank, which loaders find by the name `rank`.
 
-    It is a parameter because the compiler folds other constants.
+    It is a parameter because the compiler folds other constants. It folds arithmetic on this one
+    alone, too (`rank * size` is 0): it is to be compared, or to be an index.
     """
     return nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
 
@@ -45,10 +46,11 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
 
     A rank gives 20 bytes for 4,096 logits in place of the logits.
     """
-    best = best_of_blocks(logits)
-    ids = best[..., 4:] + (rank * logits.shape[-1]).to(best.dtype)
-    best = torch.cat([best[..., :4], ids], -1).flatten(-2)
-    return all_gather(best, rank, ranks).unflatten(-1, (-1, 5))
+    best = best_of_blocks(logits).unsqueeze(-3)
+    places = torch.arange(ranks, device=logits.device)[:, None, None]
+    ids = best[..., 4:] + places * logits.shape[-1]
+    every = torch.cat([best[..., :4].expand(*ids.shape[:-1], 4), ids], -1)
+    return all_reduce(torch.where(places == rank, every, 0.0).flatten(-3, -2))
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
