@@ -181,7 +181,7 @@ def test_a_rank_of_two(all_graphs: Graphs) -> None:
     drafts = [["best"]] * NEXTN  # ranks exchange their best logits
     assert kernels(nodes) == sorted(kernels(all_graphs["batch"]) + drafts)
     gathered = [shape for _, target, _, shape, _ in nodes if "all_reduce" in target][-1]
-    assert [*gathered[-2:]] == ["2", "5"], "a block of each rank"
+    assert gathered[-1] == str(2 * 5), "a block of each rank"
     assert not any("mtpbuild" in target or "cond" in target for target in calls)
 
 

@@ -50,7 +50,8 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
     places = torch.arange(ranks, device=logits.device)[:, None, None]
     ids = best[..., 4:] + places * logits.shape[-1]
     every = torch.cat([best[..., :4].expand(*ids.shape[:-1], 4), ids], -1)
-    return all_reduce(torch.where(places == rank, every, 0.0).flatten(-3, -2))
+    own = torch.where(places == rank, every, 0.0)
+    return all_reduce(own.flatten(-3)).unflatten(-1, (-1, 5))
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:

@@ -67,6 +67,7 @@ class SoftmaxGate(nn.Module):
     """Scores experts by a softmax in fp32, which selects and weighs."""
 
     always = 0
+    fused = False  # no op does it
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -125,9 +126,9 @@ class DenseMoE(MoE):
         c = self.config
         weights, ids = self.gate(x)
         inner = self.experts.by_kernel(x)
-        if inner is not None and self.experts.fused and self.ranks.ep == 1:
+        if inner is not None and self.gate.fused and self.ranks.ep == 1:
             count = c.n_routed_experts + self.always
-            inner = weigh_experts(inner, weights, ids.int(), count, self.always)
+            inner = weigh_experts(inner, weights, ids, count, self.always)
             return inner @ self.experts.down_proj
         every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
             -1, ids.long(), weights
