@@ -84,7 +84,9 @@ def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]
     """Checks O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
     recurrent = [spec for spec in state_specs(plan) if spec.role == "recurrent"]
-    atol = 5e-4 if recurrent else 2e-4  # rounding goes on through all tokens of a delta rule
+    # A delta rule's norm may divide by nearly nothing: for token 51 of "qwen3.5" alone the plain
+    # model in fp32 is 1.1e-4 off fp64, and both sides here may be.
+    atol = 2.5e-4 if recurrent else 2e-4
     if isinstance(reference, Transformer):
         for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
             got = programs.state[f"kv.{i}"][0, 0, :length]
