@@ -28,13 +28,20 @@ from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
 from one.section import Found, Section
-from one.shapes import DENSE, HYBRID, LARGER_HYBRID, MOE
+from one.shapes import DENSE, HYBRIDS, MOE
 from one.small_moe import SmallMoE
 from rich.console import Console
 from rich.table import Table
 from script import run
 
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
+
+
+def hybrid(recipe: str, nextn: int) -> Published:
+    """Makes a section of a Qwen3.5; each draft is accepted with probability 0.8."""
+    rates = tuple(0.8**j for j in range(1, nextn + 1))
+    return Published(recipe, nextn, rates, reduced_gain=1.7, filled=False, their_gain=1.4)
+
 
 SECTIONS: dict[str, Section] = {
     "moe": Published(MOE, 1, (0.85,), reduced_gain=1.3, gain=1.15, disk=6.8),
@@ -44,9 +51,9 @@ SECTIONS: dict[str, Section] = {
     "contexts": Contexts(),
     "prompts": Prompts(),
     "adaptive": Adaptive(),
-    # Each draft is accepted with probability 0.8.
-    "hybrid": Published(HYBRID, 3, (0.8, 0.64, 0.512), reduced_gain=1.7, filled=False),
-    "hybrid-4b": Published(LARGER_HYBRID, 2, (0.8, 0.64), reduced_gain=1.7, filled=False),
+    "hybrid": hybrid(HYBRIDS[0], 3),
+    "hybrid-4b": hybrid(HYBRIDS[1], 2),
+    "hybrid-9b": hybrid(HYBRIDS[2], 2),
 }
 OTHER_PYTHON = Path(".venv-peers/bin/python")
 WIDTH = 150  # least columns of the output

@@ -5,7 +5,8 @@ python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:80
 
 `mtpbuild serve` serves each engine; beside its figures stands the speed of `Engine.stream` for one
 user. --llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights
-in that type and 8 slots. A peer is any running server of OpenAI's API. All get the same greedy,
+in that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP
+module. A peer is any running server of OpenAI's API. All get the same greedy,
 streamed completions; a user sends the next one as soon as the last has ended. Servers take turns,
 round after round, each after eight requests that are not counted; figures are the rounds' medians.
 """
@@ -75,13 +76,15 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
 
 
 @contextlib.contextmanager
-def llama_server(weights: Path, slots: int, length: int) -> Iterator[str]:
-    """Starts llama.cpp's server on a free port."""
+def llama_server(weights: Path, slots: int, length: int, drafts: int = 0) -> Iterator[str]:
+    """Starts llama.cpp's server on a free port; with drafts, its file has an MTP module."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command: list[str] = [str(PEERS / "llama-server"), "--model", str(weights), "--port", str(port)]
     command += ["-np", str(slots), "--ctx-size", str(slots * length), "--threads", str(cores())]
+    if drafts:
+        command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -223,6 +226,7 @@ def main() -> None:
     parser.add_argument("engines", nargs="*", type=Path)
     parser.add_argument("--peer", action="append", default=[], help="NAME=URL")
     parser.add_argument("--llama-server", action="append", default=[], choices=("f32", "q8_0"))
+    parser.add_argument("--llama-drafts", type=int, default=0)
     parser.add_argument("--model", default="deepseek-tiny", help="weights of --llama-server")
     parser.add_argument("--users", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=4, help="requests of each user")
@@ -234,7 +238,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
             weights = convert(arguments.model, kind, Path(folder))
-            servers.append(Server(f"{LLAMA} {kind}", partial(llama_server, weights, SLOTS, LENGTH)))
+            for drafts in {0, arguments.llama_drafts}:
+                start = partial(llama_server, weights, SLOTS, LENGTH, drafts)
+                name = f"{LLAMA} {kind}" + (f", {drafts} drafts" if drafts else "")
+                servers.append(Server(name, start))
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
             servers.append(Server(name, partial(running, url)))

@@ -7,6 +7,7 @@ import torch
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
+from tests.support.compiler import needs_library
 from tests.support.conversations import Users, check_found, with_prefix
 from tests.support.crowds import Case, check_crowd, texts
 from tests.support.engines import EngineBuilder, greedy_ids
@@ -60,6 +61,7 @@ def test_every_nextn_says_the_same(
     assert greedy_ids(other, given, 128) == greedy_ids(engine, given, 128)
 
 
+@needs_library  # others are not exact
 def test_warm_starts_say_what_cold_ones_say(engine: Path, tmp_path: Path) -> None:
     """Behind a prefix of the engine and behind earlier turns, to the bit: it is exact.
 

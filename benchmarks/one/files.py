@@ -57,13 +57,18 @@ class Workshop:
         path.write_text(json.dumps([*range(self.vocabulary // QUARTER)]), encoding="utf-8")
         return str(path)
 
-    def write_gguf(self, python: Path) -> tuple[Path, dict[str, int]]:
-        """Writes the same shape for llama.cpp; returns the file and the bytes of its tensors."""
+    def write_gguf(self, python: Path, *, module: bool = False) -> tuple[Path, dict[str, int]]:
+        """Writes the same shape for llama.cpp; returns the file and the bytes of its tensors.
+
+        module: the MTP module is in it.
+        """
         self.watch(f"writing GGUF, {self.shape.gguf}")
-        config, out = self.folder / "config.json", self.folder / f"{self.shape.gguf}.gguf"
+        name = f"{self.shape.gguf}{'-mtp' if module else ''}.gguf"
+        config, out = self.folder / "config.json", self.folder / name
         config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
         script = [str(python), str(PEER / "gguf_random.py"), str(config), str(out)]
-        sizes: dict[str, int] = json.loads(run([*script, "--type", self.shape.gguf]))
+        flags = ["--type", self.shape.gguf, *(["--module"] if module else [])]
+        sizes: dict[str, int] = json.loads(run([*script, *flags]))
         self._weigh()
         return out, sizes
 

@@ -18,7 +18,7 @@ from one.report import Aim, Row, over, rate, scaled, table
 from one.run import Run
 from one.section import Data, Found
 from one.shapes import Shape, published
-from one.sides import LLAMA, Side, decode, ours, prompt, take_turns
+from one.sides import LLAMA, LLAMA_MTP, Side, decode, ours, prompt, take_turns
 
 PLAIN, DRAFTING, REDUCED = "nextn 0", "drafting", "drafting, a quarter"
 SHORT, LONG, PROMPT = 32, 1024, 256
@@ -42,6 +42,7 @@ class Published:
     disk: float | None = None
     # Long caches are made up; not of recurrent states, as llama.cpp's saved sequences have rows.
     filled: bool = True
+    their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, where it has one
 
     @property
     def accepted(self) -> float:
@@ -65,6 +66,9 @@ class Published:
             sides.append(self.their_side(gguf, run, shop.vocabulary))
             costs |= self.their_costs(counted, tensors)
             sizes[LLAMA] = gguf.stat().st_size
+            if self.their_gain is not None:
+                drafting, _ = shop.write_gguf(run.peers, module=True)
+                sides.append(self.their_drafting_side(drafting, run, shop.vocabulary))
         return {
             "whole": shape.whole,
             "layers": shape.config.num_hidden_layers,
@@ -100,6 +104,11 @@ class Published:
             "verify": decode(run.steps, SHORT, filled=False, window=self.nextn + 1),
         }
         return Side(LLAMA, run.peers, gguf, asks, vocabulary)
+
+    def their_drafting_side(self, gguf: Path, run: Run, vocabulary: int) -> Side:
+        assert run.peers is not None
+        asks = {"short": decode(run.steps, SHORT, filled=False, window=self.nextn + 1)}
+        return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafting=True)
 
     def our_costs(self, counted: Counted, engines: dict[str, Path]) -> Data:
         plain = engines[PLAIN]
@@ -182,6 +191,14 @@ class Published:
             label = f"{self.accepted:.2f} tokens a step, {name}"
             row = Row(label, "tokens/s", (own, other, bound, their_bound))
             yield row.judge(over(own, other), None if gain is None else Aim(gain, at_least=True))
+        if self.their_gain is None:
+            return
+        # Its steps take as long whatever is accepted, but for what it takes back.
+        other = rate(self.accepted, measured.drafting_step(LLAMA_MTP, "short"))
+        for name in (DRAFTING, REDUCED):
+            own = rate(self.accepted, measured.step(name, "accepted"))
+            row = Row(f"the same, {name}; llama.cpp with its MTP", "tokens/s", (own, other))
+            yield row.judge(over(own, other), Aim(self.their_gain, at_least=True))
 
 
 def bits(engine: Path, shape: Shape) -> float:

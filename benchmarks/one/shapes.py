@@ -13,7 +13,7 @@ from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_scheme
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
-HYBRID, LARGER_HYBRID = "qwen3.5-0.8b", "qwen3.5-4b"
+HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b")
 # MOE's 64 experts at half the width: 0.95 billion parameters.
 SMALL = {
     "hidden_size": 768,

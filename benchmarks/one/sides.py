@@ -18,7 +18,7 @@ from typing import Any
 from one.run import Run
 
 PEER = Path(__file__).parents[1] / "peer"
-OURS, LLAMA = "mtpbuild", "llama.cpp"
+OURS, LLAMA, LLAMA_MTP = "mtpbuild", "llama.cpp", "llama.cpp, MTP"
 WARM = 2  # steps at the start of a request that are not counted
 PATIENCE = 3600  # most seconds for a side
 CHUNK = 1 << 24
@@ -30,7 +30,8 @@ Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died leave
 class Side:
     """Is an engine of ours or a GGUF file, and the asks for it, by name.
 
-    rows: the most cached tokens that a request needs.
+    rows: the most cached tokens that a request needs. drafting: llama.cpp's server runs the MTP
+    module that its file has.
     """
 
     name: str
@@ -39,10 +40,13 @@ class Side:
     asks: Mapping[str, Mapping[str, Any]]
     vocabulary: int
     rows: int = 2048
+    drafting: bool = False
 
     @property
     def script(self) -> str:
-        return str(PEER / ("llama_side.py" if self.path.suffix == ".gguf" else "ours_side.py"))
+        if self.path.suffix != ".gguf":
+            return str(PEER / "ours_side.py")
+        return str(PEER / ("llama_server_side.py" if self.drafting else "llama_side.py"))
 
     def run(self, threads: int, work: Path) -> Answers:
         """Returns answers by name; "first" has the seconds from start to first token."""
@@ -131,6 +135,10 @@ class Measured:
     def step(self, side: str, ask: str) -> float | None:
         """Returns the seconds of a step, the median of the rounds' medians."""
         return self._median(side, ask, lambda answer: statistics.median(answer["steps"][WARM:]))
+
+    def drafting_step(self, side: str, ask: str) -> float | None:
+        """Returns the seconds of a step of llama.cpp's server with drafts."""
+        return self._median(side, ask, lambda answer: answer["step_s"])
 
     def speed(self, side: str, ask: str) -> float | None:
         """Returns tokens per second of all requests together, the median of the rounds."""

@@ -1,25 +1,24 @@
-"""Writes a DeepSeek-V3-class checkpoint as GGUF, for llama.cpp's `deepseek2` architecture.
+"""Writes a checkpoint as GGUF, for llama.cpp's `deepseek2` (DeepSeek-V3's class) and `qwen35`.
 
     python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--tokenizer]
 
 The script needs `gguf`, but neither torch nor mtpbuild. Without --tokenizer the file has token ids
 only; with it a server can read and write text, split by GPT-2's pattern, which is not quite the
-model's. MTP modules are left out: llama.cpp runs at most one, and only in its server.
+model's. Qwen3.5's MTP module is written, too; only llama.cpp's server runs it (`--spec-type
+draft-mtp`). DeepSeek-V3's modules are left out: this llama.cpp has none for that architecture.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_hybrid
 import numpy as np
-import numpy.typing as npt
-from gguf_keys import PLAIN, write_keys
-
-Array = npt.NDArray[np.float32]
-Reader = Callable[[str], Array]
+from gguf_hybrid import Array, Reader
+from gguf_keys import PLAIN, architecture, write_keys
 
 # Tensors of a layer: GGUF's name and the checkpoint's.
 QUERIES = {"attn_q": "self_attn.q_proj"}  # without q_lora
@@ -61,7 +60,7 @@ def open_tensors(folder: Path) -> Reader:
     return read
 
 
-def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
+def latent_tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
     """Yields GGUF's names and their values."""
     yield "token_embd.weight", read("model.embed_tokens.weight")
     yield "output_norm.weight", read("model.norm.weight")
@@ -93,6 +92,9 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
             )
 
 
+TENSORS = {"deepseek2": latent_tensors, "qwen35": gguf_hybrid.tensors}
+
+
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Writes the byte-level BPE of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -116,14 +118,17 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> None:
     """Writes matrices in `kind`; norms, biases and the router in fp32, as llama.cpp requires."""
     c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(out, "deepseek2")
-    write_keys(writer, c)
+    model = architecture(c)
+    if model not in TENSORS:
+        raise SystemExit(f"{model}: expected {' or '.join(TENSORS)}")
+    writer = gguf.GGUFWriter(out, model)
+    write_keys(writer, c, module=model == "qwen35")
     if tokenizer:
         write_tokenizer(writer, folder)
     else:
         writer.add_tokenizer_model("no_vocab")
     wanted = gguf.GGMLQuantizationType[kind.upper()]
-    for name, values in tensors(c, open_tensors(folder)):
+    for name, values in TENSORS[model](c, open_tensors(folder)):
         values = np.ascontiguousarray(values, np.float32)
         if values.ndim < 2 or kind == "f32" or any(part in name for part in PLAIN):
             writer.add_tensor(name, values)

@@ -1,8 +1,8 @@
 """The architecture, keys, tensors and shapes that llama.cpp requires of a model's GGUF file.
 
 `deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo, `qwen35` the text model of Qwen3.5.
-There are no MTP modules: llama.cpp runs at most one, and only in its server. Shapes are NumPy's,
-the reverse of ggml's. Nothing here needs `gguf`.
+llama.cpp's server alone runs MTP modules; of these architectures it has `qwen35`'s, which is one
+layer more (`module`). Shapes are NumPy's, the reverse of ggml's. Nothing here needs `gguf`.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 Config = dict[str, Any]  # config.json of the checkpoint
 Shapes = dict[str, tuple[int, ...]]
 SIGMOID = 2  # gguf.ExpertGatingFuncType
+SECTIONS = (11, 11, 10)  # llama.cpp wants some of Qwen3.5, although text has one position a token
 # By model_type.
 ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2", "qwen3_5_text": "qwen35"}
 # Matrices that llama.cpp requires in fp32, whatever the others' type.
@@ -24,12 +25,14 @@ def architecture(c: Config) -> str:
     return ARCHITECTURES[kind]
 
 
-def write_keys(writer: Any, c: Config) -> None:
+def write_keys(writer: Any, c: Config, *, module: bool = False) -> None:
     """Writes the configuration's keys to `writer`, a gguf.GGUFWriter."""
     writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
-    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_block_count(c["num_hidden_layers"] + module)
+    if module:
+        writer.add_nextn_predict_layers(1)
     writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_head_count(c["num_attention_heads"])
@@ -50,7 +53,7 @@ def write_hybrid_keys(writer: Any, c: Config) -> None:
     rope, width = c["rope_parameters"], c["head_dim"]
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
-    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_rope_dimension_sections([*rope.get("mrope_section", SECTIONS), 0])
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_full_attention_interval(c["full_attention_interval"])
@@ -98,8 +101,8 @@ def write_expert_keys(writer: Any, c: Config) -> None:
     writer.add_expert_group_used_count(c["topk_group"])
 
 
-def shapes(c: Config) -> Shapes:
-    """Yields every tensor of the file and its shape."""
+def shapes(c: Config, *, module: bool = False) -> Shapes:
+    """Returns every tensor of the file and its shape."""
     E, V = c["hidden_size"], c["vocab_size"]
     found: Shapes = {
         "token_embd.weight": (V, E),
@@ -109,8 +112,10 @@ def shapes(c: Config) -> Shapes:
         found["output.weight"] = (V, E)
     layers = {"qwen2": grouped_layer, "qwen35": hybrid_layer, "deepseek2": latent_layer}
     layer = layers[architecture(c)]
-    for i in range(c["num_hidden_layers"]):
-        found |= {f"blk.{i}.{name}": shape for name, shape in layer(c, i).items()}
+    count = c["num_hidden_layers"]
+    parts = [layer(c, i) for i in range(count)] + ([hybrid_module(c)] if module else [])
+    for i, part in enumerate(parts):
+        found |= {f"blk.{i}.{name}": shape for name, shape in part.items()}
     return found
 
 
@@ -134,6 +139,13 @@ def hybrid_layer(c: Config, layer: int) -> Shapes:
     first = delta_rule(c) if delta else gated_attention(c)
     norms: Shapes = {"attn_norm.weight": (E,), "post_attention_norm.weight": (E,)}
     return norms | first | mlp("", E, c["intermediate_size"])
+
+
+def hybrid_module(c: Config) -> Shapes:
+    E = c["hidden_size"]
+    norms = {f"nextn.{name}.weight": (E,) for name in ("enorm", "hnorm", "shared_head_norm")}
+    attention = hybrid_layer(c, c["full_attention_interval"] - 1)
+    return attention | {"nextn.eh_proj.weight": (E, 2 * E)} | norms
 
 
 def gated_attention(c: Config) -> Shapes:

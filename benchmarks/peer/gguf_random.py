@@ -1,11 +1,12 @@
 """Writes a GGUF file of a model's shape with random blocks; it needs no checkpoint.
 
-    python gguf_random.py CONFIG.json OUT [--type f32|q8_0|q4_0]
+    python gguf_random.py CONFIG.json OUT [--type f32|q8_0|q4_0] [--module]
 
 Matrices have the given type, except that in a quantised file embedding, head, `attn_k_b` and
 `attn_v_b` (the halves of `kv_b_proj`) are in Q8_0; norms, biases and routers are in fp32. Weights
-have the scale that keeps activations at their size. The script prints the bytes of each tensor as
-JSON. It needs `gguf`, and holds one tensor in memory at a time.
+have the scale that keeps activations at their size. --module adds Qwen3.5's MTP module and made-up
+texts for tokens, without which llama.cpp's server does not answer. The script prints the bytes of
+each tensor as JSON. It needs `gguf`, and holds one tensor in memory at a time.
 """
 
 import argparse
@@ -68,12 +69,15 @@ def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Arra
     return blocks.reshape(stored)
 
 
-def write(c: dict[str, Any], out: Path, wanted: str) -> dict[str, int]:
+def write(c: dict[str, Any], out: Path, wanted: str, *, module: bool = False) -> dict[str, int]:
     """Writes the file; returns the bytes of each tensor."""
     writer = gguf.GGUFWriter(out, architecture(c))
-    write_keys(writer, c)
-    writer.add_tokenizer_model("no_vocab")
-    wanted_shapes = shapes(c)
+    write_keys(writer, c, module=module)
+    if module:
+        write_texts(writer, c["vocab_size"])
+    else:
+        writer.add_tokenizer_model("no_vocab")
+    wanted_shapes = shapes(c, module=module)
     kinds = {name: kind_of(name, shape, wanted) for name, shape in wanted_shapes.items()}
     sizes = {name: nbytes(shape, kinds[name]) for name, shape in wanted_shapes.items()}
     for name, shape in wanted_shapes.items():
@@ -91,14 +95,25 @@ def write(c: dict[str, Any], out: Path, wanted: str) -> dict[str, int]:
     return sizes
 
 
+def write_texts(writer: gguf.GGUFWriter, size: int) -> None:
+    """Makes a text of each id; prompts of ids do not need a tokenizer's merges."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"<{i}>" for i in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["< 0"])
+    writer.add_eos_token_id(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=("f32", *KINDS), default="q4_0")
+    parser.add_argument("--module", action="store_true")
     arguments = parser.parse_args()
     c = json.loads(arguments.config.read_text(encoding="utf-8"))
-    print(json.dumps(write(c, arguments.out, arguments.type)))
+    print(json.dumps(write(c, arguments.out, arguments.type, module=arguments.module)))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from mtpbuild.plugins import mla_attention
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
 from mtpbuild.runtime.programs.attention_backends import KEPT, Library, module_of
 from tests.support.checkpoints import lower, make_model, make_predictable
+from tests.support.compiler import needs_compiler
 from tests.support.gpu_steps import ON_GPU, check_step, graph_of
 from tests.support.invoke import invoke
 from tests.support.steps import CHUNK
@@ -286,6 +287,7 @@ def test_what_it_has_kernels_for(
 FOR_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--compute-capability")
 
 
+@needs_compiler  # these are checked behind it
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -21,6 +21,7 @@ from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from tests.support.checkpoints import make_model
+from tests.support.compiler import needs_compiler
 from tests.support.cross_compile import Compiled
 from tests.support.invoke import invoke
 from tests.support.run_command import call
@@ -84,6 +85,7 @@ def check(program: Compiled, architecture: str, headers: Path) -> None:
     assert {"cuLaunchKernel", "cuModuleLoad", "cudaGetDevice"} <= set(program.unresolved)
 
 
+@needs_compiler
 def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
     """The host's code is written, and not compiled: acceptance is our kernels, and no branch."""
     (program,) = compiled(tmp_path, "--kernels-only", "small/acceptance/sm90/bfloat16")
@@ -244,6 +246,7 @@ def plan(capability: str | None) -> Plan:
     )
 
 
+@needs_compiler
 def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(cross_cuda, "find_spec", lambda name: None)

@@ -13,6 +13,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.tokenizer import load_tokenizer
+from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -27,6 +28,7 @@ def engine(tiny_engine: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
+@needs_library  # others are not exact
 def test_add_list_and_remove(
     engine: Path, tiny_engine: Callable[..., Path], tmp_path: Path
 ) -> None:
