@@ -53,6 +53,7 @@ from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 from mtpbuild.plugins.sparse_rows.op import choose_rows as choose_rows
 from mtpbuild.plugins.sparse_rows.op import index_keys as index_keys
+from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks as sum_of_ranks
 from mtpbuild.plugins.take_rows.op import take_rows as take_rows
 from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 

@@ -31,8 +31,8 @@ MAY_IMPORT = {
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
-SHARED = tuple(f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs"))  # all that
-# plugins may import of the run time
+# All that plugins may import of the run time.
+SHARED = tuple(f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs", "sums"))
 # Files of a plugin that need more than torch.
 FACETS = {"onnx", "cpu", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share

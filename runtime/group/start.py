@@ -23,10 +23,10 @@ from mtpbuild.runtime.contract.manifest import (
     ranks_here,
     read_rank,
 )
+from mtpbuild.runtime.contract.sums import GROUP as GROUP
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
 from mtpbuild.runtime.targets import find_target
 
-GROUP = "mtpbuild"  # the process group that compiled programs name
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks than this on a core are a mistake

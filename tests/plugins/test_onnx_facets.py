@@ -118,7 +118,7 @@ def test_every_op_has_a_facet() -> None:
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
     others = ("moe", "accept_mixed", "shaped_probs", "matmul_scaled", "matmul_wide")
     fused = ("gated_product", "mla_queries", "mla_values")
-    of_ranks = ("best_of_blocks", "accept_best")
+    of_ranks = ("best_of_blocks", "accept_best", "sum_of_ranks")
     names = (*others, *fused, *of_ranks, "dequantise_scaled")
     elsewhere = {f"mtpbuild::{name}" for name in names}
     written = {op.name() for op in facets({**ONNX, **CPU})}

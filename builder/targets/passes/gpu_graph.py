@@ -33,6 +33,7 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.moe_route,
         plugins.rotary_rows,
         plugins.shaped_probs_op,
+        plugins.sum_of_ranks,
     ),
     "triton",
 ) | {plugins.take_rows: "op"}

@@ -1,0 +1,25 @@
+"""sum_of_ranks: all ranks' tensors, added in the order of their numbers."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.runtime.contract.sums import GROUP
+
+
+@torch.library.custom_op("mtpbuild::sum_of_ranks", mutates_args=())
+def sum_of_ranks(x: Tensor, peers: Tensor) -> Tensor:
+    """Sums all ranks' x [..] in fp32, rank 0's first: every rank gets the same bits every time.
+
+    peers [ranks + 1] int64 says where each rank's shared memory stands for this one, and this
+    rank's number (`runtime/contract/sums.py`). Only the kernel reads that; it takes up to `MOST`
+    bytes. All ranks make the same calls in the same order.
+    """
+    ranks, ops = peers.shape[0] - 1, torch.ops._c10d_functional
+    every = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks, GROUP))
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for part in every.view(ranks, *x.shape).unbind():
+        total = total + part.float()
+    return total.to(x.dtype)
+
+
+sum_of_ranks.register_fake(lambda x, peers: x.new_empty(x.shape))

@@ -1,0 +1,98 @@
+"""sum_of_ranks in Triton: one launch, in which each GPU reads what the others have written.
+
+A program writes its block of x to its rank's own memory, tells the same program of every rank,
+waits until all have told it, and adds their blocks. What it tells is the number of its call, so
+nothing is ever reset, and a CUDA graph that is replayed goes on counting.
+
+A rank that has begun call n + 2 overwrites what it gave in call n. By then every rank has told it
+of call n + 1, and so has read all of call n. So two blocks are enough, and one barrier.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
+from mtpbuild.runtime.contract.sums import BLOCK, BLOCKS, CALLS, MOST, SIGNALS
+
+WARPS = 8  # each thread has 16 bytes of a block
+
+
+@triton.jit
+def add_in_order(
+    x, peers,
+    size,
+    out,
+    RANKS: tl.constexpr, PLACES: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
+    SIGNALS: tl.constexpr, CALLS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Program i adds VALUES of all ranks, which are BYTES; PLACES is RANKS rounded up to 2^n."""
+    program = tl.program_id(0)
+    value = tl.arange(0, VALUES)
+    there = program * VALUES + value < size
+    given = tl.load(x + program * VALUES + value, there, 0.0)
+    rank = tl.load(peers + RANKS)
+    own = tl.load(peers + rank)
+    memories = ()
+    for r in tl.static_range(RANKS):
+        memories += (tl.load(peers + r),)  # type: ignore[assignment]
+    calls = (own + CALLS + 4 * program).to(tl.pointer_type(tl.int32))
+    call = tl.load(calls) + 1
+    block = BLOCKS + (2 * program + (call & 1)) * BYTES
+    tl.store(values_at(own + block, x) + value, given, there)
+    tl.debug_barrier()  # all threads have written before one of them tells it
+    other = tl.arange(0, PLACES)
+    told = tl.load(peers + other, other < RANKS, 0) + program * SIGNALS + 4 * rank
+    told = told.to(tl.pointer_type(tl.int32))
+    news = tl.zeros((PLACES,), tl.int32) + call
+    tl.atomic_xchg(told, news, other < RANKS, sem="release", scope="sys")
+    heard = (own + program * SIGNALS + 4 * other).to(tl.pointer_type(tl.int32))
+    while behind(heard, call, other < RANKS):
+        pass
+    tl.debug_barrier()  # no thread reads before that
+    every = ()
+    for r in tl.static_range(RANKS):
+        at = values_at(memories[r] + block, x) + value
+        every += (tl.load(at, there, 0.0),)  # type: ignore[assignment]
+    # The assembler would add what one rank gave before it reads from the next. But the sum begins
+    # with 0 that is read last: so all ranks' memories are read at once.
+    tl.debug_barrier()
+    total = tl.zeros((VALUES,), tl.float32) + (tl.load(calls) + 1 - call)
+    for r in tl.static_range(RANKS):
+        total += every[r].to(tl.float32)
+    tl.store(out + program * VALUES + value, total.to(out.dtype.element_ty), there)
+    tl.store(calls, call)
+
+
+@triton.jit
+def behind(heard, call, there):
+    """Tells whether some rank has not yet told us of this call; it may tell of the next one."""
+    nothing = tl.zeros(heard.shape, tl.int32)
+    told = tl.atomic_add(heard, nothing, there, sem="acquire", scope="sys")
+    return tl.min(tl.where(there, told - call, 0), 0) < 0  # a difference: counts go around
+
+
+@triton.jit
+def values_at(address, x):
+    """Returns a pointer to values like x's."""
+    return tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+
+
+def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
+    """Returns the op's launch. Raises NotImplementedError for more than `MOST` bytes."""
+    size, itemsize = x.numel(), x.element_size()
+    if size * itemsize > MOST:
+        raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
+    ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
+    constants = {"RANKS": ranks, "PLACES": tile(ranks, 2), "VALUES": values, "BYTES": BLOCK}
+    constants |= {"SIGNALS": SIGNALS, "CALLS": CALLS, "BLOCKS": BLOCKS}
+    grid = (cdiv(size, values),)
+    launch = Launch(add_in_order, grid, (x, peers), (size,), (out,), constants, WARPS)
+    return Launches((launch,), out)
+
+
+@by_kernels(sum_of_ranks)
+def sum_of_ranks_triton(x: Tensor, peers: Tensor) -> Tensor:
+    """Runs sum_of_ranks on a GPU."""
+    return sum_of_ranks_launches(x.contiguous(), peers).run()
