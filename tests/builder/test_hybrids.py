@@ -6,6 +6,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
@@ -25,9 +27,12 @@ from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.plugins import delta_advance, delta_rule
+from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.runtime.contract.state import layer_state
 from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.families import (
     HYBRIDS,
     config_of,
@@ -36,6 +41,7 @@ from tests.support.families import (
     save_family,
 )
 from tests.support.forced import COUNT, DRAFTS, STATES, TOKENS
+from tests.support.opened import opened
 from tests.support.requests import build_request
 from tests.support.steps import check_family
 from tests.support.transformers_oracle import transformers_model
@@ -203,6 +209,61 @@ def test_stacks_equal_transformers(tmp_path: Path) -> None:
     for name in ("gate_up_proj", "down_proj"):
         wanted = theirs.model.layers[0].mlp.experts.state_dict()[name]
         assert torch.equal(held[f"model.language_model.layers.0.mlp.experts.{name}"], wanted)
+
+
+LARGE = {
+    "hidden_size": 160,
+    "intermediate_size": 192,
+    "linear_key_head_dim": 48,
+    "linear_value_head_dim": 48,
+}
+# What Qwen's repositories in fp8 keep in bf16.
+NOT_FP8 = ("in_proj_a.", "in_proj_b.", "in_proj_ba.", "conv1d", "mlp.gate.", "shared_expert_gate")
+ENDS = ("embed_tokens", "lm_head", "mtp.fc")
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds a matrix to fp8 in blocks of 128 x 128: its values, their scales, what they mean."""
+    rows, columns = (torch.arange(size) // 128 for size in weight.shape)
+    scales = 1e-3 * torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1)
+    every = scales[rows][:, columns]
+    values = (weight / every).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values, scales, values.float() * every
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
+    """Blocks lie across heads whose rows are put into another order; ranks have parts of them."""
+    ours = make_family(name, **LARGE)
+    folder, plain = (save_family(tmp_path / at, name, ours, **LARGE) for at in ("fp8", "plain"))
+    found, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in load_file(plain / SINGLE).items():
+        found[key] = meant[key] = tensor
+        if tensor.dim() == 2 and not any(part in key for part in NOT_FP8 + ENDS):
+            found[key], found[f"{key}_scale_inv"], meant[key] = in_blocks(tensor)
+    for place, tensors in ((folder, found), (plain, meant)):
+        save_file(tensors, place / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+
+    tokens = torch.arange(20)[None]
+    read, wanted = load_plain(folder), load_plain(plain)
+    with torch.no_grad():
+        main = read.main(tokens)
+        assert torch.equal(main, wanted.main(tokens))
+        assert torch.equal(read.mtp(1, tokens, main), wanted.mtp(1, tokens, main))
+    for ranks in (Ranks(), Ranks(2)):
+        model = opened(folder, formats=("fp8",), ranks=ranks)
+        assert {at.rpartition(".")[2] for at in model.held.formats} >= {"in_proj", "out_proj"}
+        for rank in range(ranks.tp):
+            share, table = Share(ranks, rank), model.weight_table(rank)
+            kept = dict(whole(made(model.checkpoint, table, share)))
+            floats = [replace(weight, format=None) for weight in table]
+            for at, weight in whole(made(opened(plain).checkpoint, floats, share)):
+                parts = (kept.get(f"{at}.{part}") for part in ("values", "scales"))
+                held = kept[at] if at in kept else dequantise(*parts)  # type: ignore[arg-type]
+                assert torch.equal(held, weight), at
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
