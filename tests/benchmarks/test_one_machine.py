@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.models.common.plain import MoE
+from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.stored import open_checkpoint
@@ -66,7 +68,7 @@ def tiny(kind: str, weights: str = "int4") -> Any:
     recipe, sizes = {
         "moe": (shapes.MOE, MOE),
         "dense": (shapes.DENSE, DENSE),
-        "hybrid": (shapes.HYBRID, HYBRID),
+        "hybrid": (shapes.HYBRIDS[0], HYBRID),
     }[kind]
     return shapes.Shape(kind, shapes.of_recipe(recipe) | sizes, weights, True)
 
@@ -208,6 +210,34 @@ def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> Non
     wanted = sum(v.numel() for name, v in plain.state_dict().items() if name.startswith(trunk))
     assert sum(int(np.prod(size)) for size in found.values()) == wanted
     assert keys.architecture(dict(shape.raw)) == ARCHITECTURES[kind]
+
+
+def test_gguf_of_a_hybrid_has_its_module(folders: dict[str, Path]) -> None:
+    shape = tiny("hybrid")
+    found = module("gguf_keys").shapes(dict(shape.raw), module=True)
+    wanted = sum(v.numel() for v in load_plain(folders["hybrid"]).state_dict().values())
+    assert sum(int(np.prod(size)) for size in found.values()) == wanted
+
+
+def test_qwen_tiny_as_gguf() -> None:
+    """Every tensor of the file is there, and computed with as llama.cpp does."""
+    folder = find_model("qwen-tiny").folder
+    c = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    made = module("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
+    found = dict(made)
+    shapes = module("gguf_keys").shapes(c, module=True)
+    assert {name: value.shape for name, value in found.items()} == shapes
+    rate = stored["model.layers.0.linear_attn.A_log"].float().exp()
+    torch.testing.assert_close(torch.tensor(found["blk.0.ssm_a"]), -rate)
+    norms = {
+        "blk.0.ssm_norm": (0, "model.layers.0.linear_attn.norm"),
+        "blk.0.attn_norm": (1, "model.layers.0.input_layernorm"),
+        "blk.20.nextn.shared_head_norm": (1, "mtp.norm"),
+    }
+    for name, (more, source) in norms.items():
+        factor = stored[f"{source}.weight"].float() + more
+        assert torch.equal(torch.tensor(found[f"{name}.weight"]), factor)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
