@@ -16,6 +16,7 @@ from mtpbuild.plugins.accept_rewind.op import accept_best as accept_best
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
 from mtpbuild.plugins.accept_rewind.op import best_of_blocks as best_of_blocks
 from mtpbuild.plugins.causal_conv.op import causal_conv as causal_conv
+from mtpbuild.plugins.causal_conv.op import last_inputs as last_inputs
 from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
 from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits

@@ -10,8 +10,8 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 FILE = "libmtpbuild_cpu.so"
 # How weights lie (docs/cpu-kernels.md), and the version of the operators, which counts up when one
 # comes in or takes other operands. An engine names what it was built for.
-LAYOUT = "panels32.3"
-READ = ("panels32", "panels32.2", LAYOUT)  # what this library runs
+LAYOUT = "panels32.4"
+READ = ("panels32", "panels32.2", "panels32.3", LAYOUT)  # what this library runs
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instructions that it has kernels for
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # names one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators

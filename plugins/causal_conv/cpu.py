@@ -1,12 +1,25 @@
-"""causal_conv as an operator of the CPU's library."""
+"""causal_conv and last_inputs as operators of the CPU's library; a pass gives them `begins`."""
 
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
+from mtpbuild.plugins.matmul_nbits.onnx import BOOLS, FLOATS, INTS
 
-CausalConv = operator("CausalConv", {"x": FLOATS, "tail": FLOATS, "weight": FLOATS})
+CausalConv = operator(
+    "CausalConv",
+    {"x": FLOATS, "tail": FLOATS, "weight": FLOATS, "begins": BOOLS},
+    optional=("begins",),
+)
+LastInputs = operator(
+    "LastInputs",
+    {"tail": FLOATS, "inputs": FLOATS, "n": INTS, "begins": BOOLS},
+    optional=("begins",),
+)
 
 
 def causal_conv_cpu(x: Any, tail: Any, weight: Any) -> Any:
     return CausalConv(x, tail, weight)
+
+
+def last_inputs_cpu(tail: Any, inputs: Any, n: Any) -> Any:
+    return LastInputs(tail, inputs, n)

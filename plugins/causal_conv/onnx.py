@@ -1,4 +1,4 @@
-"""causal_conv in ONNX: ONNX Runtime's own CausalConvWithState."""
+"""causal_conv in ONNX, by ONNX Runtime's own CausalConvWithState, and last_inputs."""
 
 from typing import Any
 
@@ -21,3 +21,12 @@ def causal_conv_onnx(x: Any, tail: Any, weight: Any) -> Any:
     taps = op.Unsqueeze(op.Transpose(weight, perm=[1, 0]), op.Constant(value_ints=[1]))
     y, _ = CausalConv(channels, taps, None, past, activation="silu", ndim=1)
     return op.Transpose(y, perm=[0, 2, 1])
+
+
+def last_inputs_onnx(tail: Any, inputs: Any, n: Any) -> Any:
+    k, channels = int(tail.shape[1]), int(tail.shape[2])
+    at = op.Add(op.Unsqueeze(n, op.Constant(value_ints=[1])), op.Constant(value_ints=[*range(k)]))
+    every = op.Expand(
+        op.Unsqueeze(at, op.Constant(value_ints=[2])), op.Constant(value_ints=[1, 1, channels])
+    )
+    return op.GatherElements(op.Concat(tail, inputs, axis=1), every, axis=1)

@@ -1,4 +1,4 @@
-"""causal_conv: a depthwise convolution over a slot's tokens, and silu."""
+"""causal_conv, a depthwise convolution over a slot's tokens, and what it keeps of them."""
 
 import torch
 import torch.nn.functional as F
@@ -18,4 +18,13 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     return F.silu(y)
 
 
+@torch.library.custom_op("mtpbuild::last_inputs", mutates_args=())
+def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
+    """Returns the last k inputs before token n [B]: tail [B, k, C], inputs [B, T, C]."""
+    k, C = tail.shape[1:]
+    at = n[:, None] + torch.arange(k, device=n.device)
+    return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))
+
+
+last_inputs.register_fake(lambda tail, inputs, n: torch.empty_like(tail))
 causal_conv.register_fake(lambda x, tail, weight: torch.empty_like(x))

@@ -3,11 +3,14 @@
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+from mtpbuild.plugins.matmul_nbits.onnx import BOOLS, FLOATS, INTS
 
 OPERANDS = dict.fromkeys(("mixed", "ba", "rate", "bias", "state"), FLOATS)
-DeltaRule = operator("DeltaRule", OPERANDS, {"keeps": 1}, outputs=(FLOATS, FLOATS))
-DeltaAdvance = operator("DeltaAdvance", {**OPERANDS, "n": INTS})
+BEGINS = {"begins": BOOLS}  # `FuseAround` gives it
+DeltaRule = operator(
+    "DeltaRule", OPERANDS | BEGINS, {"keeps": 1}, optional=BEGINS, outputs=(FLOATS, FLOATS)
+)
+DeltaAdvance = operator("DeltaAdvance", OPERANDS | {"n": INTS} | BEGINS, optional=BEGINS)
 
 
 def delta_rule_cpu(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:

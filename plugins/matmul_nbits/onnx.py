@@ -13,6 +13,7 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 DOMAIN = "com.microsoft"
 INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
 FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
+BOOLS = "tensor(bool)"
 HALVES, BFLOATS = "tensor(float16)", "tensor(bfloat16)"
 WEIGHT = "W"  # fp32 or bytes
 ROWS = "R"  # of a cache: fp32 or bfloat16

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.plugins import causal_conv, delta_advance, delta_rule
+from mtpbuild.plugins import causal_conv, delta_advance, delta_rule, last_inputs
 from tests.support import exact
 from tests.support.cpu_kernels import LIBRARY, run, same_everywhere
 from tests.support.exact import Floats, fma
@@ -141,6 +141,75 @@ def test_convolution(taps: int, channels: int, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(got, total / (F(1) + exact.exp(F(0) - total)))
     plain = causal_conv(*map(torch.from_numpy, (x, tail, weight)))
     np.testing.assert_allclose(got, plain.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3])
+def test_slots_that_begin(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in their states, NaN too, each operator computes with zeros; others stay."""
+    given, B, T = operands(shape), shape[0], shape[1]
+    begins = np.arange(B) % 2 == 0
+    zeros = given | {"state": np.where(begins[:, None, None, None], F(0), given["state"])}
+    given["state"][begins] = np.nan
+    found = same_everywhere(monkeypatch, "DeltaRule", given | {"begins": begins}, ONE * 2, keeps=1)
+    for got, wanted in zip(found, run("DeltaRule", zeros, ONE * 2, 2, keeps=1), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    n = np.array([0, T, 1][:B])
+    (got,) = run("DeltaAdvance", given | {"n": n, "begins": begins}, ONE, 1)
+    np.testing.assert_array_equal(got, run("DeltaAdvance", zeros | {"n": n}, ONE, 1)[0])
+
+    x, tail = given["mixed"], np.full((B, 3, shape[1]), np.nan, F)
+    x = np.ascontiguousarray(x[..., :T])
+    tail[~begins] = 0.5
+    plain = np.where(begins[:, None, None], F(0), tail)
+    weight = np.random.default_rng(0).standard_normal((4, T)).astype(F)
+    rows = {"x": x, "tail": tail, "weight": weight, "begins": begins}
+    (got,) = same_everywhere(monkeypatch, "CausalConv", rows, ONE)
+    (wanted,) = run("CausalConv", {"x": x, "tail": plain, "weight": weight}, ONE, 1)
+    np.testing.assert_array_equal(got, wanted)
+    (got,) = run("LastInputs", {"tail": tail, "inputs": x, "n": n, "begins": begins}, ONE, 1)
+    kept = last_inputs(*map(torch.from_numpy, (plain, x, n)))
+    np.testing.assert_array_equal(got, kept.numpy())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_last_inputs(tokens: int) -> None:
+    """Of fewer tokens than it keeps, of more, of none."""
+    rng = np.random.default_rng(tokens)
+    tail, x = (rng.standard_normal((3, size, 5)).astype(F) for size in (3, tokens))
+    n = np.array([0, tokens, 1])
+    (got,) = run("LastInputs", {"tail": tail, "inputs": x, "n": n}, ONE, 1)
+    np.testing.assert_array_equal(got, last_inputs(*map(torch.from_numpy, (tail, x, n))).numpy())
+    for wrong in (-1, tokens + 1):
+        given = {"tail": tail, "inputs": x, "n": np.array([0, wrong, 0])}
+        with pytest.raises(Exception, match=f"mtpbuild LastInputs: no token {wrong} of"):
+            run("LastInputs", given, ONE, 1)
+
+
+@pytest.mark.parametrize("count", [5, 16, 2064])
+def test_gates(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number's gate does not depend on its place, nor on the shape of what it multiplies."""
+    rng = np.random.default_rng(count)
+    x, z = (rng.standard_normal((2, 3, count)).astype(F) for _ in range(2))
+    s = F(1) / (F(1) + exact.exp(F(0) - z))
+    silu = z / (F(1) + exact.exp(F(0) - z))
+    for kind, gate in ((0, s), (1, silu)):
+        (got,) = same_everywhere(monkeypatch, "Gate", {"x": x, "z": z}, ONE, silu=kind)
+        np.testing.assert_array_equal(got, gate * x)
+        (flat,) = run("Gate", {"x": x.reshape(-1), "z": z}, ONE, 1, silu=kind)
+        np.testing.assert_array_equal(flat, got)
+    with pytest.raises(Exception, match="mtpbuild Gate: "):
+        run("Gate", {"x": x[1:], "z": z}, ONE, 1, silu=1)
+
+
+def test_splits() -> None:
+    x = np.arange(42, dtype=F).reshape(2, 3, 7)
+    for got, wanted in zip(
+        run("Split", {"x": x}, ONE * 2, 2, first=4), (x[..., :4], x[..., 4:]), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+    for first in (0, 7):
+        with pytest.raises(Exception, match=f"mtpbuild Split: {first} columns of"):
+            run("Split", {"x": x}, ONE * 2, 2, first=first)
 
 
 def test_operands_that_do_not_fit() -> None:

@@ -198,7 +198,7 @@ def begun(state: Tensor, rows: Rows) -> Tensor:
     An idle slot does not begin, wherever its request stands, as its rows go to the end.
     """
     first = (rows.start == 0).reshape(-1, *[1] * (state.dim() - 1))
-    return torch.where(first, torch.zeros_like(state), state)
+    return torch.where(first, 0.0, state)
 
 
 def _advanced(

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.layers import (
 from mtpbuild.builder.models.common.moe import MoE, feed_forward
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.qwen3_5.config import STATES, Qwen35Config
-from mtpbuild.plugins import causal_conv, delta_advance, delta_rule
+from mtpbuild.plugins import causal_conv, delta_advance, delta_rule, last_inputs
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
@@ -65,8 +65,8 @@ class GatedDelta(nn.Module):
         }
         rule = delta_rule(tokens["mixed"], tokens["ba"], *self.decay, state["delta"])
         o, tokens["all"] = rule  # [B, T, H, V], [B, H, K, V]
-        gated = self.norm(cast(o, x.dtype)) * F.silu(z.unflatten(-1, o.shape[2:]))
-        return gated.flatten(2) @ self.out_proj, tokens
+        gated = self.norm(cast(o, x.dtype)).flatten(2) * F.silu(z)
+        return gated @ self.out_proj, tokens
 
     @property
     def decay(self) -> tuple[Tensor, Tensor]:
@@ -76,13 +76,6 @@ class GatedDelta(nn.Module):
         """Returns the states after the first n [B] tokens."""
         new = delta_advance(tokens["mixed"], tokens["ba"], *self.decay, state["delta"], n)
         return {"conv": last_inputs(state["conv"], tokens["inputs"], n), "delta": new}
-
-
-def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
-    """Returns the last k inputs before token n [B]: tail [B, k, C], inputs [B, T, C]."""
-    k, C = tail.shape[1:]
-    at = n[:, None] + torch.arange(k, device=n.device)
-    return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))
 
 
 class DeltaLayer(RecurrentLayer):

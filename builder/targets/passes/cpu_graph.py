@@ -1,9 +1,11 @@
-"""Puts what stands around products into them, in graphs for the CPU's library of kernels.
+"""Puts what stands around our operators into them, in graphs for the CPU's library of kernels.
 
-The numbers stay as they are to the bit: an operator does the same arithmetic in the same order.
+The numbers of norms, sums and states stay as they are to the bit: an operator does the same
+arithmetic in the same order. Gates become the library's own silu and sigmoid.
 """
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from mtpbuild.runtime.cpu_library import DOMAIN
 
@@ -13,18 +15,30 @@ NORM = {"Product": 3, "GatedProduct": 3, "FloatProduct": 2, "GatedFloatProduct":
 SUM = {"Product": 4, "FloatProduct": 3, "Experts": 7, "FloatExperts": 5}
 BIASED = ("Product", "FloatProduct")  # which also add one number to each output
 
+# The places of a recurrent state, and of the slots in which it counts as zeros.
+STATES = {
+    "CausalConv": (1, 3),
+    "LastInputs": (0, 3),
+    "DeltaRule": (4, 5),
+    "DeltaAdvance": (4, 6),
+}
+
 
 class FuseAround(ir.passes.InPlacePass):  # type: ignore[misc]
     """Removes a norm that only products read, and a sum of which a product is one side.
 
-    A step's delta rule loses the state behind all tokens, which only a prompt's keeps.
+    A step's delta rule loses the state behind all tokens, which only a prompt's keeps; and nobody
+    copies a state to put zeros in its place. Gates and splits between our operators become ours, so
+    that a chain goes on through them.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [*model.graph]
-        fused = [node for node in nodes if _fuse_norm(node) or _fuse_sum(node)]
+        parts = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
+        fused = [node for node in nodes if any(fuse(node) for fuse in parts)]
         model.graph.remove(fused, safe=True)
         changed = [node for node in model.graph if _drop_state(node)]
+        common.RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, bool(fused or changed))
 
 
@@ -51,6 +65,94 @@ def _fuse_norm(node: ir.Node) -> bool:
         _put(use.node, NORM[use.node.op_type], node.inputs[1])
         use.node.attributes["epsilon"] = node.attributes["epsilon"]
     return True
+
+
+def _fuse_zeros(node: ir.Node) -> bool:
+    """Tell the readers of a state which slots begin, in place of writing zeros for these."""
+    if (node.domain, node.op_type) != ("", "Where") or node.outputs[0].is_graph_output():
+        return False
+    shaped, zeros, state = node.inputs
+    assert shaped is not None
+    reshape, readers = shaped.producer(), [*node.outputs[0].uses()]
+    if reshape is None or reshape.op_type != "Reshape" or not _is_zero(zeros):
+        return False
+    begins = reshape.inputs[0]
+    if begins is None or begins.shape is None or len(begins.shape) != 1:
+        return False
+    for use in readers:
+        if use.node.domain != DOMAIN or STATES.get(use.node.op_type, (None,))[0] != use.idx:
+            return False
+    for use in readers:
+        use.node.replace_input_with(use.idx, state)
+        _put(use.node, STATES[use.node.op_type][1], begins)
+    return True
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    held = None if value is None else value.const_value
+    return held is not None and held.size == 1 and not held.numpy().any()
+
+
+def _fuse_gate(node: ir.Node) -> bool:
+    """Make one operator of x * sigmoid(z), or of x * (z * sigmoid(z))."""
+    y = node.outputs[0]
+    if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _gate_of(y):
+        return False
+    for x, gate in (node.inputs, node.inputs[::-1]):
+        found = _gate_of(gate)
+        if x is None or gate is None or found is None or _gate_of(x) or not _alike(x, gate):
+            continue
+        z, silu = found
+        reshape = x.producer()
+        if reshape is not None and (reshape.domain, reshape.op_type) == ("", "Reshape"):
+            x = reshape.inputs[0]
+        _replace(node, ir.node("Gate", [x, z], {"silu": int(silu)}, domain=DOMAIN))
+        return True
+    return False
+
+
+def _gate_of(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
+    """Returns z where a value is sigmoid(z), or silu(z), and which it is."""
+    node = None if value is None else value.producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "Sigmoid" and node.inputs[0] is not None:
+        return node.inputs[0], False
+    if node.op_type != "Mul":
+        return None
+    for z, other in (node.inputs, node.inputs[::-1]):
+        inner = None if other is None else other.producer()
+        sigmoid = inner is not None and inner.op_type == "Sigmoid" and inner.inputs[0] is z
+        if sigmoid and z is not None:
+            return z, True
+    return None
+
+
+def _fuse_split(node: ir.Node) -> bool:
+    if (node.domain, node.op_type) != ("", "Split") or len(node.outputs) != 2:
+        return False
+    if any(value.is_graph_output() for value in node.outputs):
+        return False
+    x, shape = node.inputs[0], node.outputs[0].shape
+    if x is None or x.shape is None or shape is None or x.dtype != ir.DataType.FLOAT:
+        return False
+    first, last = shape[-1], len(x.shape) - 1
+    if node.attributes.get_int("axis", 0) % len(x.shape) != last or not isinstance(first, int):
+        return False
+    _replace(node, ir.node("Split", [x], {"first": first}, domain=DOMAIN, num_outputs=2))
+    return True
+
+
+def _replace(old: ir.Node, new: ir.Node) -> None:
+    old.graph.insert_before(old, new)
+    for before, after in zip(old.outputs, new.outputs, strict=True):
+        after.name, after.type, after.shape = before.name, before.type, before.shape
+        before.replace_all_uses_with(after)
+
+
+def _alike(a: ir.Value, b: ir.Value) -> bool:
+    known = a.shape is not None and None not in [*map(_size, a.shape)]
+    return known and a.shape == b.shape and a.dtype == ir.DataType.FLOAT == b.dtype
 
 
 def _fuse_sum(node: ir.Node) -> bool:

@@ -1,4 +1,6 @@
 // The gated delta rule, token by token, and the convolution in front of it.
+//
+// `begins` [B] tells which slots begin: whatever stands in their states, it counts as zeros.
 #pragma once
 #include "exponential.h"
 #include "op.h"
@@ -7,11 +9,16 @@ namespace {
 
 using mtp::COLUMNS;
 
+bool are_of(const Tensor& begins, int64_t slots) {
+  return !begins.memory || begins.shape == std::vector<int64_t>{slots};
+}
+
 // silu of a convolution over tokens: x [B, T, C], the k - 1 inputs before them [B, k - 1, C],
-// weight [k, C] -> [B, T, C].
+// weight [k, C], begins or none -> [B, T, C].
 struct CausalConv : Usual {
   static constexpr const char* name = "CausalConv";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL};
+  static constexpr unsigned optional = 1 << 3;
   static constexpr int64_t TAPS = 64;  // at most
   const Kernels& k;
 
@@ -19,29 +26,68 @@ struct CausalConv : Usual {
 
   void compute(Call& call) const override {
     Tensor x = call.input(0), tail = call.input(1), weight = call.input(2);
+    Tensor begins = call.input(3, true);
     bool fit = x.rank() == 3 && weight.rank() == 2 && weight.shape[0] > 0 &&
                weight.shape[0] <= TAPS && weight.shape[1] == x.shape[2] &&
-               tail.shape == std::vector<int64_t>{x.shape[0], weight.shape[0] - 1, x.shape[2]};
+               tail.shape == std::vector<int64_t>{x.shape[0], weight.shape[0] - 1, x.shape[2]} &&
+               are_of(begins, x.shape[0]);
     NEED(fit, name, x.text() + " behind " + tail.text() + ", weight " + weight.text());
     int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
     float* y = call.output(x.shape);
+    std::vector<float> none(begins.memory ? C : 0);
     tasks(call, slots * tokens, slots * tokens * C * (taps + 8), [&](int64_t m) {
       int64_t slot = m / tokens, t = m % tokens;
       const float* rows[TAPS];
       for (int64_t j = 0; j < taps; j++) {
         int64_t at = t + j - (taps - 1);
-        rows[j] = at < 0 ? tail.data<float>() + (slot * (taps - 1) + t + j) * C
-                         : x.data<float>() + (slot * tokens + at) * C;
+        bool zero = begins.memory && begins.data<uint8_t>()[slot];
+        rows[j] = at >= 0 ? x.data<float>() + (slot * tokens + at) * C
+                  : zero  ? none.data()
+                          : tail.data<float>() + (slot * (taps - 1) + t + j) * C;
       }
       k.convolve(rows, weight.data<float>(), taps, C, y + m * C);
     });
   }
 };
 
+// The last k inputs before token n [B] of a slot: tail [B, k, C], those before the pass; inputs
+// [B, T, C]; begins or none -> [B, k, C].
+struct LastInputs : Usual {
+  static constexpr const char* name = "LastInputs";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::INT64, ort::BOOL};
+  static constexpr unsigned optional = 1 << 3;
+
+  LastInputs(const Kernels&, const Attributes&) {}
+
+  void compute(Call& call) const override {
+    Tensor tail = call.input(0), x = call.input(1), n = call.input(2);
+    Tensor begins = call.input(3, true);
+    std::vector<int64_t> slots{x.rank() == 3 ? x.shape[0] : -1};
+    bool fit = x.rank() == 3 && tail.rank() == 3 && tail.shape[0] == slots[0] &&
+               tail.shape[2] == x.shape[2] && n.shape == slots && are_of(begins, slots[0]);
+    NEED(fit, name, x.text() + " behind " + tail.text());
+    int64_t k = tail.shape[1], tokens = x.shape[1], C = x.shape[2];
+    float* y = call.output(tail.shape);
+    for (int64_t slot = 0; slot < slots[0]; slot++) {
+      int64_t end = n.data<int64_t>()[slot];
+      NEED(end >= 0 && end <= tokens, name, "no token " + std::to_string(end) + " of " + x.text());
+      bool zero = begins.memory && begins.data<uint8_t>()[slot];
+      for (int64_t at = end - k; at < end; at++, y += C) {
+        if (at >= 0)
+          std::copy_n(x.data<float>() + (slot * tokens + at) * C, C, y);
+        else if (zero)
+          std::fill_n(y, C, 0.0f);
+        else
+          std::copy_n(tail.data<float>() + (slot * k + k + at) * C, C, y);
+      }
+    }
+  }
+};
+
 // mixed [B, T, 2 G K + H V], ba [B, T, 2 H], rate [H], bias [H], state [B, H, K, V]; n [B] if
 // tokens from n on change nothing. What each of them is: plugins/delta_rule/op.py.
 struct DeltaJob {
-  Tensor mixed, ba, rate, bias, state, n;
+  Tensor mixed, ba, rate, bias, state, n, begins;
   int64_t slots, tokens, heads, width, values, groups, each;
   std::unique_ptr<float[]> queries, keys, decays, shares;
 
@@ -50,7 +96,8 @@ struct DeltaJob {
         ba(call.input(1)),
         rate(call.input(2)),
         bias(call.input(3)),
-        state(call.input(4)) {
+        state(call.input(4)),
+        begins(call.input(counted ? 6 : 5, true)) {
     if (counted) n = call.input(5);
     NEED(mixed.rank() == 3 && state.rank() == 4, op, mixed.text() + " with " + state.text());
     slots = mixed.shape[0], tokens = mixed.shape[1];
@@ -62,7 +109,8 @@ struct DeltaJob {
     std::vector<int64_t> own{heads}, gates{slots, tokens, 2 * heads};
     bool fit = groups > 0 && both == 2 * groups * width && heads % groups == 0 &&
                state.shape[0] == slots && ba.shape == gates && rate.shape == own &&
-               bias.shape == own && (!counted || n.shape == std::vector<int64_t>{slots});
+               bias.shape == own && are_of(begins, slots) &&
+               (!counted || n.shape == std::vector<int64_t>{slots});
     NEED(fit, op, mixed.text() + ", " + ba.text() + " with " + state.text());
     each = heads / groups;
   }
@@ -113,7 +161,10 @@ struct DeltaJob {
     int64_t count = this->count(slot), row = slot * tokens, at = (slot * heads + head) * width;
     const float* from = state.data<float>() + at * values + first;
     auto held = scratch<float>(width * COLUMNS), own = scratch<float>(2 * count * COLUMNS);
-    gather(from, values, width, some, held.get());
+    if (begins.memory && begins.data<uint8_t>()[slot])
+      std::fill_n(held.get(), width * COLUMNS, 0.0f);
+    else
+      gather(from, values, width, some, held.get());
     int64_t size = groups * width, key = row * size + head / each * width;
     gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
            count, some, own.get());
@@ -149,10 +200,10 @@ struct DeltaJob {
 // What each token reads of the state -> [B, T, H, V], and if asked for the state behind all.
 struct DeltaRule : Usual {
   static constexpr const char* name = "DeltaRule";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::FLOAT, ort::BOOL};
   static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
-  static constexpr unsigned optional_results = 1 << 1;
+  static constexpr unsigned optional = 1 << 5, optional_results = 1 << 1;
   const Kernels& k;
   bool keeps;  // the second result
 
@@ -170,8 +221,9 @@ struct DeltaRule : Usual {
 // The state [B, H, K, V] behind the first n [B] tokens; n 0 leaves it as it is.
 struct DeltaAdvance : Usual {
   static constexpr const char* name = "DeltaAdvance";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::FLOAT, ort::INT64};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::INT64, ort::BOOL};
+  static constexpr unsigned optional = 1 << 6;
   const Kernels& k;
 
   DeltaAdvance(const Kernels& k, const Attributes&) : k(k) {}

@@ -118,7 +118,7 @@ using All =
          GatedFloatProduct, FloatExperts, LatentRows<float>, LatentRows<mtp::Bf16>, LatentAttention,
          Route, Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
          Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows<float>, GroupedRows<mtp::Bf16>,
-         CausalConv, DeltaRule, DeltaAdvance, IndexKeys, ChooseRows>;
+         CausalConv, LastInputs, DeltaRule, DeltaAdvance, IndexKeys, ChooseRows, Gate, Split>;
 
 const Kind* kind_of(const std::string& name) {
   for (const Kind& kind : All::kinds)

@@ -27,6 +27,42 @@ struct Norm : Usual {
   }
 };
 
+// x * silu(z), or x * sigmoid(z): as many numbers of either, in the shape of z.
+struct Gate : Usual {
+  static constexpr const char* name = "Gate";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
+  static constexpr int64_t PART = 1024;  // numbers of a task
+  const Kernels& k;
+  bool silu;
+
+  Gate(const Kernels& k, const Attributes& from) : k(k), silu(from.integer("silu") != 0) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), z = call.input(1);
+    int64_t count = z.count(0, z.rank());
+    NEED(x.count(0, x.rank()) == count, name, x.text() + " times " + z.text());
+    float* y = call.output(z.shape);
+    tasks(call, up(count, PART), 32 * count, [&](int64_t i) {
+      int64_t first = i * PART, some = min(PART, count - first), whole = some / LANES * LANES;
+      const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
+      float* out = y + first;
+      if (!silu) {
+        k.sigmoid(gate, some, out);
+        for (int64_t j = 0; j < some; j++) out[j] *= own[j];
+        return;
+      }
+      std::copy_n(gate, some, out);
+      k.gated(out, own, whole);
+      if (whole == some) return;
+      float gates[LANES] = {}, factors[LANES] = {};
+      std::copy(out + whole, out + some, gates);
+      std::copy(own + whole, own + some, factors);
+      k.gated(gates, factors, LANES);
+      std::copy_n(gates, some - whole, out + whole);
+    });
+  }
+};
+
 // Cosines of x, or sines: of the angles that queries and keys are rotated by.
 template <bool COSINE>
 struct Circle : Usual {

@@ -75,6 +75,33 @@ struct Join : Usual {
   }
 };
 
+// x [.., N] -> its first `first` columns, and the others.
+struct Split : Usual {
+  static constexpr const char* name = "Split";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
+  int64_t first;
+
+  Split(const Kernels&, const Attributes& from) : first(from.integer("first")) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    NEED(x.rank() > 0 && first > 0 && first < x.last(), name,
+         std::to_string(first) + " columns of " + x.text());
+    std::vector<int64_t> shape = x.shape;
+    int64_t rest = shape.back() - first;
+    shape.back() = first;
+    float* a = call.output(shape);
+    shape.back() = rest;
+    float* b = call.output(shape, 1);
+    const float* row = x.data<float>();
+    for (int64_t m = x.count(0, x.rank() - 1); m > 0; m--, row += first + rest) {
+      a = std::copy_n(row, first, a);
+      b = std::copy_n(row + first, rest, b);
+    }
+  }
+};
+
 // Rows of an fp32 embedding: tokens [..], table [V, K] -> [.., K].
 struct FloatEmbedding : Usual {
   static constexpr const char* name = "FloatEmbedding";
