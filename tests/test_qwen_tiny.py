@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 
@@ -49,6 +50,14 @@ def test_it_answers_and_its_drafts_are_accepted(engine: Path) -> None:
     drafting = [result.metrics.speculative_decoding for result in results]
     accepted = sum(d.num_accepted_draft_tokens for d in drafting)
     assert 1 + accepted / sum(d.num_spec_steps for d in drafting) > MEAN_ACCEPTANCE_LENGTH
+
+
+@needs_library
+def test_a_step_has_few_nodes(engine: Path) -> None:
+    """States, gates and splits leave no operator of ONNX Runtime's own between ours."""
+    for name, most in {"decode": 16, "prefill": 7}.items():
+        graph = onnx.load(engine / f"{name}.onnx", load_external_data=False).graph
+        assert len(graph.node) <= most
 
 
 @pytest.mark.full
