@@ -4,38 +4,69 @@
 
 namespace {
 
-constexpr int COLUMNS = mtp::COLUMNS / 16;
+// Vectors of columns that go through a state together; there are three totals of each.
+#if defined(__AVX512F__)
+constexpr int TOGETHER = mtp::COLUMNS / 16;
+#else
+constexpr int TOGETHER = 2;
+#endif
+static_assert(mtp::COLUMNS % (16 * TOGETHER) == 0);
 
-// Token by token; every number has one total, to which keys add in their order.
-void delta(const mtp::Delta& d, float* state) {
-  for (int64_t t = 0; t < d.tokens; t++) {
-    const float *q = d.queries ? d.queries + t * d.stride : nullptr, *k = d.keys + t * d.stride;
-    Floats decay = same(d.decays[t * d.heads]), share = same(d.shares[t * d.heads]);
-    Floats held[COLUMNS], mixed[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) held[c] = mixed[c] = same(0.0f);
-    for (int64_t i = 0; i < d.width; i++) {
-      float* row = state + i * mtp::COLUMNS;
-      Floats key = same(k[i]);
-      for (int c = 0; c < COLUMNS; c++) {
-        Floats own = mul(load(row + 16 * c), decay);
-        store(row + 16 * c, own);
-        held[c] = fma(key, own, held[c]);
-      }
+// Token t of some columns: what it changes of the state, what it reads of it, and in `held` what
+// the next one finds under its key. Every number has one total, to which keys add in their order. A
+// token loads a number of the state once and stores it once, which bounds it: the state of 64
+// columns fills a first-level cache.
+template <bool KEEPS, bool ASKS, bool GOES_ON>
+void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t reads, float* to,
+                 int64_t writes, Floats* held, float* out) {
+  const float *k = d.keys + t * d.stride, *q = ASKS ? d.queries + t * d.stride : nullptr;
+  const float* next = GOES_ON ? k + d.stride : nullptr;
+  Floats decay = same(d.decays[t * d.heads]), mixed[TOGETHER], found[TOGETHER];
+  Floats later = same(GOES_ON ? d.decays[(t + 1) * d.heads] : 0.0f);
+  for (int c = 0; c < TOGETHER; c++) mixed[c] = found[c] = same(0.0f);
+  for (int64_t i = 0; i < d.width; i++) {
+    Floats key = same(k[i]), query = same(ASKS ? q[i] : 0.0f);
+    Floats behind = same(GOES_ON ? next[i] : 0.0f);
+    for (int c = 0; c < TOGETHER; c++) {
+      Floats own = fma(key, held[c], mul(load(from + i * reads + 16 * c), decay));
+      if (KEEPS) store(to + i * writes + 16 * c, own);
+      if (ASKS) mixed[c] = fma(query, own, mixed[c]);
+      if (GOES_ON) found[c] = fma(behind, mul(own, later), found[c]);
     }
-    const float* v = d.values + t * mtp::COLUMNS;
-    for (int c = 0; c < COLUMNS; c++) held[c] = mul(share, sub(load(v + 16 * c), held[c]));
-    for (int64_t i = 0; i < d.width; i++) {
-      float* row = state + i * mtp::COLUMNS;
-      Floats key = same(k[i]), query = same(q ? q[i] : 0.0f);
-      for (int c = 0; c < COLUMNS; c++) {
-        Floats own = fma(key, held[c], load(row + 16 * c));
-        store(row + 16 * c, own);
-        if (q) mixed[c] = fma(query, own, mixed[c]);
-      }
-    }
-    if (!q) continue;
-    for (int c = 0; c < COLUMNS; c++) store(d.out + t * mtp::COLUMNS + 16 * c, mixed[c]);
   }
+  for (int c = 0; c < TOGETHER; c++) {
+    if (ASKS) store(out + 16 * c, mixed[c]);
+    held[c] = found[c];
+  }
+}
+
+template <bool ASKS>
+void delta_columns(const mtp::Delta& d, int64_t first) {
+  Floats held[TOGETHER], decay = same(d.decays[0]);
+  for (int c = 0; c < TOGETHER; c++) held[c] = same(0.0f);
+  const float* from = d.state + first;
+  int64_t reads = d.reads;
+  for (int64_t i = 0; i < d.width; i++)
+    for (int c = 0; c < TOGETHER; c++)
+      held[c] = fma(same(d.keys[i]), mul(load(from + i * reads + 16 * c), decay), held[c]);
+  for (int64_t t = 0; t < d.tokens; t++) {
+    Floats share = same(d.shares[t * d.heads]);
+    const float* v = d.values + t * mtp::COLUMNS + first;
+    for (int c = 0; c < TOGETHER; c++) held[c] = mul(share, sub(load(v + 16 * c), held[c]));
+    float *out = d.out + t * mtp::COLUMNS + first, *own = d.between + first;
+    if (t + 1 < d.tokens)
+      delta_token<true, ASKS, true>(d, t, from, reads, own, mtp::COLUMNS, held, out);
+    else if (d.after)
+      delta_token<true, ASKS, false>(d, t, from, reads, d.after + first, d.writes, held, out);
+    else
+      delta_token<false, ASKS, false>(d, t, from, reads, nullptr, 0, held, out);
+    from = own, reads = mtp::COLUMNS;
+  }
+}
+
+void delta(const mtp::Delta& d) {
+  for (int64_t first = 0; first < mtp::COLUMNS; first += 16 * TOGETHER)
+    d.queries ? delta_columns<true>(d, first) : delta_columns<false>(d, first);
 }
 
 // silu(sum over j of weight[j] * rows[j]), added in the order of j.

@@ -159,16 +159,19 @@ struct DeltaJob {
   void block(const Kernels& k, int64_t slot, int64_t head, int64_t first, int64_t some,
              float* outputs, float* after) const {
     int64_t count = this->count(slot), row = slot * tokens, at = (slot * heads + head) * width;
+    bool zero = begins.memory && begins.data<uint8_t>()[slot], whole = some == COLUMNS;
     const float* from = state.data<float>() + at * values + first;
-    auto held = scratch<float>(width * COLUMNS), own = scratch<float>(2 * count * COLUMNS);
-    if (begins.memory && begins.data<uint8_t>()[slot])
-      std::fill_n(held.get(), width * COLUMNS, 0.0f);
-    else
-      gather(from, values, width, some, held.get());
+    float* to = after ? after + at * values + first : nullptr;
+    auto own = scratch<float>((2 * count + width) * COLUMNS);
+    float *out = &own[count * COLUMNS], *held = out + count * COLUMNS;
+    if (zero)
+      std::fill_n(held, width * COLUMNS, 0.0f);
+    else if (!whole || !count)
+      gather(from, values, width, some, held);
+    bool there = whole && !zero && count;  // the state's rows are read where they are
     int64_t size = groups * width, key = row * size + head / each * width;
     gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
            count, some, own.get());
-    float* out = &own[count * COLUMNS];
     mtp::Delta d{queries ? &queries[key] : nullptr,
                  &keys[key],
                  own.get(),
@@ -178,11 +181,16 @@ struct DeltaJob {
                  size,
                  heads,
                  width,
-                 out};
-    k.delta(d, held.get());
+                 out,
+                 there ? from : held,
+                 !to || whole ? to : held,
+                 there ? values : COLUMNS,
+                 whole ? values : COLUMNS,
+                 held};
+    if (count) k.delta(d);
     if (outputs)
       scatter(out, count, some, heads * values, outputs + (row * heads + head) * values + first);
-    if (after) scatter(held.get(), width, some, values, after + at * values + first);
+    if (to && (!whole || !count)) scatter(held, width, some, values, to);
   }
   // Rows of `some` numbers that lie `stride` apart, side by side and filled up with zeros.
   static void gather(const float* from, int64_t stride, int64_t rows, int64_t some, float* to) {

@@ -67,14 +67,18 @@ struct Partial {
 };
 
 // A delta rule's tokens, over COLUMNS values of a head; rows are `stride` and `heads` numbers
-// apart.
+// apart, and a state's [width] `reads` and `writes`.
 constexpr int64_t COLUMNS = 64;
 struct Delta {
   const float *queries, *keys;   // [tokens, .. width]; without queries there are no outputs
   const float* values;           // [tokens][COLUMNS]
   const float *decays, *shares;  // [tokens, ..]
   int64_t tokens, stride, heads, width;
-  float* out;  // [tokens][COLUMNS]
+  float* out;          // [tokens][COLUMNS]
+  const float* state;  // before the tokens
+  float* after;        // behind them; may be null, and may be where `state` is
+  int64_t reads, writes;
+  float* between;  // [width][COLUMNS] of scratch
 };
 
 // The two highest numbers of a row, the first one's place, and sum(exp(x - top)), if it is asked.
@@ -105,8 +109,8 @@ struct Kernels {
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
   // Fold a later partial into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);
-  // Advance a state [width][COLUMNS] by all tokens.
-  void (*delta)(const Delta&, float* state);
+  // At least one token.
+  void (*delta)(const Delta&);
   // silu of `taps` rows' weighted sum; weight [taps][channels].
   void (*convolve)(const float* const* rows, const float* weight, int64_t taps, int64_t channels,
                    float* out);
