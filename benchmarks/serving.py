@@ -238,7 +238,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
             weights = convert(arguments.model, kind, Path(folder))
-            for drafts in {0, arguments.llama_drafts}:
+            for drafts in sorted({0, arguments.llama_drafts}):
                 start = partial(llama_server, weights, SLOTS, LENGTH, drafts)
                 name = f"{LLAMA} {kind}" + (f", {drafts} drafts" if drafts else "")
                 servers.append(Server(name, start))
