@@ -182,9 +182,11 @@ def make_plans(
     options = make_options(target.name, request.options, build_options)
     check_target(target, request, options, nextns)
     style, family = target.style(options, config), family_of(config)
-    if style.for_gpu and not family.gpu_kernels:
+    if style.for_gpu and family.attention not in target.gpu_attention:
+        can = targets_that(lambda other: family.attention in other.gpu_attention)
+        where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
         raise UsageError(
-            f"{family.name}: its {family.attention} has no GPU kernel yet: build for the CPU"
+            f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
         )
     check_rules(target, request, style)
     if request.score and (

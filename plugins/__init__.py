@@ -74,7 +74,17 @@ PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
 
 # What an op does by itself when PyTorch calls it with CUDA tensors; the others do their reference.
 CUDA: FacetTable = dict.fromkeys(
-    (accept_rewind, kv_write, matmul_scaled, matmul_wide, mla_attention, moe, moe_route), "triton"
+    (
+        accept_rewind,
+        choose_rows,
+        kv_write,
+        matmul_scaled,
+        matmul_wide,
+        mla_attention,
+        moe,
+        moe_route,
+    ),
+    "triton",
 )
 
 # Where a program writes its state in place, some facets on a GPU give way to an op that writes into

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.collectives import all_best
 from mtpbuild.builder.models.common.layers import DecoderLayer
 from mtpbuild.builder.models.common.moe import GatheredMoE
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.plugins import accept_best, accept_rewind
 from mtpbuild.plugins.accept_rewind.op import best_token
@@ -27,7 +27,7 @@ MTP_CACHE = "mtp_kv.0"
 class Layer(nn.Module):
     """Runs one layer of the main model; x [1, T, E], start [1]."""
 
-    def __init__(self, model: DeepseekV3, index: int) -> None:
+    def __init__(self, model: CausalLM, index: int) -> None:
         super().__init__()
         self.model, self.index = model, index
 
@@ -45,7 +45,7 @@ def own(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
 class Head(nn.Module):
     """Computes the rank's logits from the last layer's output x [1, T, E]."""
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -60,7 +60,7 @@ class Accept(nn.Module):
     Of several ranks' logits it reads the best of each block, as a step does.
     """
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -85,7 +85,7 @@ class Accept(nn.Module):
 class FirstDraft(nn.Module):
     """Runs the module over the window: emitted [1, T] tokens, hidden [1, T, E]."""
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -105,7 +105,7 @@ class FurtherDraft(nn.Module):
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -128,7 +128,7 @@ class FurtherDraft(nn.Module):
 class DraftHead(nn.Module):
     """Computes the draft [1, 1] from hidden [1, 1, E], which the module has normalised."""
 
-    def __init__(self, model: DeepseekV3) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -163,7 +163,7 @@ class Part:
 class Parts:
     """Makes the parts of one model's step behind `context` cached tokens."""
 
-    def __init__(self, model: DeepseekV3, context: int) -> None:
+    def __init__(self, model: CausalLM, context: int) -> None:
         self.model, self.context = model, context
         self.vocabulary = model.config.vocab_size // model.ranks.parts
         self.device = model.embed_tokens.device
@@ -251,7 +251,8 @@ class Parts:
     def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
         """Counts reading the cache and weights once, with experts that random tokens choose."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
-        costs = family_of(c).costs(c, self.model.ranks)
+        family = family_of(c)
+        costs, width = family.costs(c, self.model.ranks), family.cache_specs(c, self.model.ranks)[0]
         for name, weight in layer.named_parameters():
             read = used = 1.0
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
@@ -261,7 +262,7 @@ class Parts:
                 used = (costs.chosen + always) / (costs.experts + always)
             nbytes += read * weight.nbytes
             operations += used * 2 * self._values(layer, name, weight) * tokens
-        nbytes += self.context * c.cache_dim * self.model.embed_tokens.element_size()
+        nbytes += self.context * width * self.model.embed_tokens.element_size()
         return Cost(nbytes, operations + tokens * self.context * costs.row_operations)
 
     def _values(self, layer: DecoderLayer, name: str, weight: Tensor) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.targets import load_target
 from on_gpu.machine import Machine, Row, difference, microseconds
 from on_gpu.parts import (
@@ -142,9 +142,7 @@ def composition_error(bench: Bench, nextn: int) -> float:
     return max(difference(logprobs, outputs["logprobs"]), float(wrong))
 
 
-def from_parts(
-    model: DeepseekV3, state: State, nextn: int, active: Tensor
-) -> tuple[Tensor, Tensor]:
+def from_parts(model: CausalLM, state: State, nextn: int, active: Tensor) -> tuple[Tensor, Tensor]:
     """Computes log-probabilities and drafts of the slice's step from its parts, with MTP Eagle."""
     start, x = state["lengths"], model.embed(state["window"])
     for index in range(model.config.num_hidden_layers):

@@ -11,10 +11,10 @@ from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.rope import inverse_frequencies
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.opened_model import can_stay, hold, join_shared
 from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.builder.weights.requantised import format_by
@@ -28,29 +28,29 @@ TYPICAL_E2M1 = 2.9  # root of the mean square of its sixteen values
 SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 0.9
 
 
-def meta_model(case: Slice) -> DeepseekV3:
+def meta_model(case: Slice) -> CausalLM:
     """Makes the model without memory for its weights."""
     with torch.device("meta"):
-        model = DeepseekV3(case.config, case.ranks)
+        model = family_of(case.config).make_model(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype], for_gpu=True)
         join_shared(model, joined(case))
         hold(model, quantised_weights(case), Share(case.ranks))
     return model
 
 
-def empty_model(case: Slice, device: str) -> DeepseekV3:
+def empty_model(case: Slice, device: str) -> CausalLM:
     """Makes the model with uninitialised weights, for compiling but not for running."""
     model = meta_model(case).to_empty(device=device)
     return with_frequencies(model, case, device)
 
 
-def with_frequencies(model: DeepseekV3, case: Slice, device: str) -> DeepseekV3:
+def with_frequencies(model: CausalLM, case: Slice, device: str) -> CausalLM:
     c = case.config
     model.rope.inv_freq = inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
     return model.eval()
 
 
-def random_model(case: Slice, device: str) -> DeepseekV3:
+def random_model(case: Slice, device: str) -> CausalLM:
     """Makes a model in which products keep their input's scale, and no expert is preferred."""
     model = meta_model(case)
     inside = {

@@ -1,6 +1,6 @@
 """Defines the slices to measure: a rank's share of some layers of R1, and a small stand-in."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,18 +33,20 @@ class Slice:
     weights: str = UNQUANTISED
 
 
-def r1_share(tp: int, nextn: tuple[int, ...], weights: str = UNQUANTISED) -> Slice:
+def r1_share(
+    tp: int, nextn: tuple[int, ...], weights: str = UNQUANTISED, recipe: str = "deepseek_v3"
+) -> Slice:
     """Returns one of `tp` ranks' share of a dense, three MoE layers, MTP module and both ends.
 
     The ends are embedding and head. The model is the one that a build makes for a rank. Raises
     UsageError, which lists the possible values of `tp`.
     """
-    whole = load_config(recipe_folder() / "deepseek_v3")
+    whole = load_config(recipe_folder() / recipe)
     assert isinstance(whole, DeepseekV3Config)
     check_ranks(whole, Ranks(tp))
-    config = replace(whole, num_hidden_layers=4, moe_layers=(False, True, True, True, True))
     moe = sum(whole.moe_layers[: whole.num_hidden_layers])
     dense = whole.num_hidden_layers - moe
+    config = whole.sliced(dense - 1, 4)
     return Slice(config, dense, moe, 4096, nextn, "bfloat16", Ranks(tp), weights)
 
 

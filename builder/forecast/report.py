@@ -13,6 +13,7 @@ from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.show.picture import COLOURS, label_x, panels
+from mtpbuild.builder.targets import targets_that
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _assumptions(console: Console, f: Forecast) -> None:
             "and give --calibrate",
             style="yellow",
         )
-    if not family_of(f.model.config).gpu_kernels:
+    attention = family_of(f.model.config).attention
+    if not targets_that(lambda target: attention in target.gpu_attention):
         console.print(
             "targets for GPUs have no kernel for this model's attention yet: `mtpbuild build` "
             "refuses them",

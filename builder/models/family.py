@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,14 @@ JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
 def late(module: str, name: str) -> Callable[..., Any]:
     """Returns a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
+
+
+class Attends(StrEnum):
+    """Names kinds of attention, for which a target may have kernels on a GPU."""
+
+    LATENT = "latent attention"
+    CHOSEN = "attention to chosen rows (DSA)"
+    GROUPED = "grouped-query attention"
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,7 @@ class Family:
     modules: str = ""  # prefix of MTP modules counted from 0; without one, modules are layers
     modules_key: str = "num_nextn_predict_layers"  # their number in config.json
     beside_modules: str = ""  # prefix of what a module has beside its layer, if there is one
-    gpu_kernels: bool = False  # targets for GPUs have kernels for its attention
-    attention: str = "grouped-query attention"  # what it is called
+    attention: Attends = Attends.GROUPED
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Maps tensors that a checkpoint may have beside the table's to those that they repeat."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
@@ -48,6 +49,7 @@ class Inductor(Target):
     packages = ("torch", "triton")
     formats = ("fp8", "nvfp4")
     several_ranks = True
+    gpu_attention = (Attends.LATENT, Attends.CHOSEN)
 
     def check(self, request: "BuildRequest", options: InductorOptions) -> None:
         for name, value, known in (

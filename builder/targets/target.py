@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
 from mtpbuild.runtime.targets import NoOptions
@@ -40,6 +41,7 @@ class Target:
     formats: tuple[str, ...] = ()  # formats of quantised weights that engines keep
     may_be_exact = False  # whether results of some engines depend on tokens and weights alone
     several_ranks = False  # whether it builds --tp, --ep, --attention-dp
+    gpu_attention: tuple[Attends, ...] = ()  # what it has kernels for on GPUs
     ranks_share_programs = True  # whether a program is lowered once for all ranks
 
     def check(self, request: "BuildRequest", options: Any) -> None:

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
@@ -42,6 +43,7 @@ class TensorRt(Target):
     packages = ("torch", "triton", "tensorrt", "torch-tensorrt")
     formats = ("fp8", "nvfp4")
     several_ranks = True
+    gpu_attention = (Attends.LATENT,)
     ranks_share_programs = False  # a network has its rank's weights, stripped or not
 
     def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.style import GraphStyle, Sizes
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
@@ -30,6 +31,7 @@ class TensorRtRtx(Target):
     lowering = "mtpbuild.builder.targets.lower_tensorrt_rtx"
     Options = RtxOptions
     packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
+    gpu_attention = (Attends.LATENT,)
 
     def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
         """Turns `sm89,sm120` into ("8.9", "12.0"), in rising order."""

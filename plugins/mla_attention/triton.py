@@ -1,4 +1,4 @@
-"""mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
+"""mla_attention in Triton: partial softmaxes over splits of the rows, then their combination."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def mla_partial(
-    q, cache, fresh, base, first,
+    q, cache, fresh, base, first, chosen,
     capacity, fresh_rows,
     out, lse,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, WANTED: tl.constexpr,
+    LEAST: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
@@ -44,15 +44,23 @@ def mla_partial(
     RANK] is normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of
     the weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied
     to shared memory STAGES - 1 tiles ahead; the few fresh rows' tiles are not.
+
+    With `chosen`, a block's query rows are heads of one token. Its COUNT places are dealt to the
+    splits, and a split reads the rows at its positions, wherever they lie. Rows have WIDTH values.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
     rows: tl.constexpr = HEADS * TOKENS
     width: tl.constexpr = RANK + ROPE
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # query row: head * TOKENS + token
+    some = (m < rows)[:, None]
+    if chosen is not None:
+        blocks: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+        token, head = tl.program_id(1) // blocks, tl.program_id(1) % blocks * BLOCK_M
+        head += tl.arange(0, BLOCK_M)
+        m, some = head * TOKENS + token, (head < HEADS)[:, None]
     latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
     queries = q + (b * rows + m)[:, None] * width
-    some = (m < rows)[:, None]
     query = tl.load(queries + latent, some & (latent < RANK), 0.0)
     turned = tl.load(queries + RANK + rotary, some & (rotary < ROPE), 0.0)
     scale = SCALE * LOG2E
@@ -62,53 +70,90 @@ def mla_partial(
     mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
     length = tl.load(base + b).to(tl.int32)
     used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
-    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(length, LEAST)), 1)
-    share = tl.cdiv(length, used)
+    dealt = length
+    if chosen is not None:
+        dealt = COUNT
+    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(dealt, LEAST)), 1)
+    share = tl.cdiv(dealt, used)
     begin = split * share
-    end = tl.minimum(begin + share, length)
-    last = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        top, weight, mixed = _attend(
-            queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
-            top, weight, mixed,
-            RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
-        )  # fmt: skip
-    if split == splits - 1:
-        start = tl.load(first + b).to(tl.int32)
-        last = start + m % TOKENS
-        end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
-        for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
+    end = tl.minimum(begin + share, dealt)
+    old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
+    if chosen is not None:
+        own, newest = chosen + (b * TOKENS + token) * COUNT, length + fresh_rows - 1
+        least = tl.load(own + begin, begin < end, -1)
+        filled = (split == 0) | ((least >= 0) & (least <= newest))
+        end = tl.where(filled, end, begin)
+        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            at, seen = _at_places(own, n, end, old, new, length, newest, WIDTH, BLOCK_N)
             top, weight, mixed = _attend(
-                queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
-                scale, top, weight, mixed,
-                RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
+                queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
+                RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
             )  # fmt: skip
+    else:
+        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            j = n + tl.arange(0, BLOCK_N)
+            at, there = old + j.to(tl.int64) * WIDTH, j < end
+            top, weight, mixed = _attend(
+                queries, some, query, turned, at, there, there[None, :], scale, top, weight, mixed,
+                RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
+            )  # fmt: skip
+        filled = begin < end or split == splits - 1
+        if split == splits - 1:
+            start = tl.load(first + b).to(tl.int32)
+            last = start + m % TOKENS
+            end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
+            for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
+                j = n + tl.arange(0, BLOCK_N)
+                at, there = new + j.to(tl.int64) * WIDTH, j < end_fresh
+                seen = (j[None, :] <= last[:, None]) & there[None, :]
+                top, weight, mixed = _attend(
+                    queries, some, query, turned, at, there, seen, scale, top, weight, mixed,
+                    RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
+                )  # fmt: skip
 
     row = (b * splits + split) * rows + m
     some_weight = tl.maximum(weight, 1.0)  # below 1 only for a split without rows
-    tl.store(lse + row, top + tl.log2(some_weight), m < rows)
-    if begin < end or split == splits - 1:
+    tl.store(lse + row[:, None], (top + tl.log2(some_weight))[:, None], some)
+    if filled:
         to = out + row[:, None] * RANK + latent
         tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty), some & (latent < RANK))
 
 
 @triton.jit
-def _attend(
-    queries, some, query, turned, keys, n, end, last, scale,
-    top, weight, mixed,
-    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+def _at_places(
+    own, n, end, old, new, length, newest,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys to the running softmax; row j is seen if j <= last [BLOCK_M].
+    """Returns pointers to a tile's chosen rows, and which are there: the first place always is.
 
-    The first tile holds a row that every query sees, so `top` is finite from then on. The latent
-    part of a tile is loaded once and serves as keys and values. With a CHUNK below LATENT, scores
-    are summed chunk by chunk, and each chunk is loaded again: whole tiles do not fit into the
-    registers in fp32, nor into the shared memory of an AOT plugin.
+    An idle slot's positions may be anywhere, and its result must be finite.
     """
     j = n + tl.arange(0, BLOCK_N)
-    at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
-    there = (j < end)[:, None]
+    place = tl.load(own + j, j < end, -1)
+    seen = ((place >= 0) & (place <= newest)) | (j == 0)
+    place = tl.minimum(tl.maximum(place, 0), newest)
+    at = tl.where(place < length, old + place * WIDTH, new + (place - length) * WIDTH)
+    if WIDTH % 8 == 0:
+        at = tl.multiple_of(at, 16)  # bytes; the compiler does not see through the choice
+    return at, seen
+
+
+@triton.jit
+def _attend(
+    queries, some, query, turned, rows, there, seen, scale,
+    top, weight, mixed,
+    RANK: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the tile of keys at `rows` [N] to the running softmax; some are not `there`.
+
+    seen [M or 1, N] says which query sees which row. The first tile holds a row that every query
+    sees, so `top` is finite from then on. The latent part of a tile is loaded once and serves as
+    keys and values. With a CHUNK below LATENT, scores are summed chunk by chunk, and each chunk is
+    loaded again: whole tiles do not fit into the registers in fp32, nor into the shared memory of
+    an AOT plugin.
+    """
+    at, there = rows[:, None], there[:, None]
     latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
     values = tl.load(at + latent, there & (latent < RANK), 0.0)
     k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0)
@@ -121,7 +166,6 @@ def _attend(
             a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
             part = tl.load(at + chunk, there & (chunk < RANK), 0.0)
             scores = tl.dot(a, tl.trans(part), scores, input_precision=PRECISION)
-    seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
     scores = tl.where(seen, scores * scale, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     p = tl.exp2(scores - highest[:, None])
@@ -202,21 +246,25 @@ def mla_attention_launches(
     known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
-    rows, rope, latent = H * T, C - rank, tile(rank)
+    rows, rope, latent, chosen = H * T, C - rank, tile(rank), known["chosen"]
     if shared is None:
         shared = shared_memory(q.device)
     constants, warps = tiles(rank, rope, known["cache"].dtype, shared)
-    blocks = cdiv(rows, constants["BLOCK_M"])
+    blocks, dealt, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
+    if chosen is not None:
+        blocks, dealt = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
+        count = dealt
     if least is None:
         least = min(MOST_OF_LEAST, LEAST_ROWS * blocks)
     if splits is None:
-        splits = split_count(B, blocks, capacity, least)
+        splits = split_count(B, blocks, dealt, least)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, rank)
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
+    known |= {"WIDTH": known["cache"].shape[3], "COUNT": count}
     known |= {"WANTED": PROGRAMS, "LEAST": least}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
     first = Launch.by_name(mla_partial, grid, known, made, warps)

@@ -158,7 +158,7 @@ def test_a_step(case: Case) -> None:
     called = [op_name(node) for node in graph.graph.nodes]
     assert called.count(f"mtpbuild_{case.package}::mla_decode") == 2
     assert called.count("mtpbuild_triton::mla_attention") == 2, "two drafts"
-    check_step(graph, reference, plan, 3, idle=False)
+    check_step(graph, lower(reference), plan, 3, idle=False)
     assert counts_of(case).calls == 6
     assert getattr(counts_of(case), "planned", 3) == 3
 

@@ -41,6 +41,7 @@ FORMATS = ("", "nvfp4", "fp8")
 # step with one of each calls, and one of all 61 layers.
 OF_A_STEP = {"": (12, 15, 120, 999), "nvfp4": (14, 15, 122, 1005), "fp8": (15, 16, 127, 1069)}
 ATTENTION = {"latent_row", "absorbed_query", "mla_partial", "mla_combine", "value_of_head"}
+CHOICE = {"score_rows", "best_rows"}
 EXPERTS = {"route", "gate_and_up", "down"}
 OWN = {
     "dense_layer": ATTENTION,
@@ -92,6 +93,24 @@ def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
     assert set(program.architectures) == {"sm_90"}
     assert {"best_of_block", "verdict_of_slot"} <= set(program.fresh)
     assert sum(program.kernels.values()) == program.architectures["sm_90"]
+
+
+@pytest.mark.parametrize("gpu", ["sm90", pytest.param("sm80", marks=pytest.mark.full)])
+def test_a_layer_that_chooses_rows(gpu: str, headers: Path, tmp_path: Path) -> None:
+    (program,) = compiled(tmp_path, "--kernels-only", f"small-sparse/dense layer/{gpu}/bfloat16")
+    assert CHOICE | (ATTENTION - {"mla_combine"}) <= set(program.fresh), "one split of 32 rows"
+    assert sum(program.kernels.values()) == program.architectures[gpu.replace("sm", "sm_")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "gpu"), [("v3.2", "sm90"), ("v3.2", "sm100"), ("glm-5", "sm90")])
+def test_a_step_that_chooses_rows(model: str, gpu: str, headers: Path, tmp_path: Path) -> None:
+    """A rank of eight, nextn 3: two layers and the module's first draft choose, later ones too."""
+    (program,) = compiled(tmp_path, f"{model}/step of 1+1/{gpu}/bfloat16")
+    check(program, gpu.replace("sm", "sm_"), headers)
+    assert program.kernels["score_rows"] == program.kernels["best_rows"] == 5
+    assert program.kernels["mla_partial"] == program.kernels["mla_combine"] == 5
+    assert not [name for name in program.kernels if name.startswith("clone")]
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 Graphs for a CPU have none of these ops, and are those of the other tests.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,17 @@ from mtpbuild.plugins import IN_PLACE
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, make_model, make_predictable
-from tests.support.gpu_steps import MANY, ON_GPU, check_fused_step, with_joined
+from tests.support.gpu_steps import (
+    MANY,
+    ON_GPU,
+    check_fused_step,
+    check_sparse_step,
+    with_joined,
+)
 from tests.support.op_calls import OpCalls
 from tests.support.steps import CHUNK, check_steps
+
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
@@ -101,3 +110,27 @@ def test_what_a_gpu_is_given(slots: int) -> None:
     called = [op_name(node) for node in graph.graph.nodes]
     assert sum(name in into for name in called) == 3, "both layers' caches and the module's"
     assert not any("kv_write" in name or "index_put" in name for name in called)
+
+
+@pytest.mark.usefixtures("traced_without_running")
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch's own, of copied graphs
+@pytest.mark.parametrize(
+    ("family", "slots"),
+    [
+        ("glm-5", 1),
+        pytest.param("glm-5", 3, marks=FULL),
+        pytest.param("deepseek-v3.2", 3, marks=FULL),
+    ],
+)
+def test_attention_to_chosen_rows(family: str, slots: int) -> None:
+    """Every indexer's choice and every attention are kernels; a shared choice is made once."""
+    pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+    torch.set_num_threads(1)
+    graph = check_sparse_step(family, slots)
+    called = Counter(map(op_name, graph.graph.nodes))
+    layers, own = (3, 2) if family == "glm-5" else (2, 2)
+    drafts = 1 if family == "glm-5" else 2  # that choose for themselves
+    assert called["mtpbuild_triton::choose_rows"] == own + drafts
+    assert called["mtpbuild_triton::mla_attention"] == layers + 2
+    left = {name for name in called if name.startswith("mtpbuild::")}
+    assert left == {"mtpbuild::kv_write", "mtpbuild::rope"}, "which are PyTorch's"

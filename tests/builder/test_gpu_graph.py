@@ -40,6 +40,7 @@ from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
+from tests.support.families import CHOOSERS, lower_family, make_family
 from tests.support.styles import style_of
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -69,16 +70,22 @@ CASES = (
     ("ranks", 4, "float32", {{"vocab_size": 64}}),
     ("ranks-bf16", 1, "bfloat16", {{"vocab_size": 64}} | {MANY}),
     ("ranks-dp", 1, "bfloat16", {MANY}),
+    ("deepseek-v3.2", 1, "bfloat16", {{}}),
+    ("glm-5", 1, "bfloat16", {{}}),
+    ("glm-5-batch", 4, "float32", {{}}),
 )
 for case, slots, dtype, experts in CASES:
     if case not in sys.argv:
         continue
-    model = make_model(
-        num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
-    )
+    sizes = {{"num_hidden_layers": {LAYERS}, "num_nextn_predict_layers": {MODULES}}} | experts
+    family, nextn = case.removesuffix("-batch"), {NEXTN}
+    if family in CHOOSERS:
+        model, lower, nextn = make_family(family), lower_family, 2
+    else:
+        model = make_model(**sizes)
     tp = 2 if "ranks" in case else 1
     style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
-    plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
+    plan = Plan(model.config, nextn, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
     lowered = lower(model, Share(ranks, tp - 1))
     hold_in(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
@@ -216,6 +223,38 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     assert given["1", "1", "256", "20"] == "torch.bfloat16"
     wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]
     assert not [shape for shape in wide if shape[2] == "256"], "no cache is widened"
+
+
+CHOICES = {"deepseek-v3.2": (2, 2), "glm-5": (3, 2), "glm-5-batch": (3, 2)}  # layers, indexers
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
+    return traced(tmp_path_factory.mktemp("triton"), *CHOICES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CHOICES)
+def test_attention_to_chosen_rows(case: str, choices: Graphs) -> None:
+    """A choice is two kernels, which write nothing else; the module chooses for itself.
+
+    Later drafts choose where they do not share the first one's choice, and every index key is
+    written with its row, where that is.
+    """
+    nodes, (layers, indexers) = choices[case], CHOICES[case]
+    written = kernels(nodes)
+    chosen = indexers + (1 if "glm" in case else 2)
+    assert written.count(["scores"]) == written.count(["chosen"]) == chosen
+    assert written.count(["out", "lse"]) == layers + 2, "two drafts"
+    assert not any("mtpbuild" in target or "cond" in target for _, target, *_ in nodes)
+    rows = [shape for kind, *_, shape, _ in nodes if kind == "placeholder" and len(shape) == 4]
+    assert [shape[3] for shape in rows].count("28") == indexers + 1, "latents, and keys behind them"
+    assert len(rows) == layers + 1
+    made = Counter(
+        target for kind, target, _, shape, _ in nodes if shape in rows and kind[0] == "c"
+    )
+    keyless = {"<built-in function getitem>": layers - indexers} if layers > indexers else {}
+    assert made == {"aten.index_put.default": indexers + 1} | keyless, "each is written in place"
 
 
 @pytest.mark.full

@@ -25,6 +25,8 @@ KERNELS = {
     "kv_copy",
     "mla_partial",
     "mla_combine",
+    "score_rows",
+    "best_rows",
     "best_of_block",
     "verdict_of_slot",
     "law_of_row",

@@ -59,6 +59,25 @@ def test_attention_copies_ahead_without_spills(architecture: int, tmp_path: Path
 
 @FULL
 @pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_what_chooses_rows_and_reads_them_spills_nothing(architecture: int, tmp_path: Path) -> None:
+    """Rows anywhere are copied ahead, 16 bytes at a time; 48 KB are enough for a choice."""
+    kernels = ["score_rows", "best_rows", "mla_partial", "mla_combine"]
+    rows = compiled("r1", architecture, "chosen", ",".join(kernels), tmp_path)
+    assert [row["kernel"] for row in rows] == kernels * 2, "in bf16 and in fp32"
+    for row in rows:
+        assert row["spills"] == row["stack"] == 0, row
+    scores, best, narrow, _, wide_scores, wide_best, wide, _ = rows
+    for row in (scores, best, wide_scores, wide_best):
+        assert row["shared"] <= 48 << 10, row
+    for row in (narrow, wide):
+        assert row["copies"] > 0, row
+        assert row["programs"] >= 128, row
+    assert {scores["product"], wide_scores["product"]} == {"HMMA"}
+    assert 0 < narrow["per_byte"] <= 0.13, "a row's numbers are copied 16 bytes at a time"
+
+
+@FULL
+@pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> None:
     """Rows sum 14 parts of a product, queries 3."""
     rows = compiled("r1", architecture, "", "latent_row,absorbed_query,value_of_head", tmp_path)

@@ -11,15 +11,25 @@ GARBAGE = 1e20  # in rows that nobody may choose
 
 
 def operands(
-    seed: int, slots: int, tokens: int, rows: int, fresh: int, levels: int | None = None
+    seed: int,
+    slots: int,
+    tokens: int,
+    rows: int,
+    fresh: int,
+    levels: int | None = None,
+    sizes: tuple[int, int, int] = (4, 16, 2),
+    garbage: float = GARBAGE,
 ) -> dict[str, Tensor]:
-    """Draws operands of `choose_rows`: 4 heads of 16 values, rows of 19, two pairs that rotate.
+    """Draws operands of `choose_rows`, whose rows are wider than a key by 3.
+
+    sizes: heads, values of each, and pairs of them that rotate.
 
     levels: keys and queries have so many different numbers, and nothing rotates: many scores tie,
     in whatever order they are summed.
     """
     torch.manual_seed(seed)
-    heads, size, width, half = 4, 16, 19, 2
+    heads, size, half = sizes
+    width = size + 3
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape) if levels is None else torch.randint(levels, shape).float()
@@ -28,8 +38,8 @@ def operands(
     first = torch.randint(0, fresh - tokens + 1, (slots,))
     cache, new = draw(slots, 1, rows, width), draw(slots, 1, fresh, width)
     for b in range(slots):
-        cache[b, :, int(base[b]) :] = GARBAGE
-        new[b, :, int(first[b]) + tokens :] = GARBAGE
+        cache[b, :, int(base[b]) :] = garbage
+        new[b, :, int(first[b]) + tokens :] = garbage
     angles = torch.rand(slots, tokens, half) * (levels is None)
     return {
         "q": draw(slots, tokens, heads * size),

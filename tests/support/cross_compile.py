@@ -4,8 +4,9 @@
 
 It runs in a process of its own, because Triton's interpreter must be off. A case has four parts, or
 five with the attention backend (`/flashinfer`). The first part names the model: `small`, `r1` (one
-rank of eight) or `r1-alone` (a single rank); `rank` for the step of one rank of two; or a model
-that is built as an engine. The second part is a part of a step that `benchmarks/gpu.py` measures,
+rank of eight) or `r1-alone` (a single rank); `small-sparse`, `v3.2` and `glm-5` are the like with
+attention to chosen rows; `rank` for the step of one rank of two; or a model that is built as an
+engine. The second part is a part of a step that `benchmarks/gpu.py` measures,
 or a whole step with nextn 3 of some layers (`step of 1+2`: a dense one and two with experts; `mixed
 step of ..`). The programs have no weights, as nothing runs them. With --kernels-only the C++ is
 written, but not compiled.
@@ -20,7 +21,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LAYERS = {"dense layer": 0, "MoE layer": 1}
 TOKENS, SEQUENCE, CHUNK = 4, 4096 + 256, 8
+# The ranks and the recipe of each model that is a share of one.
+SHARES = {
+    "r1": (8, "deepseek_v3"),
+    "r1-alone": (1, "deepseek_v3"),
+    "v3.2": (8, "deepseek_v32"),
+    "glm-5": (8, "glm5"),
+}
 ALL_REDUCE = "_c10d_functional_all_reduce_"
 
 
@@ -121,14 +129,21 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     names = "parts", "random_model", "slices"
     on_gpu, random_model, slices = (import_module(f"on_gpu.{name}") for name in names)
     parts, _, format = parts.partition(" in ")
-    tp = {"r1": 8, "r1-alone": 1}.get(model)
-    whole = slices.small((3,)) if tp is None else slices.r1_share(tp, (3,), format or UNQUANTISED)
+    if model in SHARES:
+        tp, recipe = SHARES[model]
+        whole = slices.r1_share(tp, (3,), format or UNQUANTISED, recipe)
+    else:
+        whole = slices.small((3,))
+        if model == "small-sparse":
+            whole = replace(whole, config=choosing(whole.config))
 
     def with_layers(dense: int, moe: int) -> Any:
         """Keeps so many layers, and the module behind them."""
         kinds = (False,) * dense + (True,) * (moe + 1)
-        config = replace(whole.config, num_hidden_layers=dense + moe, moe_layers=kinds)
-        return replace(whole, config=config, dtype=options.dtype)
+        counts = {"num_hidden_layers": dense + moe, "moe_layers": kinds}
+        if hasattr(whole.config, "indexers"):
+            counts["indexers"] = (True,) * (dense + moe)
+        return replace(whole, config=replace(whole.config, **counts), dtype=options.dtype)
 
     for name in parts.split(","):
         kind, steps, layers = name.partition("step of ")
@@ -146,6 +161,16 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         else:
             part = getattr(made, name.replace(" ", "_"))(TOKENS)
         yield part.program, plan
+
+
+def choosing(c: Any) -> Any:
+    """Returns DeepSeek-V3's configuration as V3.2's, with few rows for each token."""
+    from mtpbuild.builder.models.config import MTPRules
+    from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
+
+    values = {field.name: getattr(c, field.name) for field in fields(c)}
+    values |= {"mtp": MTPRules(), "indexers": (True,) * c.num_hidden_layers}
+    return DeepseekV32Config(**values, index_topk=32, index_n_heads=4, index_head_dim=16)
 
 
 def engine(model: str, folder: Path, options: Any) -> list[Path]:
@@ -213,7 +238,7 @@ def main(folder: Path, *cases: str) -> None:
             continue
         model, parts, gpu, dtype, *backend = case.split("/")
         options = InductorOptions("cuda", dtype, gpu, *backend)
-        if model not in ("small", "r1", "r1-alone", "rank"):
+        if model not in ("small", "small-sparse", "rank", *SHARES):
             for path in engine(model, folder, options):
                 tell(case, path)  # with the kernels of all its programs
             continue

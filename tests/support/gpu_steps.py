@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
@@ -19,6 +20,7 @@ from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.style import Kernels
 from mtpbuild.builder.weights.made import Share
 from tests.support.checkpoints import lower, made_of, make_predictable
+from tests.support.families import lower_family, make_family
 from tests.support.steps import CHUNK, begin
 from tests.support.styles import style_of
 
@@ -47,15 +49,15 @@ def graph_of(traced: Traced) -> Any:
 
 
 def check_step(
-    graph: Any, reference: Transformer, plan: Plan, steps: int, idle: bool = True
+    graph: Any, model: CausalLM, plan: Plan, steps: int, idle: bool = True, rows: int = 5
 ) -> None:
     """Checks tokens, caches and other state against the plain step; slot 1, if any, idles.
 
-    idle: also compare the idle slot's results, which nobody reads.
+    idle: also compare the idle slot's results, which nobody reads. rows: committed at first.
     """
     plain = replace(plan, style=replace(plan.style, kernels=Kernels.STEP))
-    program = make_programs(plain, lower(reference))[1]
-    state = begin(plan)
+    program = make_programs(plain, model)[1]
+    state = begin(plan, rows)
     expected = {name: tensor.clone() for name, tensor in state.items()}
     active = torch.arange(plan.max_batch) != 1
     some = active | idle
@@ -68,8 +70,8 @@ def check_step(
             for name, got in state.items():
                 torch.testing.assert_close(got[some], expected[name][some], rtol=1e-3, atol=1e-3)
             assert all(torch.equal(state[name], expected[name]) for name in ("lengths", "window"))
-    assert (state["lengths"][active] >= 5 + steps).all()
-    assert (state["lengths"][~active] == 5).all()
+    assert (state["lengths"][active] >= rows + steps).all()
+    assert (state["lengths"][~active] == rows).all()
 
 
 def check_fused_step(slots: int) -> Any:
@@ -77,5 +79,14 @@ def check_fused_step(slots: int) -> Any:
     reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
     plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU)
     graph = graph_of(trace(make_programs(plan, with_joined(reference))[1], plan))
-    check_step(graph, reference, plan, 4)
+    check_step(graph, lower(reference), plan, 4)
+    return graph
+
+
+def check_sparse_step(name: str, slots: int, nextn: int = 2) -> Any:
+    """Checks a step whose layers choose rows, of which there are four times as many."""
+    reference = make_family(name)
+    plan = Plan(reference.config, nextn, "mtp-eagle", slots, 60, CHUNK, ON_GPU)
+    graph = graph_of(trace(make_programs(plan, lower_family(reference))[1], plan))
+    check_step(graph, lower_family(reference), plan, 4, idle=False, rows=32)
     return graph

@@ -57,13 +57,16 @@ class Shape:
     kept_groups: int
     chosen: int
     dtype: torch.dtype
+    scorers: int = 64  # heads of an indexer, values of its keys, and rows that it chooses
+    key: int = 128
+    rows: int = 2048
 
 
 DEEPSEEK = Shape(8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16)  # 1 of 8 ranks
 SHAPES = {
     "deepseek-v3": DEEPSEEK,
     "deepseek-v3-fp32": replace(DEEPSEEK, dtype=torch.float32),
-    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
+    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32, 3, 16, 20),
 }
 
 
@@ -76,13 +79,19 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches, route_launch
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
+    from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
     B, T, V = s.batch, s.tokens, s.vocab
     width = s.rank + s.rope
     slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)
     cache = empty(B, 1, 4096, width, dtype=s.dtype)
     fresh = empty(B, 1, T, width, dtype=s.dtype)
-    attended = empty(B, s.heads, T, width, dtype=s.dtype), cache, fresh, slots, slots
+    query = empty(B, s.heads, T, width, dtype=s.dtype)
+    attended = query, cache, fresh, slots, slots
+    wide = (empty(B, 1, rows, width + s.key, dtype=s.dtype) for rows in (4096, T))
+    place, turns = (*wide, slots, slots), empty(B, T, s.rope // 2)
+    chosen = empty(B, T, s.rows, dtype=torch.int64)
+    chooses = empty(B, T, s.scorers * s.key, dtype=s.dtype), empty(B, T, s.scorers), turns, turns
     window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
     flags = {"bool": torch.int32}  # plugins take no bool
     asked = [
@@ -104,6 +113,8 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     return (
         kv_launch(cache, fresh, slots),
         *mla_attention_launches(*attended, 0.1, s.rank, splits=4).each,
+        mla_attention_launches(query, *place, 0.1, s.rank, chosen, splits=4).each[0],
+        *choose_rows_launches(*chooses, *place, s.rows, False).each,
         *accept_rewind_launches(logits, window, slots, slots, on).each,
         *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
         *shaped_probs_launches(logits, asked).each,

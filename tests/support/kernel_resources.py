@@ -189,6 +189,9 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
                 yield f"attention {name}, {tokens} tokens", launch
     for launch in _attention(s, 4, s.computed, 48 << 10).each:
         yield "attention of 48 KB, 4 tokens", launch
+    for dtype in (torch.bfloat16, torch.float32):
+        for launch in _chosen(s, dtype, shared):
+            yield f"chosen rows {str(dtype).removeprefix('torch.')}, 4 tokens", launch
     yield from _around_attention(s)
     for form in ("fp8", "nvfp4"):
         yield from _products_of(s, form)
@@ -213,6 +216,22 @@ def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launch
         *(slots, slots, 0.1, s.rank),
         shared=shared,
     )
+
+
+def _chosen(s: Sizes, dtype: torch.dtype, shared: int) -> Iterator[Launch]:
+    """Yields the launches of DeepSeek-V3.2's choice and attention, of a context of 160k."""
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+    from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
+
+    heads, key, count, width = 64, 128, 2048, s.rank + s.rope
+    rows = (empty(1, 1, n, width + key, dtype=dtype) for n in (160 << 10, 4))
+    slots = empty(1, dtype=torch.int64)
+    place, turns = (*rows, slots, slots), empty(1, 4, s.rope // 2)
+    scored = empty(1, 4, heads * key, dtype=dtype), empty(1, 4, heads), turns, turns
+    yield from choose_rows_launches(*scored, *place, count, False).each
+    query = empty(1, s.heads, 4, width, dtype=dtype)
+    chosen = empty(1, 4, count, dtype=torch.int64)
+    yield from mla_attention_launches(query, *place, 0.1, s.rank, chosen, shared=shared).each
 
 
 def _around_attention(s: Sizes) -> Iterator[tuple[str, Launch]]:

@@ -42,8 +42,9 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
     """
     import torch
 
-    from tests.support import gpu_steps, kernels, step_kernels
+    from tests.support import gpu_steps, kernels, sparse_kernels, step_kernels
     from tests.support.kernels import Attention, Experts, Product
+    from tests.support.sparse_kernels import Choice, Chosen
     from tests.support.step_kernels import Latents
 
     wide, narrow = torch.float32, torch.bfloat16
@@ -55,6 +56,16 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
         yield f"attention {kind} R1", partial(kernels.check_attention, r1, "cpu")
         plugin = Attention(1, 8, 1, 3, 130, 16, 90, dtype, 2, 48 << 10, 1, 4)
         yield f"attention {kind} of a plugin", partial(kernels.check_attention, plugin, "cpu")
+        chosen = Chosen(2, 18, 2, 4, 24, 8, 60, 40, dtype, 3, 1 << 20)
+        yield f"chosen rows {kind}", partial(sparse_kernels.check_chosen, chosen, "cpu")
+        choice = Choice(2, 2, 150, 3, 20, 3, dtype=dtype, sizes=(20, 24, 2))
+        yield f"choice {kind}", partial(sparse_kernels.check_choice, choice, "cpu")
+    v32 = Chosen(1, 16, 2, 2, 512, 64, 300, 128, narrow, None, shared)
+    yield "chosen rows bfloat16 R1", partial(sparse_kernels.check_chosen, v32, "cpu")
+    many = Choice(1, 1, 4500, 1, 2048, 4, True, narrow, (64, 128, 32))
+    yield "choice bfloat16 R1", partial(sparse_kernels.check_choice, many, "cpu")
+    yield "a choice with NaN", partial(sparse_kernels.check_nan, "cpu")
+    yield "chosen rows of an idle slot", partial(sparse_kernels.check_idle, "cpu")
     yield "kv_write", partial(kernels.check_kv_write, 3, "cpu")
     yield "greedy acceptance", partial(kernels.check_greedy, 3, 4500, 3, "cpu")
     mixed = kernels.random_mixed(2, 70, 2)

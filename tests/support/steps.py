@@ -106,15 +106,15 @@ def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]
         np.testing.assert_allclose(got, cache[0, 0, :final], atol=atol, err_msg=ROWS)
 
 
-def begin(plan: Plan) -> dict[str, Tensor]:
-    """Makes a state with five committed rows in each slot, a newest token, and no drafts."""
+def begin(plan: Plan, rows: int = 5) -> dict[str, Tensor]:
+    """Makes a state with so many committed rows in each slot, a newest token, and no drafts."""
     torch.manual_seed(2)
     state = {}
     for spec in state_specs(plan):
         value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         if spec.role == "rows":
-            value[:, :, :5].normal_(std=0.3)
+            value[:, :, :rows].normal_(std=0.3)
         state[spec.name] = value
-    state["lengths"] += 5
+    state["lengths"] += rows
     state["window"][:, 0] = torch.arange(plan.max_batch) + 7
     return state

@@ -1,8 +1,8 @@
 """Decides which weights are held in bfloat16, and which parts compute in fp32 all the same.
 
 Activations, residual stream and caches are bfloat16, and products sum in fp32. Norms and softmax
-(inside), rotary angles and their products, router and logits are fp32: rounded to bfloat16, scores
-of experts and logits of tokens would tie.
+(inside), rotary angles and their products, router, weights of an indexer's heads and logits are
+fp32: rounded to bfloat16, scores of experts and logits of tokens would tie.
 The head's weight is fp32 on a CPU and bfloat16 on a GPU.
 """
 
@@ -15,6 +15,7 @@ FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": to
 
 
 EXPONENTS = (".decay_rate", ".decay_bias")  # of a delta rule: a rounded one adds up over tokens
+ROUTERS = (".gate.", ".weights_proj")  # in names
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -29,7 +30,8 @@ def hold_in(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None
     """
     for name, weight in model.named_parameters():
         head = name.endswith(("lm_head", "draft_head"))
-        stays_wide = (head and not for_gpu) or ".gate." in name or name.endswith(EXPONENTS)
+        router = any(part in name for part in ROUTERS)
+        stays_wide = (head and not for_gpu) or router or name.endswith(EXPONENTS)
         if weight.is_floating_point() and weight.dtype != dtype and not stays_wide:
             weight.data = torch.empty_like(weight, dtype=dtype)
 

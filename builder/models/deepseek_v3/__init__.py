@@ -2,7 +2,7 @@
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
 from mtpbuild.builder.models.deepseek_v3 import config
-from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.family import Attends, Family, late
 
 FAMILY = Family(
     name="DeepseekV3ForCausalLM",
@@ -17,6 +17,5 @@ FAMILY = Family(
     split_sizes=config.split_sizes,
     costs=config.costs,
     reference=late(f"{__name__}.reference", "Transformer"),
-    gpu_kernels=True,
-    attention="latent attention",
+    attention=Attends.LATENT,
 )

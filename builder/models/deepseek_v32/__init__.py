@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v32 import config
-from mtpbuild.builder.models.family import late
+from mtpbuild.builder.models.family import Attends, late
 
 FAMILY = replace(
     DEEPSEEK_V3,
@@ -18,6 +18,5 @@ FAMILY = replace(
     cache_specs=config.cache_specs,
     costs=config.costs,
     reference=late(f"{__name__}.reference", "Transformer"),
-    gpu_kernels=False,
-    attention="attention to chosen rows (DSA)",
+    attention=Attends.CHOSEN,
 )

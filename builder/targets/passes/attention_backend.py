@@ -8,6 +8,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.attention_backends import PAGE, module_of
@@ -42,6 +44,9 @@ LIMITS = {
 def check(plan: "Plan", backend: str) -> None:
     """Raise BuildError unless the package has a kernel for the plan's model and GPU."""
     asked, config, limits = f"--attention-backend {backend}", plan.config, LIMITS[backend]
+    attention = family_of(config).attention
+    if attention is not Attends.LATENT:
+        raise BuildError(f"{asked} has no kernel that we call for {attention}; leave it out")
     for capability in plan.compute_capabilities:
         if capability not in limits.capabilities:
             raise BuildError(

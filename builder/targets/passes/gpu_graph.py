@@ -19,6 +19,7 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.accept_mixed_op,
         plugins.accept_rewind,
         plugins.best_of_blocks,
+        plugins.choose_rows,
         plugins.delta_advance,
         plugins.delta_rule,
         plugins.gated_product,
@@ -36,7 +37,7 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.sum_of_ranks,
     ),
     "triton",
-) | {plugins.take_rows: "op"}
+) | dict.fromkeys((plugins.index_keys, plugins.take_rows), "op")
 
 
 def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:

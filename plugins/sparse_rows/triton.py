@@ -1,0 +1,196 @@
+"""choose_rows in Triton: scores of all rows as integers, then each token's best, without a sort.
+
+Integers order as scores do, NaN below all others. A token that sees no more rows than it may choose
+has no scores, so a short context costs two launches that do nothing.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
+from mtpbuild.plugins.sparse_rows.op import choose_rows
+
+LEAST = tl.constexpr(-(1 << 31))  # what is no number
+OPEN_BLOCK = 2048  # positions that a program looks at together, where the capacity is open
+
+
+@triton.jit
+def score_rows(
+    q, weights, cos, sin, cache, fresh, base, first,
+    tokens, capacity, fresh_rows,
+    scores,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr, COUNT: tl.constexpr, DEEP: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (n, i) scores block i of the rows for token n of all slots, at their positions.
+
+    The cache's blocks come first, then those of the fresh rows. The last SIZE values of a row are
+    its key. BLOCK_H heads of the query are rotated and multiplied at a time, CHUNK values of each;
+    DEEP is SIZE rounded up to a power of two. Sums have one order for every row and token, so that
+    a score depends on these alone.
+    """
+    n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, t = n // tokens, (n % tokens).to(tl.int32)
+    committed = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
+    seen = committed + tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
+    begin, end, place = block * BLOCK_N, committed, 0
+    rows = cache + b * capacity * WIDTH
+    if block >= tl.cdiv(capacity, BLOCK_N):
+        begin = (block - tl.cdiv(capacity, BLOCK_N)) * BLOCK_N
+        end, place = seen - committed, committed
+        rows = fresh + b * fresh_rows * WIDTH
+    if (seen > COUNT) & (begin < end):
+        j, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
+        key, there = rows + j.to(tl.int64)[:, None] * WIDTH + (WIDTH - SIZE), (j < end)[:, None]
+        if CHUNK == DEEP:
+            keys = tl.load(key + d[None, :], there & (d < SIZE)[None, :], 0.0)
+        score = tl.zeros((BLOCK_N,), tl.float32)
+        for begin_h in tl.range(0, HEADS, BLOCK_H, num_stages=1):
+            h = begin_h + tl.arange(0, BLOCK_H)
+            sums = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+            for c in tl.static_range(0, DEEP, CHUNK):
+                query = rotated(
+                    q + n * (HEADS * SIZE), cos + n * (ROPE // 2), sin + n * (ROPE // 2), h, c + d,
+                    HEADS, SIZE, ROPE, INTERLEAVED,
+                )  # fmt: skip
+                if CHUNK < DEEP:
+                    keys = tl.load(key + c + d[None, :], there & (c + d < SIZE)[None, :], 0.0)
+                sums = tl.dot(query, tl.trans(keys), sums, input_precision=PRECISION)
+            share = tl.load(weights + n * HEADS + h, h < HEADS, 0.0) * (HEADS**-0.5)
+            score += tl.sum(share[:, None] * tl.where(sums < 0, 0.0, sums * (SIZE**-0.5)), 0)
+        to = scores + n * (capacity + fresh_rows) + place + j
+        tl.store(to, ordered(score), j < end)
+
+
+@triton.jit
+def rotated(
+    q, cos, sin, h, d,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Returns values d [D] of the heads h [H] of a query, of which the first ROPE are rotated."""
+    of, turns = q + h[:, None] * SIZE, d < ROPE
+    some = (h < HEADS)[:, None]
+    other, sign = partner_of(d, ROPE, INTERLEAVED)
+    angle = angle_of(d, ROPE, INTERLEAVED)
+    own = tl.load(of + d[None, :], some & (d < SIZE)[None, :], 0.0)
+    partner = tl.load(of + other[None, :], some & turns[None, :], 0.0).to(tl.float32)
+    turned = own.to(tl.float32) * tl.load(cos + angle, turns, 1.0)[None, :]
+    turned += sign[None, :] * partner * tl.load(sin + angle, turns, 0.0)[None, :]
+    return turned.to(own.dtype)
+
+
+@triton.jit
+def ordered(x):
+    """Returns integers that order as the numbers x do.
+
+    All zeros among a token's scores have the sign that its weights give them, so that they tie.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+
+
+@triton.jit
+def best_rows(
+    scores, base, first,
+    tokens, capacity, fresh_rows,
+    chosen,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program n chooses the COUNT positions with the highest scores for token n of all slots.
+
+    `border` becomes the COUNT-th largest score, of which it takes the lowest positions. Two bits
+    are found at a time: the most with which COUNT scores still reach the border. A border that just
+    COUNT scores reach is found earlier. PyTorch takes whatever a kernel's functions read for
+    written if they compute addresses of results, so none does.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    b, t = n // tokens, (n % tokens).to(tl.int32)
+    seen = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
+    seen += tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
+    own, to, each = scores + n * (capacity + fresh_rows), chosen + n * COUNT, tl.arange(0, BLOCK)
+    if seen <= COUNT:
+        for begin in range(0, COUNT, BLOCK):
+            place = begin + each
+            tl.store(to + place, tl.where(place < seen, place, -1).to(tl.int64), place < COUNT)
+    else:
+        border, reached, above = LEAST, seen, 0  # scores that reach the border, and higher ones
+        for i in range(16):
+            if reached > COUNT:
+                step = 1 << (30 - 2 * i)
+                one, two, three = border + step, border + step + step, border + step + step + step
+                first_reach = tl.zeros((BLOCK,), tl.int32)
+                second_reach, third_reach = first_reach, first_reach
+                for begin in range(0, seen, BLOCK):
+                    score = tl.load(own + begin + each, begin + each < seen, LEAST)
+                    first_reach += (score >= one).to(tl.int32)
+                    second_reach += (score >= two).to(tl.int32)
+                    third_reach += (score >= three).to(tl.int32)
+                x, y, z = tl.sum(first_reach, 0), tl.sum(second_reach, 0), tl.sum(third_reach, 0)
+                above = tl.where(z < COUNT, z, above)
+                above = tl.where(y < COUNT, y, above)
+                above = tl.where(x < COUNT, x, above)
+                border = tl.where(x < COUNT, border, tl.where(y < COUNT, one, two))
+                border = tl.where(z < COUNT, border, three)
+                reached = tl.where(x < COUNT, reached, tl.where(y < COUNT, x, y))
+                reached = tl.where(z < COUNT, reached, z)
+        room, better_before, tied_before = COUNT - above, 0, 0
+        for begin in range(0, seen, BLOCK):
+            place = begin + each
+            score = tl.load(own + place, place < seen, LEAST)
+            better = score > border
+            tied = (score == border) & (place < seen)
+            both = tl.cumsum(better.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
+            better_so_far, tied_so_far = better_before + (both & 0xFFFF), tied_before + (both >> 16)
+            rank = better_so_far + tl.minimum(tied_so_far, room)
+            tl.store(to + rank - 1, place.to(tl.int64), better | (tied & (tied_so_far <= room)))
+            better_before, tied_before = tl.max(better_so_far, 0), tl.max(tied_so_far, 0)
+
+
+def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
+    """Chooses tiles for heads of `size` values that fit into 48 KB of shared memory."""
+    deep = tile(size)
+    made: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
+    if keys == torch.float32:
+        return made | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
+    return made | {"CHUNK": deep, "BLOCK_N": 64, "PRECISION": "ieee"}
+
+
+def choose_rows_launches(
+    *operands: Any, rows: int | None = None, block: int | None = None
+) -> Launches:
+    """Returns the op's launches.
+
+    rows: how many of them a program scores. block: how many positions one looks at together.
+    """
+    known = bind(choose_rows, operands)
+    q, (B, T, H), count = known["q"], known["weights"].shape, known["count"]
+    S, C = known["cache"].shape[2:]
+    F, size = known["fresh"].shape[2], q.shape[-1] // H
+    constants = tiles(size, known["cache"].dtype)
+    if rows is not None:
+        constants["BLOCK_N"] = rows
+    if block is None:
+        block = min(OPEN_BLOCK, tile(S + F)) if isinstance(S + F, int) else OPEN_BLOCK
+    known |= {"tokens": T, "capacity": S, "fresh_rows": F, **constants, "BLOCK": block}
+    known |= {"HEADS": H, "SIZE": size, "ROPE": 2 * known["cos"].shape[-1], "WIDTH": C}
+    known |= {"COUNT": count, "INTERLEAVED": known["interleaved"]}
+    scores = q.new_empty(B, T, S + F, dtype=torch.int32)
+    chosen = q.new_empty(B, T, count, dtype=torch.int64)
+    blocks = cdiv(S, constants["BLOCK_N"]) + cdiv(F, constants["BLOCK_N"])
+    first = Launch.by_name(score_rows, (B * T, blocks), known, {"scores": scores})
+    known["scores"] = scores
+    warps = max(1, min(16, block // 128))
+    second = Launch.by_name(best_rows, (B * T,), known, {"chosen": chosen}, warps)
+    return Launches((first, second), chosen)
+
+
+@by_kernels(choose_rows)
+def choose_rows_triton(q: Tensor, weights: Tensor, *others: Any) -> Tensor:
+    """Runs choose_rows on a GPU."""
+    return choose_rows_launches(q.contiguous(), weights.contiguous(), *others).run()

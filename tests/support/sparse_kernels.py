@@ -1,0 +1,132 @@
+"""Checks the Triton kernels that choose rows, and attend to chosen ones, against the references.
+
+Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins import choose_rows, mla_attention
+from mtpbuild.plugins.sparse_rows.op import NONE
+from tests.support.choosers import operands
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds the sizes of a call of `choose_rows`, and how its operands are drawn (`operands`)."""
+
+    slots: int
+    tokens: int
+    rows: int
+    fresh: int
+    count: int
+    levels: int | None = None
+    interleaved: bool = False
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, int, int] = (4, 16, 2)
+    scored: int | None = None  # rows that a program scores; None: as many as the kernel wants
+    block: int | None = None  # positions that a program looks at together
+    seed: int = 0
+
+
+def check_choice(case: Choice, device: str) -> Tensor:
+    """Checks every position; rows that nobody sees are NaN. Returns the kernels' choice."""
+    from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
+
+    shape = case.slots, case.tokens, case.rows, case.fresh
+    given = operands(case.seed, *shape, case.levels, case.sizes, NAN)
+    for name in ("q", "cache", "fresh"):
+        given[name] = given[name].to(case.dtype)
+    how = case.count, case.interleaved
+    finite = (x.nan_to_num() if x.is_floating_point() else x for x in given.values())
+    wanted = choose_rows(*finite, *how)
+    moved = (x.to(device) for x in given.values())
+    got: Tensor = choose_rows_launches(*moved, *how, rows=case.scored, block=case.block).run()
+    assert got.dtype == torch.int64
+    assert torch.equal(got.cpu(), wanted)
+    return wanted
+
+
+def check_nan(device: str) -> None:
+    """A score that is no number is the last that is chosen, and never in a finite one's place."""
+    from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
+
+    given = operands(0, 1, 1, 20, 1, levels=1)  # all zeros: everything ties
+    given["base"][:], given["cache"] = 20, torch.zeros(1, 1, 20, 19)
+    given["cache"][:, :, [1, 4]] = NAN
+    moved = [x.to(device) for x in given.values()]
+    for count, wanted in ((4, [0, 2, 3, 5]), (20, [*range(4), *range(5, 21)])):
+        assert choose_rows_launches(*moved, count, False).run().tolist() == [[wanted]]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Holds the sizes of a call of `mla_attention` to `count` chosen rows, which are wider."""
+
+    slots: int
+    heads: int
+    tokens: int
+    fresh: int
+    rank: int
+    rope: int
+    capacity: int
+    count: int
+    dtype: torch.dtype
+    splits: int | None
+    shared: int
+    seed: int = 0
+
+
+def check_chosen(case: Chosen, device: str) -> None:
+    """Checks attention to positions anywhere; rows that are not chosen are NaN."""
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+
+    g = torch.Generator().manual_seed(case.seed)
+    B, T, C = case.slots, case.tokens, case.rank + case.rope
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(case.dtype)
+
+    q = draw(B, case.heads, T, C)
+    cache, fresh = draw(B, 1, case.capacity, C + 8), draw(B, 1, case.fresh, C + 8)
+    base = torch.randint(case.capacity // 2, case.capacity + 1, (B,), generator=g)
+    first = torch.randint(0, case.fresh - T + 1, (B,), generator=g)
+    chosen = torch.full((B, T, case.count), NONE)
+    unread = torch.ones(B, case.capacity + case.fresh, dtype=torch.bool)
+    for b in range(B):
+        for t in range(T):
+            some = torch.randperm(int(base[b] + first[b]) + t + 1, generator=g)[: case.count]
+            chosen[b, t, : len(some)] = some.sort().values
+            unread[b, torch.where(some < base[b], some, some - base[b] + case.capacity)] = False
+    how: Any = base, first, 0.2, case.rank, chosen
+    wanted = mla_attention(q.float(), cache.float(), fresh.float(), *how)
+    cache[unread[:, None, : case.capacity]] = NAN
+    fresh[unread[:, None, case.capacity :]] = NAN
+    given = (x.to(device) if isinstance(x, Tensor) else x for x in (q, cache, fresh, *how))
+    launches = mla_attention_launches(*given, splits=case.splits, shared=case.shared, least=20)
+    got = launches.run()
+    assert got.dtype == case.dtype
+    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_idle(device: str) -> None:
+    """A slot that idles may be given another pass's positions: its result is finite."""
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+
+    q, cache, fresh = torch.randn(2, 3, 1, 24), torch.randn(2, 1, 30, 32), torch.randn(2, 1, 2, 32)
+    chosen = torch.full((2, 1, 12), NONE)
+    chosen[:, 0, :9] = torch.arange(20, 29)
+    base, first = torch.tensor([0, 30]), torch.zeros(2, dtype=torch.int64)
+    given = [x.to(device) for x in (q, cache, fresh, base, first)]
+    for splits in (1, 3):
+        how: Any = 0.2, 16, chosen.to(device)
+        got = mla_attention_launches(*given, *how, splits=splits, least=1).run().cpu()
+        wanted = mla_attention(q, cache, fresh, base, first, 0.2, 16, chosen)
+        torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=1e-5)
+        assert got.isfinite().all()
