@@ -14,10 +14,19 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import OPS, SUM_PARTS, matmul_scaled, matmul_wide, moe, take_rows
+from mtpbuild.plugins import (
+    OPS,
+    SUM_PARTS,
+    matmul_scaled,
+    matmul_wide,
+    moe,
+    sum_of_ranks,
+    take_rows,
+)
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
+ONE_SHOT = sum_of_ranks._opoverload
 GATHERS = take_rows._opoverload  # PyTorch's operators on a GPU
 KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in {*OWN_PRODUCTS, GATHERS}}
 CALLED = {"mtpbuild_flashinfer": 1, "mtpbuild_flash_mla": 2}  # kernels of another package's call
@@ -41,6 +50,7 @@ class Counts:
     kernels: int = 0
     others: int = 0
     collectives: int = 0
+    one_shot: int = 0  # of them, by a kernel of ours
     summed: int = 0  # bytes that a rank gives to its collectives
     temporary: int = 0  # bytes of intermediate results that are held at once
 
@@ -61,6 +71,7 @@ def counted(traced: Traced, temporary: int = 0) -> Counts:
                 counts[kind] += launches_of(node) if kind == "kernels" else 1
             if kind == "collectives":
                 summed += nbytes(node.args[0])
+                counts["one_shot"] += node.target is ONE_SHOT
     counts["others"] = groups(nodes, kinds)
     return Counts(len(nodes), **counts, summed=summed, temporary=temporary)
 
@@ -140,6 +151,8 @@ def kind_of(node: Node) -> str | None:
         return None
     if op.namespace == "_c10d_functional":
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
+    if op is ONE_SHOT:
+        return "collectives"
     if op in KERNELS or op.namespace in CALLED:
         return "kernels"
     if op in OWN_PRODUCTS or name_of(node) in PRODUCTS:
@@ -203,4 +216,6 @@ def in_words(counts: Counts) -> str:
     )
     if counts.collectives:
         said += f", {counts.collectives:,} collectives of {in_bytes(counts.summed)}"
+    if counts.one_shot:
+        said += f" ({counts.one_shot:,} of them one-shot)"
     return said

@@ -64,6 +64,7 @@ ONLY_HERE = {
     for name in (
         "group.channel",
         "group.nccl",
+        "group.one_shot",
         "programs.aot_package",
         "programs.attention_backends",
         "programs.flash_mla_attention",

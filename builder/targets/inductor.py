@@ -10,6 +10,7 @@ from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.sums import RANKS
 from mtpbuild.runtime.errors import BuildError, EngineError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("triton", "flashinfer", "flash-mla")
+STRATEGIES = ("nccl", "one-shot")
 ASSUMED = "10.0"  # by a dry run without a GPU; all backends build for it
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
@@ -40,6 +42,11 @@ class InductorOptions:
         "With --device cuda: attention's kernels: triton; flashinfer for steps on sm100, flash-mla "
         "on sm90.",
     )
+    allreduce_strategy: str = flag(
+        "nccl",
+        "With --device cuda: sums between ranks: nccl; one-shot for small ones, where GPUs read "
+        "each other's memory.",
+    )
 
 
 class Inductor(Target):
@@ -56,6 +63,7 @@ class Inductor(Target):
             ("--device", options.device, DEVICES),
             ("--dtype", options.dtype, DTYPES),
             ("--attention-backend", options.attention_backend, BACKENDS),
+            ("--allreduce-strategy", options.allreduce_strategy, STRATEGIES),
         ):
             if value not in known:
                 raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
@@ -66,6 +74,13 @@ class Inductor(Target):
             raise UsageError(
                 f"--attention-backend {options.attention_backend} is for --device cuda "
                 "--dtype bfloat16"
+            )
+        if options.allreduce_strategy != STRATEGIES[0] and (
+            options.device != "cuda" or not 1 < request.ranks.tp <= RANKS
+        ):
+            raise UsageError(
+                f"--allreduce-strategy {options.allreduce_strategy} is for --device cuda and "
+                f"--tp 2 to {RANKS}"
             )
 
     def compute_capabilities(
@@ -111,6 +126,11 @@ class Inductor(Target):
             from mtpbuild.builder.targets.passes.attention_backend import by_package
 
             by_package(traced.exported, plan.config, plan.options.attention_backend)
+        if plan.options.allreduce_strategy != STRATEGIES[0]:
+            from mtpbuild.builder.targets.passes.one_shot import by_shared_memory
+
+            slots = plan.max_batch if program.batch > 1 else None
+            by_shared_memory(traced.exported, plan.ranks.tp, slots)
         return traced
 
     def compiling(self) -> AbstractContextManager[None]:

@@ -36,7 +36,12 @@ from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
-from mtpbuild.runtime.contract.manifest import CONSTANTS, AttentionBackend, TargetInfo
+from mtpbuild.runtime.contract.manifest import (
+    CONSTANTS,
+    AllreduceStrategy,
+    AttentionBackend,
+    TargetInfo,
+)
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
@@ -110,6 +115,7 @@ def info(plan: Plan) -> TargetInfo:
         compute_capabilities=gpus,
         cross_compiled=cross_cuda.info(gpus[0]) if crosses(plan) else None,
         attention_backend=backend(plan),
+        allreduce_strategy=strategy(plan),
     )
 
 
@@ -117,6 +123,12 @@ def backend(plan: Plan) -> AttentionBackend | None:
     """Names the library that attends in place of our own kernels; None: our kernels do."""
     asked = getattr(plan.options, "attention_backend", None)
     return asked if asked in get_args(AttentionBackend) else None
+
+
+def strategy(plan: Plan) -> AllreduceStrategy | None:
+    """Names what sums between ranks by in place of NCCL, where that can; None: NCCL does."""
+    asked = getattr(plan.options, "allreduce_strategy", None)
+    return asked if asked in get_args(AllreduceStrategy) else None
 
 
 def crosses(plan: Plan) -> bool:

@@ -30,6 +30,7 @@ def add_in_order(
     """Program i adds VALUES of all ranks, which are BYTES; PLACES is RANKS rounded up to 2^n."""
     program = tl.program_id(0)
     value = tl.arange(0, VALUES)
+    kind: tl.constexpr = tl.pointer_type(x.dtype.element_ty)
     there = program * VALUES + value < size
     given = tl.load(x + program * VALUES + value, there, 0.0)
     rank = tl.load(peers + RANKS)
@@ -40,7 +41,7 @@ def add_in_order(
     calls = (own + CALLS + 4 * program).to(tl.pointer_type(tl.int32))
     call = tl.load(calls) + 1
     block = BLOCKS + (2 * program + (call & 1)) * BYTES
-    tl.store(values_at(own + block, x) + value, given, there)
+    tl.store(tl.multiple_of((own + block).to(kind), 16) + value, given, there)
     tl.debug_barrier()  # all threads have written before one of them tells it
     other = tl.arange(0, PLACES)
     told = tl.load(peers + other, other < RANKS, 0) + program * SIGNALS + 4 * rank
@@ -53,7 +54,7 @@ def add_in_order(
     tl.debug_barrier()  # no thread reads before that
     every = ()
     for r in tl.static_range(RANKS):
-        at = values_at(memories[r] + block, x) + value
+        at = tl.multiple_of((memories[r] + block).to(kind), 16) + value
         every += (tl.load(at, there, 0.0),)  # type: ignore[assignment]
     # The assembler would add what one rank gave before it reads from the next. But the sum begins
     # with 0 that is read last: so all ranks' memories are read at once.
@@ -73,16 +74,10 @@ def behind(heard, call, there):
     return tl.min(tl.where(there, told - call, 0), 0) < 0  # a difference: counts go around
 
 
-@triton.jit
-def values_at(address, x):
-    """Returns a pointer to values like x's."""
-    return tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
-
-
 def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
     """Returns the op's launch. Raises NotImplementedError for more than `MOST` bytes."""
     size, itemsize = x.numel(), x.element_size()
-    if size * itemsize > MOST:
+    if isinstance(size, int) and size * itemsize > MOST:  # else the graph's maker has seen to it
         raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
     ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
     constants = {"RANKS": ranks, "PLACES": tile(ranks, 2), "VALUES": values, "BYTES": BLOCK}

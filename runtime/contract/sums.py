@@ -7,6 +7,7 @@ Places are in bytes from the beginning; all of it is zeros before the first call
 """
 
 GROUP = "mtpbuild"  # the process group that compiled programs name
+PEERS = "peers"  # of programs with one-shot sums, the constant that says where memories stand
 
 PROGRAMS = 64  # all run at once: each waits for the same one of every rank
 BLOCK = 4096  # bytes that a program sums

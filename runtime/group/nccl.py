@@ -11,10 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import _abort_process_group
 
@@ -34,6 +35,7 @@ SETTINGS = {
     # communicator: NCCL's default lets them, a machine that is tuned for graphs alone may not.
     "NCCL_GRAPH_MIXING_SUPPORT": "1",
 }
+T = TypeVar("T")
 ABORTING = 10.0  # seconds, at most
 
 
@@ -47,6 +49,18 @@ class Peers:
         group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        self._kept: Any = None  # memory that ranks share lives as long
+
+    def share(self, size: int) -> tuple[Tensor, list[int]]:
+        """Makes bytes on this GPU that all see; says where this one sees each rank's."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        with torch.cuda.device(self._device):
+            memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+            handle = symmetric.rendezvous(memory, self.group)
+        self._kept = memory, handle
+        inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # a piece of an allocation
+        return memory, [address + inside for address in handle.buffer_ptrs]
 
     def failed(self) -> bool:
         """Tells whether NCCL has found a rank gone: then sums end early, and hold anything."""
@@ -100,9 +114,9 @@ def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
     return alive
 
 
-def within(seconds: float, work: Callable[[], object]) -> None:
+def within(seconds: float, work: Callable[[], T]) -> T:
     """Do work for which NCCL has no time limit, or raise RuntimeError; its thread is then left."""
-    done = Future[object]()
+    done = Future[T]()
 
     def run() -> None:
         try:
@@ -112,6 +126,6 @@ def within(seconds: float, work: Callable[[], object]) -> None:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        done.result(seconds)
+        return done.result(seconds)
     except TimeoutError:
         raise RuntimeError("timed out") from None

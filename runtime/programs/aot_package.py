@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
+from mtpbuild.runtime.contract.sums import PEERS
 from mtpbuild.runtime.errors import EngineError
 
 HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
@@ -24,17 +25,24 @@ class Runner(Protocol):
         ...
 
 
-Opener: TypeAlias = Callable[[str], Callable[[str], Runner]]  # device -> name -> program
+# A device, and `peers` for one-shot sums -> name -> program.
+Opener: TypeAlias = Callable[..., Callable[[str], Runner]]
 
 
 class Package:
     """Is one compiled program, with the constants of its own and the weights that it shares.
 
-    device: such as cuda:0. rank: which one of the ranks that share a model runs it.
+    device: such as cuda:0. rank: which one of the ranks that share a model runs it. peers: what
+    its one-shot sums are told.
     """
 
     def __init__(
-        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
+        self,
+        path: Path,
+        weights: Mapping[str, torch.Tensor],
+        device: str,
+        rank: int = 0,
+        peers: torch.Tensor | None = None,
     ) -> None:
         # Kept: the runner holds pointers to them, and they are never copied.
         self._weights = weights
@@ -48,6 +56,8 @@ class Package:
             for name in self._own:
                 if name.endswith(".rank"):
                     self._own[name] = torch.tensor([rank], device=device)
+                if name.endswith(f".{PEERS}") and peers is not None:
+                    self._own[name] = peers
             named = {f"model.{name}": weight for name, weight in weights.items()} | self._own
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
             runner.load_constants(wanted, False, True, True)  # all, and managed by us
@@ -63,10 +73,10 @@ class Package:
 def open_packages(folder: Path, manifest: Manifest) -> Opener:
     """Give what loads an engine's weights onto a device, and then opens programs by name."""
 
-    def on(device: str) -> Callable[[str], Runner]:
+    def on(device: str, peers: torch.Tensor | None = None) -> Callable[[str], Runner]:
         weights = load_file(folder / WEIGHTS, device=device)  # memory-mapped on a CPU
         programs, rank = manifest.programs, manifest.rank or 0
-        return lambda name: Package(folder / programs[name].file, weights, device, rank)
+        return lambda name: Package(folder / programs[name].file, weights, device, rank, peers)
 
     return on
 

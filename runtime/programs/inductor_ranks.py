@@ -15,6 +15,7 @@ from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
+from mtpbuild.runtime.group.one_shot import share
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
@@ -59,8 +60,10 @@ class CudaRankPrograms(CudaPrograms):
         graphs: bool = True,
     ) -> None:
         self._channel, self._peers = channel, connect(gpu, channel, peers)
-        channel.leaving.append(partial(_come_to_rest, gpu, channel, self._peers))
         self._queued = deque[Wait]()
+        if manifest.target.allreduce_strategy is not None:
+            opener = partial(opener, peers=share(gpu, channel, self._peers))
+        channel.leaving.append(partial(_come_to_rest, gpu, channel, self._peers))
         super().__init__(manifest, gpu, opener, graphs=graphs)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:

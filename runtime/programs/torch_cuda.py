@@ -71,6 +71,11 @@ class Gpu:
         with torch.cuda.stream(self._stream):
             work()
 
+    def aside(self, work: Work) -> None:
+        """Do it now, whatever the stream still waits for."""
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            work()
+
     def capture(self, work: Work) -> Work:
         """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet.
 

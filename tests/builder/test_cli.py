@@ -51,6 +51,7 @@ def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
 def test_frozen_flags() -> None:
     assert options("build") == [
         "--acceptance-rule",
+        "--allreduce-strategy",
         "--attention-backend",
         "--attention-dp",
         "--cache-dtype",

@@ -36,6 +36,7 @@ from mtpbuild.builder.weights.made import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.passes.one_shot import by_shared_memory
 from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
@@ -73,6 +74,7 @@ CASES = (
     ("deepseek-v3.2", 1, "bfloat16", {{}}),
     ("glm-5", 1, "bfloat16", {{}}),
     ("glm-5-batch", 4, "float32", {{}}),
+    ("ranks-one-shot", 4, "bfloat16", {{"vocab_size": 64}} | {MANY}),
 )
 for case, slots, dtype, experts in CASES:
     if case not in sys.argv:
@@ -93,6 +95,8 @@ for case, slots, dtype, experts in CASES:
             put(lowered, name, Scaled(tuple(weight.shape), 16))
     decode = make_programs(plan, lowered)[1]
     traced = trace(decode, plan)
+    if "one-shot" in case:
+        assert by_shared_memory(traced.exported, tp, slots) > 0
     traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
     examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
     try:
@@ -117,7 +121,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 
 @pytest.fixture(scope="module")
 def all_graphs(graphs: Graphs, tmp_path_factory: pytest.TempPathFactory) -> Graphs:
-    own = "many", "fp8", "fp8-batch", "ranks", "ranks-bf16", "ranks-dp"
+    own = "many", "fp8", "fp8-batch", "ranks", "ranks-bf16", "ranks-dp", "ranks-one-shot"
     return graphs | traced(tmp_path_factory.mktemp("triton"), *own)
 
 
@@ -210,6 +214,19 @@ def test_attention_dp_of_two(all_graphs: Graphs) -> None:
     assert len(sums) == 2 * (LAYERS + NEXTN)
     assert all(shape[0] == "2" for shape in sums), "of both ranks' tokens"
     assert kernels(nodes) == kernels(all_graphs["one"])
+
+
+@pytest.mark.full
+def test_one_shot_sums_of_a_rank_of_two(all_graphs: Graphs) -> None:
+    """Each is a kernel of ours that writes its result alone, and nothing calls NCCL."""
+    nodes = all_graphs["ranks-one-shot"]
+    calls = Counter(target for _, target, *_ in nodes)
+    assert not any("_c10d" in target for target in calls)
+    sums = 2 * (LAYERS + NEXTN) + 2 * (1 + NEXTN) + NEXTN
+    values = 2 * PASSES  # of each head, and its queries
+    assert kernels(nodes).count(["out"]) == values + sums
+    written = {name for names in kernels(nodes) for name in names}
+    assert not written & {"x", "peers"}, "AOTInductor would copy them first"
 
 
 def test_one_request_in_bfloat16(graphs: Graphs) -> None:

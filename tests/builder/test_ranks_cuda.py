@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,33 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
     assert sum(line.startswith("graph ") for line in lines) == steps * sums
     at_once = [line for line in lines if "at once: decode" in line]
     assert len(at_once) == 4 * sums, "they were run before they were captured, and never again"
+
+
+@pytest.fixture(scope="module")
+def one_shot_engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+    folder = tmp_path_factory.mktemp("one_shot")
+    with eager_ranks.on_gpus():
+        checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
+        flags: dict[str, Any] = {"tp": 2, "device": "cuda", "allreduce_strategy": "one-shot"}
+        yield make(checkpoint, folder / "engine", nextn=1, **flags)
+
+
+def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: Transformer, logs: Path) -> None:
+    """Ranks share the host's memory, and the kernel sums in Triton's interpreter."""
+    manifest = read_manifest(one_shot_engine)
+    assert manifest.target.allreduce_strategy == "one-shot"
+    with running(one_shot_engine) as loaded:
+        asked = [replace(params, max_tokens=6) for params in (GREEDY, HOT)]
+        results = [loaded.generate(PROMPT, params) for params in asked]
+    assert results[0].token_ids == greedy(model, PROMPT, 6)
+    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    assert results[1].token_ids == sample(model, PROMPT, 6, drawn)
+    lines = agreed(logs)
+    graphs = [line for line in lines if line.startswith("graph ")]
+    assert graphs
+    assert all(": one-shot sum of" in line for line in graphs)
+    assert not any(": sum of" in line for line in lines)
 
 
 def sums_of_a_step(manifest: Manifest) -> int:

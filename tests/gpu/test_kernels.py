@@ -1,6 +1,7 @@
 """The contracts of tests/plugins on a GPU, and the shapes that only a GPU has the time for."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
+from mtpbuild.runtime.contract.sums import BYTES
+from mtpbuild.runtime.group.one_shot import release
 from tests.support import kernels, step_kernels
 from tests.support.gpu_driver import drive
 from tests.support.kernel_launches import Shape, launches
@@ -192,3 +195,43 @@ def filled(launch: Launch) -> Launch:
         inputs=tuple(map(operand, launch.inputs)),
         outputs=tuple(torch.zeros_like(tensor, device="cuda") for tensor in launch.outputs),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 7168), (3, 1001)])
+def test_one_shot_sums_on_one_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Two streams are two ranks; launched, and captured and replayed with other values."""
+    from mtpbuild.plugins.sum_of_ranks.triton import sum_of_ranks_launches
+
+    memories = [torch.zeros(BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    at = [memory.data_ptr() for memory in memories]
+    given = [torch.randn(shape, device="cuda").to(dtype) for _ in at]
+    told = [torch.tensor([*at, rank], device="cuda") for rank in range(2)]
+    made = [sum_of_ranks_launches(*each) for each in zip(given, told, strict=True)]
+    streams = [torch.cuda.Stream() for _ in at]
+    graphs = [torch.cuda.CUDAGraph() for _ in at]
+    torch.cuda.synchronize()
+
+    def both(work: Callable[[int], object]) -> None:
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                work(rank)
+        end = time.monotonic() + 30
+        while not all(stream.query() for stream in streams):
+            if time.monotonic() > end:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    for memory in memories:
+                        release(memory)
+                pytest.fail("a rank waits for the other one")
+        wanted = given[0].float() + given[1].float()
+        assert all(torch.equal(launch.results, wanted.to(dtype)) for launch in made)
+
+    both(lambda rank: made[rank].run())
+    for graph, stream, launch in zip(graphs, streams, made, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            launch.run()
+    for _ in range(100):
+        for x in given:
+            x.normal_()
+        torch.cuda.synchronize()
+        both(lambda rank: graphs[rank].replay())

@@ -1,4 +1,7 @@
-"""Engines of two ranks on two GPUs, over NCCL: tokens of the plain model, and how they end."""
+"""Engines of two ranks on two GPUs, over NCCL and by one-shot sums, and how they end.
+
+Their tokens are those of the plain model.
+"""
 
 import os
 import signal
@@ -38,9 +41,25 @@ def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return make(checkpoint, folder / "engine", tp=2, ep=2, device="cuda", max_batch=2)
 
 
+@pytest.fixture(scope="module")
+def one_shot(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_shot")
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("the GPUs do not see each other's memory")
+    checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
+    flags: dict[str, Any] = {"device": "cuda", "allreduce_strategy": "one-shot", "max_batch": 2}
+    return make(checkpoint, folder / "engine", tp=2, ep=2, **flags)
+
+
+@pytest.fixture(params=["engine", "one_shot"])
+def either(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
 @pytest.mark.parametrize("no_cuda_graphs", [False, True])
-def test_tokens(engine: Path, model: Transformer, no_cuda_graphs: bool) -> None:
-    with started(engine, no_cuda_graphs=no_cuda_graphs) as loaded:
+def test_tokens(either: Path, model: Transformer, no_cuda_graphs: bool) -> None:
+    with started(either, no_cuda_graphs=no_cuda_graphs) as loaded:
         results = loaded.generate([PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
         again = loaded.generate(PROMPT, HOT)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
@@ -74,7 +93,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(
-    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    either: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TIMEOUT, "10")
     says = "^rank (1 was killed by signal 9|0 of 2: another rank has not answered for 10 s)$"
@@ -85,7 +104,7 @@ def test_a_rank_that_dies_or_hangs(
         os.kill(follower(), number)
         stream.result()
 
-    with pytest.raises(RankError, match=says), started(engine) as loaded:
+    with pytest.raises(RankError, match=says), started(either) as loaded:
         generate(loaded)
 
 

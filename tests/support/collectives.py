@@ -8,6 +8,7 @@ they stop, and report what each was about to do.
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
+from mtpbuild.plugins import sum_of_ranks
 from mtpbuild.runtime.group import nccl
 from tests.support.fake_gpu import FakeGpu, Work
 
@@ -75,16 +77,24 @@ def agreed(logs: Path, ranks: int = 2) -> list[str]:
 
 
 def listened_to(program: GraphModule) -> GraphModule:
-    """Makes a program's sums note themselves before they happen."""
-    real = torch.ops._c10d_functional.all_reduce.default
+    """Makes a program's sums note themselves before they happen; one-shot ones are the kernel's."""
+    real, one_shot = torch.ops._c10d_functional.all_reduce.default, sum_of_ranks._opoverload
 
     def all_reduce(x: Tensor, *how: Any) -> Any:
         HERE.note(f"sum of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}")
         return real(x, *how)
 
+    def by_kernel(x: Tensor, peers: Tensor) -> Any:
+        HERE.note(f"one-shot sum of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}")
+        return sum_of_ranks_launches(x.contiguous(), peers).run()
+
     for node in program.graph.nodes:
         if node.target is real:
             node.target = all_reduce
+        if node.target is one_shot:
+            from mtpbuild.plugins.sum_of_ranks.triton import sum_of_ranks_launches
+
+            node.target = by_kernel
     program.recompile()
     return program
 
@@ -98,6 +108,20 @@ class GlooPeers(nccl.Peers):
         super().__init__(device, limit)
         HERE.lines.clear()
         HERE.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
+
+    def share(self, size: int) -> tuple[Tensor, list[int]]:
+        """Shares the host's memory, by files that are open on all ranks and then gone."""
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, src=0, group=self.group)
+        files = [Path(folder[0]) / f"{rank}" for rank in range(self.group.size())]
+        own = files[self.group.rank()]
+        own.write_bytes(bytes(size))
+        dist.barrier(self.group)
+        seen = [torch.from_file(str(f), True, size, dtype=torch.uint8) for f in files]
+        dist.barrier(self.group)
+        own.unlink()
+        self._kept = seen
+        return seen[self.group.rank()], [piece.data_ptr() for piece in seen]
 
     def failed(self) -> bool:
         return False

@@ -50,13 +50,20 @@ def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> st
 class EagerPackage:
     """Stands in for `Package`: runs a program and copies the new state over the old one."""
 
-    def __init__(self, folder: Path, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        weights: Mapping[str, torch.Tensor],
+        peers: torch.Tensor | None = None,
+    ) -> None:
         manifest = read_manifest(folder)
         spec = manifest.programs[name]
         path = folder / spec.file
         own = load_file(path.with_name(CONSTANTS.format(path.stem)))
         rank = torch.tensor([manifest.rank or 0])
         own |= {name: rank for name in own if name.endswith(".rank")}
+        own |= {name: peers for name in own if name.endswith(".peers") and peers is not None}
         named = {f"model.{name}": weight for name, weight in weights.items()} | own
         self._inputs, self._outputs = ([t.name for t in ts] for ts in (spec.inputs, spec.outputs))
         self._name = name
@@ -77,9 +84,9 @@ class EagerPackage:
 
 
 def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
-    def on(device: str) -> Callable[[str], EagerPackage]:
+    def on(device: str, peers: torch.Tensor | None = None) -> Callable[[str], EagerPackage]:
         weights = load_file(folder / WEIGHTS)
-        return lambda name: EagerPackage(folder, name, weights)
+        return lambda name: EagerPackage(folder, name, weights, peers)
 
     return on
 

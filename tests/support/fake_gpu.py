@@ -77,6 +77,9 @@ class FakeGpu:
         """Does the work at once, or as the graph of that number."""
         work()
 
+    def aside(self, work: Work) -> None:
+        work()
+
     def capture(self, work: Work) -> Work:
         assert id(work) in self._ran, "what loads code can't be captured"
         assert not self.queue, "a capture begins when the GPU is at rest"

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from mtpbuild.plugins.sum_of_ranks import triton as correct
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, PROGRAMS, RANKS
+from mtpbuild.runtime.group.one_shot import release
 
 SIZES = (5, 2048, 4097, 1, 70, 1024)  # of tensors, in turn
 DTYPES = (torch.float32, torch.bfloat16)
 WAITS = "while behind(heard, call, other < RANKS):\n        pass"
-WRITES = "    tl.store(values_at(own + block, x) + value, given, there)\n"
+WRITES = "    tl.store(tl.multiple_of((own + block).to(kind), 16) + value, given, there)\n"
 BEHIND = "    tl.debug_barrier()  # no thread reads before that\n"
 MISTAKES = {
     "waits for nobody": [(WAITS, "behind(heard, call, other < RANKS)")],
@@ -125,6 +126,19 @@ def run(ranks: int, calls: int, mistake: str | None = None, begin: int = 0) -> l
         return forked(ranks, lambda rank: run_rank(rank, memory, calls, pause, launches))
 
 
+def freed(begin: int = 0) -> bool:
+    """Tells whether a rank waits for one that is gone, and ends when it is released."""
+    memory = Memory.of(2, begin)
+    peers = memory.seen_by(0)
+    if not (child := os.fork()):
+        correct.sum_of_ranks_launches(torch.zeros(5000), peers).run()
+        os._exit(0)
+    time.sleep(1)
+    waits = os.waitpid(child, os.WNOHANG) == (0, 0)
+    release(torch.frombuffer(memory.kept[0], dtype=torch.uint8))
+    return waits and os.waitpid(child, 0) == (child, 0)
+
+
 def forked(ranks: int, work: Callable[[int], int]) -> list[int]:
     """Does a rank's work in a process for each; returns what they got, up to 255."""
     children = []
@@ -141,4 +155,5 @@ def forked(ranks: int, work: Callable[[int], int]) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([run(**case) for case in json.loads(sys.argv[1])]))
+    asked = json.loads(sys.argv[1])
+    print(json.dumps([run(**case) if "ranks" in case else freed(**case) for case in asked]))

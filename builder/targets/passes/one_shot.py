@@ -1,0 +1,64 @@
+"""Gives small sums between ranks to a kernel that reads other GPUs' memory, in a GPU's graph."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from mtpbuild.plugins import sum_of_ranks
+from mtpbuild.runtime.contract.sums import MOST, PEERS
+
+FUNCTIONAL = torch.ops._c10d_functional
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def by_shared_memory(exported: ExportedProgram, ranks: int, slots: int | None) -> int:
+    """Before: all_reduce and its wait. After: `sum_of_ranks`, where they sum `MOST` bytes or less.
+
+    slots: how many a step has at most whose number of slots is open. Works in place; returns how
+    many it replaced. What each rank is told when it is loaded is a parameter, as its number is.
+    """
+    graph, peers = exported.graph_module.graph, None
+    found = [n for n in graph.nodes if n.target is FUNCTIONAL.all_reduce.default]
+    found = [node for node in found if fits(node.args[0].meta["val"], exported, slots)]
+    for node in found:
+        peers = peers or add_parameter(exported, PEERS, torch.zeros(ranks + 1, dtype=torch.int64))
+        (wait,) = node.users
+        operands = node.args[0], peers
+        with graph.inserting_before(node):
+            total = graph.call_function(sum_of_ranks._opoverload, operands)
+        total.meta["val"] = sum_of_ranks._opoverload(*(each.meta["val"] for each in operands))
+        wait.replace_all_uses_with(total)
+        graph.erase_node(wait)
+        graph.erase_node(node)
+    exported.graph_module.recompile()
+    return len(found)
+
+
+def fits(value: Tensor, exported: ExportedProgram, slots: int | None) -> bool:
+    """Tells whether the kernel takes a tensor, however many slots or tokens there are."""
+    size: Any = value.numel()
+    if isinstance(size, torch.SymInt):
+        ranges = exported.range_constraints
+        if slots is not None:  # examples have more
+            ranges = {s: ValueRanges(1, min(r.upper, slots)) for s, r in ranges.items()}
+        size = bound_sympy(size.node.expr, ranges).upper
+    return value.dtype in FLOATS and bool(size * value.element_size() <= MOST)
+
+
+def add_parameter(exported: ExportedProgram, name: str, value: Tensor) -> Node:
+    """Adds a parameter of the model to an exported program, in place; returns its node."""
+    graph, full = exported.graph_module.graph, f"model.{name}"
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        node = graph.placeholder(f"p_model_{name}")
+    mode = first.meta["val"].fake_mode
+    node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+    spec = InputSpec(InputKind.PARAMETER, TensorArgument(node.name), full)
+    exported.graph_signature.input_specs.insert(0, spec)
+    exported.state_dict[full] = nn.Parameter(value, requires_grad=False)
+    return node
