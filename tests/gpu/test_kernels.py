@@ -13,10 +13,11 @@ from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 from mtpbuild.runtime.contract.sums import BYTES
 from mtpbuild.runtime.group.one_shot import release
-from tests.support import kernels, step_kernels
+from tests.support import kernels, sparse_kernels, step_kernels
 from tests.support.gpu_driver import drive
 from tests.support.kernel_launches import Shape, launches
 from tests.support.kernels import Attention, Experts
+from tests.support.sparse_kernels import Choice, Chosen
 from tests.support.step_kernels import Latents
 
 pytestmark = [
@@ -39,6 +40,25 @@ def exact_products() -> Iterator[None]:
 @given(case=kernels.attentions())
 def test_mla_attention(case: Attention) -> None:
     kernels.check_attention(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("shared", [AOT_SHARED, 160 << 10])
+def test_attention_to_chosen_rows(tokens: int, shared: int) -> None:
+    """DeepSeek-V3.2's sizes, a rank of eight."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Chosen(2, 16, tokens, tokens, 512, 64, 6000, 2048, dtype, None, shared)
+        sparse_kernels.check_chosen(case, "cuda")
+    sparse_kernels.check_idle("cuda")
+
+
+@pytest.mark.parametrize("rows", [1500, 40_000])
+def test_choice_of_rows(rows: int) -> None:
+    """Sums of small integers are exact, as 64 is a square, and many of them tie."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Choice(2, 4, rows, 4, 2048, 3, True, dtype, (64, 64, 32))
+        sparse_kernels.check_choice(case, "cuda")
+    sparse_kernels.check_nan("cuda")
 
 
 @pytest.mark.parametrize("shared", [AOT_SHARED, 160 << 10])

@@ -25,7 +25,7 @@ def operands(
     sizes: heads, values of each, and pairs of them that rotate.
 
     levels: keys and queries have so many different numbers, and nothing rotates: many scores tie,
-    in whatever order they are summed.
+    in whatever order they are summed where heads and values are powers of 4.
     """
     torch.manual_seed(seed)
     heads, size, half = sizes
