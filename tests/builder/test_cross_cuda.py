@@ -195,6 +195,20 @@ def test_a_rank_of_two(headers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_one_shot_sums(headers: Path, tmp_path: Path) -> None:
+    """Each is a launch in a collective's place, in a whole program and in R1's rank of eight."""
+    (program,) = compiled(tmp_path, "rank//sm90/bfloat16/triton/one-shot")
+    check(program, "sm_90", headers)
+    assert not any("c10d" in name for name in program.operators)
+    assert program.kernels["add_in_order"] == 19
+    step, rest = "r1/step of 1+1/sm100/bfloat16", tmp_path / "r1"
+    rest.mkdir()
+    own, other = compiled(rest, "--kernels-only", f"{step}/triton/one-shot", step)
+    assert own.kernels["add_in_order"] == other.collectives == 21
+    assert own.calls == other.calls + 21
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("gpu", "dtype"), [("sm90", "float32"), ("sm100", "bfloat16")])
 def test_deepseek_tiny(gpu: str, dtype: str, headers: Path, tmp_path: Path) -> None:
     programs = compiled(tmp_path, f"deepseek-tiny//{gpu}/{dtype}", flags=())

@@ -3,13 +3,13 @@
     python -m tests.support.cross_compile FOLDER [--kernels-only] small/head/sm90/bfloat16
 
 It runs in a process of its own, because Triton's interpreter must be off. A case has four parts, or
-five with the attention backend (`/flashinfer`). The first part names the model: `small`, `r1` (one
-rank of eight) or `r1-alone` (a single rank); `small-sparse`, `v3.2` and `glm-5` are the like with
-attention to chosen rows; `rank` for the step of one rank of two; or a model that is built as an
-engine. The second part is a part of a step that `benchmarks/gpu.py` measures,
-or a whole step with nextn 3 of some layers (`step of 1+2`: a dense one and two with experts; `mixed
-step of ..`). The programs have no weights, as nothing runs them. With --kernels-only the C++ is
-written, but not compiled.
+more with the attention backend (`/flashinfer`) and what ranks sum by (`/triton/one-shot`). The
+first part names the model: `small`, `r1` (one rank of eight) or `r1-alone` (a single rank);
+`small-sparse`, `v3.2` and `glm-5` are the like with attention to chosen rows; `rank` for the step
+of one rank of two; or a model that is built as an engine. The second part is a part of a step that
+`benchmarks/gpu.py` measures, or a whole step with nextn 3 of some layers (`step of 1+2`: a dense
+one and two with experts; `mixed step of ..`). The programs have no weights, as nothing runs them.
+With --kernels-only the C++ is written, but not compiled.
 """
 
 import ctypes
