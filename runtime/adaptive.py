@@ -12,7 +12,8 @@ FORGET = 0.98  # weight of older drafts as a new one is judged: a memory of some
 FADE = 0.995  # the same in a step without a draft there; more patient, as trying again costs time
 DOUBT = 2.0  # drafts that a guess weighs as much as
 FIRST_GUESS = 0.7  # that a first draft is accepted
-CARRIED = 5.0  # drafts that a new request's odds weigh; they are those of the last ones
+CARRIED = 0.5  # drafts that a new request's odds weigh; they are those of the last ones
+HOPE = 0.25  # drafts that they take for right, so that some are tried whatever those showed
 SETTLING = 6  # steps of a program that find cold caches after another one ran: not timed
 TRIALS = 4  # timed steps of a nextn before its time is known
 DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
@@ -50,11 +51,12 @@ class Odds:
         return expected
 
     def successor(self) -> "Odds":
-        """Returns a new request's: they begin where these ended, with less confidence."""
+        """Returns a new request's, which lean to these, and have a little hope besides."""
         new = Odds(len(self.judged))
         for i, judged in enumerate(self.judged):
             share = min(1.0, CARRIED / judged) if judged else 0.0
-            new.judged[i], new.accepted[i] = judged * share, self.accepted[i] * share
+            new.judged[i] = judged * share + HOPE
+            new.accepted[i] = self.accepted[i] * share + HOPE
         return new
 
 
