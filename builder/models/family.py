@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.models.common.copies import Copy, repeated
 from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.targets.style import Attends
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, layer_state
 from mtpbuild.runtime.ranks import Ranks
@@ -33,14 +33,6 @@ JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
 def late(module: str, name: str) -> Callable[..., Any]:
     """Returns a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
-
-
-class Attends(StrEnum):
-    """Names kinds of attention, for which a target may have kernels on a GPU."""
-
-    LATENT = "latent attention"
-    CHOSEN = "attention to chosen rows (DSA)"
-    GROUPED = "grouped-query attention"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
-from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
+from mtpbuild.builder.targets.style import Attends, GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.sums import RANKS
 from mtpbuild.runtime.errors import BuildError, EngineError, UsageError

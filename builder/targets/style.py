@@ -25,6 +25,14 @@ class Kernels(IntEnum):
     FUSED = 3  # what stands between a step's products: routing, norms, rotation
 
 
+class Attends(StrEnum):
+    """Names kinds of attention, for which a target may have kernels on a GPU."""
+
+    LATENT = "latent attention"
+    CHOSEN = "attention to chosen rows (DSA)"
+    GROUPED = "grouped-query attention"
+
+
 @dataclass(frozen=True)
 class GraphStyle:
     """Says how a target wants its programs traced; the defaults are those of a CPU."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.models.family import Attends
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.style import Attends, GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
 from mtpbuild.runtime.targets import NoOptions
 

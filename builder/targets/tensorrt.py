@@ -6,8 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.models.family import Attends
-from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
+from mtpbuild.builder.targets.style import Attends, GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.capability import dotted
-from mtpbuild.builder.targets.style import GraphStyle, Sizes
+from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import UsageError

@@ -2,7 +2,8 @@
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
 from mtpbuild.builder.models.deepseek_v3 import config
-from mtpbuild.builder.models.family import Attends, Family, late
+from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.targets.style import Attends
 
 FAMILY = Family(
     name="DeepseekV3ForCausalLM",

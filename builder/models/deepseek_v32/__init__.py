@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v32 import config
-from mtpbuild.builder.models.family import Attends, late
+from mtpbuild.builder.models.family import late
+from mtpbuild.builder.targets.style import Attends
 
 FAMILY = replace(
     DEEPSEEK_V3,

@@ -9,8 +9,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.family import Attends
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.targets.style import Attends
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.attention_backends import PAGE, module_of
 
