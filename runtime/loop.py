@@ -146,11 +146,11 @@ class Loop:
                 request.observer.step(request, output, slot)
             logprobs = request.params.logprobs
             found = () if logprobs is None else _alternatives(output, slot, logprobs)
+            judged = counts[slot] - 1, drafts[slot]
+            self.acceptance.add(*judged)  # whoever gets the tokens may ask for the counts at once
+            self._watch.add(*judged)
             request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
             self._tokens_now += counts[slot]
-            judged = counts[slot] - 1, drafts[slot]
-            self.acceptance.add(*judged)
-            self._watch.add(*judged)
             self._pace.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:
