@@ -62,14 +62,17 @@ def model() -> Transformer:
     return make_predictable(**SHAPE)
 
 
-@pytest.fixture(scope="module")
-def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def engine_on_gpus(folder: Path, model: Transformer, **flags: Any) -> Iterator[Path]:
+    """Yield an engine of two ranks."""
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-    folder = tmp_path_factory.mktemp("gpus")
     with eager_ranks.on_gpus():
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
-        flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
-        yield make(checkpoint, folder / "engine", nextn=1, **flags)
+        yield make(checkpoint, folder / "engine", nextn=1, tp=2, device="cuda", **flags)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from engine_on_gpus(tmp_path_factory.mktemp("gpus"), model, ep=2, max_batch=2)
 
 
 @pytest.fixture
@@ -115,12 +118,8 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_shot_engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     folder = tmp_path_factory.mktemp("one_shot")
-    with eager_ranks.on_gpus():
-        checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
-        flags: dict[str, Any] = {"tp": 2, "device": "cuda", "allreduce_strategy": "one-shot"}
-        yield make(checkpoint, folder / "engine", nextn=1, **flags)
+    yield from engine_on_gpus(folder, model, allreduce_strategy="one-shot")
 
 
 def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: Transformer, logs: Path) -> None:

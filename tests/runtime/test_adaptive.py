@@ -48,6 +48,7 @@ def run(rng: random.Random, chances: Sequence[float], drafted: int) -> int:
 @pytest.mark.parametrize("kind", [GOOD, FAIR, POOR, USELESS])
 def test_hardly_slower_than_the_best_fixed_nextn(kind: Sequence[float], requests: int) -> None:
     best = max(tokens_per_second([kind], k, requests) for k in range(MOST + 1))
+    # A request of 100 steps spends some on drafts, whatever the last ones showed.
     assert tokens_per_second([kind], None, requests) > 0.94 * best
 
 

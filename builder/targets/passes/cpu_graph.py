@@ -77,7 +77,9 @@ def _fuse_zeros(node: ir.Node) -> bool:
     if reshape is None or reshape.op_type != "Reshape" or not _is_zero(zeros):
         return False
     begins = reshape.inputs[0]
-    if begins is None or begins.shape is None or len(begins.shape) != 1:
+    if begins is None or begins.shape is None or len(begins.shape) != 1 or shaped.shape is None:
+        return False
+    if [*shaped.shape[1:]] != [1] * (len(shaped.shape) - 1):  # a slot's, whatever its numbers
         return False
     for use in readers:
         if use.node.domain != DOMAIN or STATES.get(use.node.op_type, (None,))[0] != use.idx:
