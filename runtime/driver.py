@@ -127,7 +127,7 @@ class Driver:
     def _take_turn(self, done: Callable[[], bool]) -> bool:
         """Wait until this thread may step; False if there is no need."""
         with self._turn:
-            self._turn.wait_for(lambda: done() or self._stepper is None and not self._closed)
+            self._turn.wait_for(lambda: done() or (self._stepper is None and not self._closed))
             if done():
                 return False
             self._stepper = threading.get_ident()

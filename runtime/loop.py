@@ -234,12 +234,14 @@ class Loop:
         self.prefixes.place(filling, self.scheduler)
 
     def _close_gaps(self) -> None:
+        moved = list[Request]()
         for source, target, request in self.scheduler.close_gaps():
             with request.contain():
                 self.prefixes.move(source, target)
-            if request.ended:  # its slot is a gap again
-                self.release()
-                return self._close_gaps()
+            moved.append(request)
+        if any(request.ended for request in moved):  # their slots are gaps again
+            self.release()
+            self._close_gaps()
 
 
 def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:

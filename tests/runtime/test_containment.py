@@ -147,7 +147,7 @@ def test_the_request_alone_ends(place: str) -> None:
     """Canaries before and after get their tokens, and the next request is right."""
     engine, programs = make_engine()
     with engine:
-        engine.generate(VICTIM[:-1] + [20], TWENTY)  # so that there are rows to load
+        engine.generate([*VICTIM[:-1], 20], TWENTY)  # so that there are rows to load
         before = engine.stream([10, 11, 12], SamplingParams(max_tokens=200, ignore_eos=True))
         next(before)
         settings = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
@@ -204,7 +204,7 @@ def test_a_run_that_fails_ends_all(run: str) -> None:
         streams = [engine.stream([n, n + 1, n + 2], TWENTY) for n in (20, 30)]
         undo = raise_once(programs, run)
         for stream in streams:
-            with pytest.raises(StepError, match="^a step failed: unable to allocate 1.2 GiB$"):
+            with pytest.raises(StepError, match=r"^a step failed: unable to allocate 1\.2 GiB$"):
                 stream.result()
         undo()
         assert engine.generate(VICTIM, TWENTY).token_ids == continuation(VICTIM, 20)
@@ -331,6 +331,13 @@ class Interrupt:
         return self
 
 
+def wait(stream: Stream, told: list[BaseException]) -> None:
+    try:
+        stream.result()
+    except EngineError as error:
+        told.append(error)
+
+
 def test_an_interrupt_at_any_line_leaves_an_engine_that_closes() -> None:
     """Another thread that waits is told, too."""
     for at in itertools.count(1):
@@ -346,13 +353,7 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_closes() -> None:
         finally:
             sys.settrace(None)
 
-        def wait() -> None:
-            try:
-                other.result()
-            except EngineError as error:
-                told.append(error)
-
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=wait, args=(other, told))
         closing = threading.Timer(10, os._exit, [77])  # a hang would be for ever
         closing.start()
         engine.close()
