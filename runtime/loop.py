@@ -33,7 +33,8 @@ from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 log = logging.getLogger("mtpbuild")
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

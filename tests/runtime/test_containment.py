@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -52,10 +52,8 @@ class Observer:
 class Grammar:
     """Allows everything, and raises at `ahead` or at `take`."""
 
-    kept: ClassVar[int] = 99
-
     def __init__(self, at: str) -> None:
-        self.at = at
+        self.at, self.kept = at, 99
 
     def ahead(self, drafts: Any) -> Constraint:
         if self.at == "ahead":
@@ -273,7 +271,7 @@ def test_a_forked_process_is_told() -> None:
                 running.result,
             ):
                 try:
-                    call()  # type: ignore[no-untyped-call]
+                    call()
                 except EngineError as error:
                     said.append(str(error))
             engine.close()
@@ -305,7 +303,7 @@ def test_the_collector_ends_no_request_at_once() -> None:
             stream.clear()
             save(*given)
 
-        programs.save_rows = collect  # type: ignore[method-assign]
+        programs.save_rows = collect  # type: ignore[method-assign,assignment]
         engine._driver.between_steps(engine._loop.release)
         programs.save_rows = save  # type: ignore[method-assign]
         result = engine.generate(prompt, TWENTY)
