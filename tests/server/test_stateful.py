@@ -134,9 +134,8 @@ def machine(server: Live, engine: Engine, canaries: Canaries, seen: Counter[str]
         @rule(data=st.data(), drop=st.booleans())
         def ask_in_python(self, data: st.DataObject, drop: bool) -> None:
             chosen = data.draw(st.lists(st.sampled_from(own), max_size=3))
-            given: dict[str, Any] = {"max_tokens": 3} | {
-                name: data.draw(VALUES, name) for name in chosen
-            }
+            given: dict[str, Any] = {"max_tokens": 3}
+            given |= {name: data.draw(VALUES, name) for name in chosen}
             prompt: Any = data.draw(st.one_of(st.just(PROMPT), st.just([5, 6]), VALUES))
             try:
                 stream = engine.stream(prompt, SamplingParams(**given))
