@@ -16,7 +16,7 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
-INDEX = " /[0-9]+/ "
+INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

@@ -32,6 +32,7 @@ class ToolCalls:
     count: int = 0  # calls so far
     _held: str = field(default="", init=False)
     _call: Call | None = field(default=None, init=False)
+    _space: str = field(default="", init=False)  # before the call, if that turns out to be text
     _cut: int = field(default=0, init=False)
     _markers: tuple[str, ...] = field(default=(), init=False)
 
@@ -63,9 +64,10 @@ class ToolCalls:
             )
             return said
         at, marker = found
-        said = self._content(self._held[:at])
-        self._held = self._held[at + len(marker) :]
+        text, self._held = self._held[:at], self._held[at + len(marker) :]
+        said = self._content(text)
         if marker not in self.form.outer:
+            self._space = text[len(self._trimmed(text)) :]
             tagged = self.form.tags is not None
             self._call = (
                 TaggedCall(self.form, self.tools, marker) if tagged else JsonCall(self.form)
@@ -85,6 +87,8 @@ class ToolCalls:
         for kind, said in call.feed(text, last=last):
             if kind == "name":
                 self.count += 1
+            elif kind == "content":
+                said, self._space = self._space + said, ""
             if self.single and self.count > (kind != "content"):
                 continue
             pieces.append(Piece(kind, said, 0 if kind == "content" else self.count - 1))

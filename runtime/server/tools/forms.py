@@ -90,7 +90,7 @@ FORMS = {
         "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         re.compile(
-            r"\s*(?:functions\.)?(?P<name>[^\s<:]*)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+            r"\s*(?:functions\.)?(?P<name>[^\n<:]*?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
         ),
         ("functions.", f":{INDEX_OF_CALL}<|tool_call_argument_begin|>", ""),
         inner=("<|tool_call_argument_begin|>",),

@@ -25,9 +25,18 @@ def read_strictly(text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
+        _check_depth(value, DEEPEST)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def _check_depth(value: Any, most: int) -> None:
+    if isinstance(value, dict | list):
+        if most == 0:
+            raise ValueError("nested too deeply")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, most - 1)
 
 
 def _refuse(constant: str) -> Any:

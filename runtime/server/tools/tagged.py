@@ -63,7 +63,8 @@ class Functions:
     """Reads the functions of a call from a text.
 
     A value ends at its closing tag, if after that something else of the call begins: markup in a
-    value stays a part of it. Where the tag is missing, another one on a line of its own ends it.
+    value stays a part of it. A value that begins on a line of its own ends at the end of one. Where
+    the tag is missing, another one on a line of its own ends it.
     """
 
     def __init__(self, form: Form, tools: Mapping[str, Any], text: str, last: bool) -> None:
@@ -113,7 +114,8 @@ class Functions:
         if self._name and not self._skip(self._name):
             raise NoCallError
         name = self._named()
-        root, arguments = self._tools.get(name), {}
+        root = self._tools.get(name)
+        arguments: dict[str, Any] = {}
         while (start := self._at_mark(self._tags.key)) is not None:
             opening = self._opening(start)
             key = self._text[start : opening.start()].strip()
@@ -159,6 +161,7 @@ class Functions:
 
     def _value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
         """Return where a value ends, and its closing tag; raises MoreTextError or NoCallError."""
+        inline = None  # the end of one that is not at the end of a line
         for closing in _value_ends(self._form).finditer(self._text, start):
             if closing["lone"] is not None:
                 known = root.get("properties") if isinstance(root, Mapping) else None
@@ -166,10 +169,16 @@ class Functions:
                 if key is None or (isinstance(known, Mapping) and key in known.keys() - given):
                     return closing.start(), closing.start()
             elif self._ends_here(closing.end(), given):
-                return closing.start(), closing.end()
+                lines = self._text.startswith(NEWLINE, start - 1)
+                near = self._text[closing.start()], self._text[closing.end() : closing.end() + 1]
+                if not lines or NEWLINE in near:
+                    return closing.start(), closing.end()
+                inline = inline or (closing.start(), closing.end())
         if not self._last:
             raise MoreTextError
-        raise NoCallError
+        if inline is None:
+            raise NoCallError
+        return inline
 
     def _ends_here(self, at: int, given: set[str]) -> bool:
         """Tell whether a closing tag is one: something of the call, or nothing, follows it."""

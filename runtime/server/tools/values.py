@@ -58,7 +58,7 @@ def _listed(text: str, schema: Any) -> list[Any]:
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if not isinstance(values, list):
         return []
-    return [v for v in values if v == text] or [v for v in values if written(v) == text][:1]
+    return [v for v in values if v == text] or [v for v in values if text in (written(v), str(v))]
 
 
 def types_of(
