@@ -130,8 +130,8 @@ def test_messages_that_can_not_be() -> None:
         )
         refused("top_logprobs needs", top_logprobs=2)
         refused("logprobs must be a whole number in 0..20", logprobs=True, top_logprobs=21)
-        refused("shows no form of tool calls", tools=[{"function": {"name": "f"}}])
-        refused("shows no form", tool_choice="required", tools=[{"function": {"name": "f"}}])
+        refused("writes no calls of tools", tools=[{"function": {"name": "f"}}])
+        refused("writes no calls", tool_choice="required", tools=[{"function": {"name": "f"}}])
         refused("take no grammar", response_format={"type": "json_object"})
         refused("seed must be a whole number", seed="x")
         assert client.post("/v1/chat/completions", content=b"{").status_code == 400
