@@ -309,6 +309,8 @@ SCHEMA = {
     ("name", "text", "value"),
     [
         *((name, "12345", "12345") for name in ("s", "optional", "nullable", "ref", "all")),
+        ("s", "null", "null"),
+        ("all", "None", "None"),
         ("optional", "true", "true"),
         ("optional", "None", None),
         ("nullable", "null", None),
