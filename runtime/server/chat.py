@@ -41,13 +41,14 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     params = read_sampled(
         service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
     )
+    single = body.parallel_tool_calls is False
     schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
     choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
     for choice in choices:
         if marks is not None:
             choice.splitter = ThinkingSplitter(opens_thought(ids, marks))
             choice.end_of_thought = marks[1]
-        choice.calls = ToolCalls(form, schemas) if form else None
+        choice.calls = ToolCalls(form, schemas, single=single) if form else None
     return kind(
         service.model,
         choices,
@@ -69,14 +70,19 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
         return None
     if body.tool_choice == "none" or service.settings.tool_parser == "none":
         return None
-    name = service.settings.tool_parser or form_of(_template(engine))
+    name = service.settings.tool_parser or _written_form(engine)
     if name is None:
         message = (
-            "this model's chat template shows no form of tool calls: start the server with "
-            f"--tool-call-parser hermes, or one of {', '.join(FORMS)}"
+            "this model's chat template writes no calls of tools, or in a form that is not known: "
+            f"start the server with --tool-call-parser and one of {', '.join(FORMS)}"
         )
         raise ApiError(400, message, "tools")
     return FORMS[name]
+
+
+def _written_form(engine: Engine) -> str | None:
+    templates = engine.tokenizer.chat_template if engine.tokenizer else None
+    return form_of(templates) if templates else None
 
 
 def _template(engine: Engine) -> str:

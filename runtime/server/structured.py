@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, Sampled, Tool
 from mtpbuild.runtime.server.tools import Form
+from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL
+from mtpbuild.runtime.server.tools.tagged_grammar import tagged_rules
 from mtpbuild.runtime.structured import StructuredOutputs, closed
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
+INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -77,24 +81,35 @@ def forced_calls(
     if form is None or tokenizer is None:
         message = "tool_choice: no form of calls is known (--tool-call-parser)"
         raise ApiError(400, message, "tool_choice")
-    if form.tagged:
-        message = "tool_choice: this model's calls have their arguments in tags, not in JSON"
-        raise ApiError(400, f'{message}: say "auto"', "tool_choice")
     once = name is not None or body.parallel_tool_calls is False
-    return StructuredOutputs(grammar=calls_grammar(form, tools, tokenizer, once=once))
+    try:
+        return StructuredOutputs(grammar=calls_grammar(form, tools, tokenizer, once=once))
+    except ValueError as error:
+        message = f"tool_choice: with arguments in tags a call can't be held to {error}"
+        raise ApiError(400, f'{message}: say "auto"', "tool_choice") from None
 
 
 def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool) -> str:
-    """Writes a Lark grammar for calls of these tools: one call, or several unless `once`."""
+    """Writes a Lark grammar for calls of these tools: one call, or several unless `once`.
+
+    Raises ValueError for what no grammar can say.
+    """
     before, between, after = form.spelled
     rules = []
     for number, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if schema is None:
             schema = NO_PARAMETERS
+        if form.tags is not None:
+            spell = partial(_literal, tokenizer=tokenizer)
+            rules += tagged_rules(f"call_{number}", form, name, schema, spell)
+            continue
         if form.head is None:  # the call is JSON
             name = json.dumps(name, ensure_ascii=False)[1:-1]
-        opening = _literal(form.begin + before + name + between, tokenizer)
+        opening = INDEX.join(
+            _literal(part, tokenizer)
+            for part in (form.begin + before + name + between).split(INDEX_OF_CALL)
+        )
         closing = _literal(after + form.end, tokenizer)
         arguments = closed(json.dumps(schema | NO_WHITE_SPACE))
         rules.append(f"call_{number}: {opening} %json {arguments} {closing}")

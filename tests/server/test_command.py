@@ -20,7 +20,10 @@ from tests.support.invoke import invoke, options
         ("--port 99999", "--port 99999 can't be"),
         ("--max-queue -1", "--max-queue -1 can't be"),
         ("--request-timeout -1", "--request-timeout -1.0 can't be"),
-        ("--tool-call-parser x", "--tool-call-parser x: one of deepseek_v3, deepseek_v31, hermes"),
+        (
+            "--tool-call-parser x",
+            "--tool-call-parser x: one of deepseek_v3, deepseek_v31, deepseek_v32",
+        ),
         ("--api-key nowhere", "--api-key nowhere: can't be read"),
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
         ("", "not an engine"),

@@ -130,8 +130,8 @@ def test_messages_that_can_not_be() -> None:
         )
         refused("top_logprobs needs", top_logprobs=2)
         refused("logprobs must be a whole number in 0..20", logprobs=True, top_logprobs=21)
-        refused("shows no form of tool calls", tools=[{"function": {"name": "f"}}])
-        refused("shows no form", tool_choice="required", tools=[{"function": {"name": "f"}}])
+        refused("writes no calls of tools", tools=[{"function": {"name": "f"}}])
+        refused("writes no calls", tool_choice="required", tools=[{"function": {"name": "f"}}])
         refused("take no grammar", response_format={"type": "json_object"})
         refused("seed must be a whole number", seed="x")
         assert client.post("/v1/chat/completions", content=b"{").status_code == 400
@@ -475,6 +475,28 @@ def test_tools() -> None:
         assert len(deltas) > 2, "arguments come in pieces"
         plain = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()
         assert plain["choices"][0]["message"]["content"] == text.removesuffix("｜end｜")
+
+
+def test_only_the_first_call_is_given() -> None:
+    calls = '<tool_call>{"name": "weather", "arguments": {"n": 1}}</tool_call>' * 2
+    with (
+        served(**saying(f"{calls} so｜end｜", TOOL_TEMPLATE)) as (server, _),
+        server.client() as http,
+    ):
+        body = HELLO | {"stop": "｜end｜", "max_tokens": 200, "tools": TOOLS}
+        for parallel, count in ((False, 1), (None, 2)):
+            asked = body | {"parallel_tool_calls": parallel}
+            (choice,) = http.post("/v1/chat/completions", json=asked).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert len(choice["message"]["tool_calls"]) == count
+            assert choice["message"]["content"] == (None if parallel is False else " so")
+
+
+def test_a_template_whose_calls_are_not_known_is_refused_by_name() -> None:
+    template = TOOL_TEMPLATE.replace('{"name": "', '<call "')
+    with served(**saying("x", template)) as (server, _), server.client() as client:
+        response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
+        fails(response, 400, "in a form that is not known: start the server with --tool-c", "tools")
 
 
 def test_metrics_have_vllms_names() -> None:

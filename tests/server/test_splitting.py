@@ -2,14 +2,13 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
-from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
+from mtpbuild.runtime.server.tools import FORMS, ToolCalls
 
 V3 = (
     "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
@@ -67,7 +66,7 @@ def fed(machine: ThinkingSplitter | ToolCalls, parts: list[str]) -> list[Piece]:
     return pieces + machine.feed("", last=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TEXTS)
 def test_calls(form: str) -> None:
     texts, calls = joined(fed(ToolCalls(FORMS[form]), [TEXTS[form]]))
     assert texts["content"] == "I look."
@@ -92,7 +91,7 @@ def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) ->
         (ODD[1], ODD[1], []),
         (ODD[2], ODD[2], []),
         (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
-        (ODD[5], "   said  behind", [("f", "null")]),
+        (ODD[5], "   said  behind", [("f", "{}")]),
         (ODD[6], "", [("f", "{}")]),
     ],
 )
@@ -101,7 +100,6 @@ def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> N
     assert (texts["content"], found) == (content, calls)
 
 
-LIKE = {"qwen": "hermes", "qwen3_5": "qwen3_coder", "deepseek": "deepseek_v3"}
 SCHEMA = {
     "properties": {
         "city": {"type": "string"},
@@ -132,12 +130,6 @@ def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, o
     assert (name, json.loads(found)) == ("f", arguments)
 
 
-def test_the_form_of_a_template() -> None:
-    templates = Path(__file__).parents[1] / "data" / "chat_templates"
-    found = {name: form_of((templates / f"{name}_like.jinja").read_text()) for name in LIKE}
-    assert found == LIKE
-
-
 def test_what_is_no_tagged_call_stays_text() -> None:
     for text in ("<tool_call>weather</tool_call>", "<tool_call>\n<function=f>\n<parameter=a>\n1"):
         texts, calls = joined(fed(ToolCalls(FORMS["qwen3_coder"]), [text]))
@@ -154,13 +146,6 @@ def test_arguments_come_in_pieces() -> None:
     assert calls.feed('xt": "ab') == [Piece("arguments", 'xt": "ab')]
     assert calls.feed('c"}') == [Piece("arguments", 'c"}')]
     assert calls.feed("}</tool_call>") == []
-
-
-def test_the_template_tells_the_form() -> None:
-    assert form_of("{{ '<tool_call>' }}") == "hermes"
-    assert form_of("<｜tool▁call▁begin｜>function ```json") == "deepseek_v3"
-    assert form_of("<｜tool▁call▁begin｜>") == "deepseek_v31"
-    assert form_of("{{ messages }}") is None
 
 
 THOUGHTS = [

@@ -22,6 +22,7 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.tools import FORMS
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
 from tests.support.live_server import live
@@ -331,7 +332,7 @@ TOOLS: Any = [
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize("parser", ["hermes", "deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize("parser", FORMS)
 def test_forced_calls(parser: str, engine: Engine) -> None:
     schemas = {"weather": TOOLS[0]["function"]["parameters"], 'now "here"': {"const": {}}}
     asked: list[tuple[Any, int]] = [(NAMED, 1), ("required", 2), ("required", 3)]

@@ -24,7 +24,12 @@ from tests.support.fakes import (
 )
 from tests.support.live_server import Live, live
 
-TOOL_TEMPLATE = TEMPLATE + "{# <tool_call> #}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
+)
+TOOL_TEMPLATE = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}

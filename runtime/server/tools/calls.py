@@ -1,0 +1,101 @@
+"""Finds the calls in an answer as its text comes.
+
+Each form is a state machine over characters: its joined pieces do not depend on how the text was
+cut. Anything that is not a call stays text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.server.tools.call import Call
+from mtpbuild.runtime.server.tools.forms import Form
+from mtpbuild.runtime.server.tools.json_calls import JsonCall
+from mtpbuild.runtime.server.tools.tagged import TaggedCall
+from mtpbuild.runtime.text import held_back
+
+MOST_CUT = 8  # beginnings of calls that the end of the answer may make text, each read again
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """Finds the calls in one answer.
+
+    tools: the JSON schema of each function's arguments, from which tagged ones get their types.
+    single: only the first call is given, and nothing that comes after it.
+    """
+
+    form: Form
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    single: bool = False
+    count: int = 0  # calls so far
+    _held: str = field(default="", init=False)
+    _call: Call | None = field(default=None, init=False)
+    _space: str = field(default="", init=False)  # before the call, if that turns out to be text
+    _cut: int = field(default=0, init=False)
+    _markers: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        function = self.form.tags.name[0].strip() if self.form.tags else ""
+        self._markers = (*self.form.markers, *([function] if function else []))
+
+    def feed(self, text: str, *, last: bool = False) -> list[Piece]:
+        """Take text; returns the pieces that are certain, or with `last` all that are left."""
+        self._held += text
+        pieces: list[Piece] = []
+        while True:
+            before = self._call, len(self._held)
+            pieces += self._in_text(last) if self._call is None else self._in_call(self._call, last)
+            if (self._call, len(self._held)) == before:
+                return [piece for piece in pieces if piece.text]
+
+    def _in_text(self, last: bool) -> list[Piece]:
+        """Take the text up to the next call; markers around all calls are dropped."""
+        found = min(
+            ((at, m) for m in self._markers if (at := self._held.find(m)) >= 0), default=None
+        )
+        if found is None:
+            kept = 0 if last else held_back(self._held, *self._markers)
+            certain = self._held[: len(self._held) - kept]
+            said = self._content(certain)
+            self._held = (
+                "" if last else certain[len(self._trimmed(certain)) :] + self._held[len(certain) :]
+            )
+            return said
+        at, marker = found
+        text, self._held = self._held[:at], self._held[at + len(marker) :]
+        said = self._content(text)
+        if marker not in self.form.outer:
+            self._space = text[len(self._trimmed(text)) :]
+            tagged = self.form.tags is not None
+            self._call = (
+                TaggedCall(self.form, self.tools, marker) if tagged else JsonCall(self.form)
+            )
+        return said
+
+    def _trimmed(self, text: str) -> str:
+        """Drop the space between calls and after them, which is not part of the answer."""
+        return text.rstrip() if self.count else text
+
+    def _content(self, text: str) -> list[Piece]:
+        return [] if self.single and self.count else [Piece("content", self._trimmed(text))]
+
+    def _in_call(self, call: Call, last: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        text, self._held = self._held, ""
+        for kind, said in call.feed(text, last=last):
+            if kind == "name":
+                self.count += 1
+            elif kind == "content":
+                said, self._space = self._space + said, ""
+            if self.single and self.count > (kind != "content"):
+                continue
+            pieces.append(Piece(kind, said, 0 if kind == "content" else self.count - 1))
+        if call.rest is not None:
+            self._held, self._call = call.rest, None
+            self._cut += call.cut
+            if call.cut and self._cut > MOST_CUT:
+                pieces += self._content(self._held)
+                self._held = ""
+        return pieces

@@ -1,0 +1,60 @@
+"""Finds out which form of calls a chat template writes, by letting it write one."""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from mtpbuild.runtime.chat_template import ChatTemplates
+from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.server.tools.calls import ToolCalls
+from mtpbuild.runtime.server.tools.forms import FORMS, INDEX_OF_CALL, Form
+from mtpbuild.runtime.server.tools.values import written
+
+ASKED = "what-is-asked-5d1c"
+NAME = "probe_5d1c"
+ARGUMENTS = {"text": "a b", "list": [1, {"a": None}]}
+TYPES = {"text": {"type": "string"}, "list": {"type": "array"}}
+SCHEMA = {"type": "object", "properties": TYPES}
+
+
+@lru_cache(maxsize=16)
+def form_of(templates: ChatTemplates) -> str | None:
+    """Find the form in which a template writes a call; None if it is none of ours."""
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want a text
+        try:
+            said = _rendered(templates, arguments)
+        except MtpbuildError:
+            continue
+        found = [name for name, form in FORMS.items() if _reads(form, said)]
+        if found:  # by more than one if they differ in line breaks alone
+            return next((name for name in found if _spelled(FORMS[name]) in said), found[0])
+    return None
+
+
+def _rendered(templates: ChatTemplates, arguments: Any) -> str:
+    function = {"name": NAME, "arguments": arguments}
+    call = {"id": f"functions.{NAME}:0", "type": "function", "function": function}
+    tool = {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    text = templates.render(messages, tools=[tool], add_generation_prompt=False)
+    return text.rpartition(ASKED)[2]
+
+
+def _reads(form: Form, said: str) -> bool:
+    """Tell whether the call can be read back, and nothing else."""
+    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(said, last=True)
+    names = [piece.text for piece in pieces if piece.kind == "name"]
+    text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
+    return names == [NAME] and json.loads(text) == ARGUMENTS
+
+
+def _spelled(form: Form) -> str:
+    """Write the beginning of the call as the form has it."""
+    if form.tags is None:
+        before, after, _ = form.spelled
+        return form.begin + before + NAME + after.replace(INDEX_OF_CALL, "0")
+    name, value = form.tags.name, form.tags.value
+    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + written("a b") + value[1]

@@ -1,0 +1,117 @@
+"""Says how each kind of model writes its calls of tools, under the names of vLLM's parsers."""
+
+import re
+from dataclasses import dataclass
+
+SEPARATOR = "<｜tool▁sep｜>"
+DSML = "｜DSML｜"
+INDEX_OF_CALL = "{index}"  # stands for a number where a call is numbered
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The markup of a call whose arguments stand in tags, as the chat template writes it.
+
+    A line break in it may be missing or doubled where a model writes it, next to a string too,
+    unless the template puts one there.
+    """
+
+    name: tuple[str, str]  # before and after the function's name
+    key: str  # before an argument's name
+    value: tuple[str, str]  # before and after its value
+    end: str = ""  # of one function
+    other: tuple[str, str] | None = None  # `value` of what is no string, where that differs
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model writes calls: the markers around all calls and around one, and its parts."""
+
+    begin: str  # of a call; of tags: of one or more functions
+    end: str
+    outer: tuple[str, ...] = ()  # markers around all calls, which are dropped
+    # From the call's beginning to its arguments; group `name` is the function's.
+    head: re.Pattern[str] | None = None  # None: the call is JSON with "name" and "arguments"
+    # How a call is written: before the name, before the arguments, before the end.
+    spelled: tuple[str, str, str] = ("", "", "")
+    tags: Tags | None = None
+    inner: tuple[str, ...] = ()  # other parts of a call that may be special tokens
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, *self.outer)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the parts of a call that may be special tokens."""
+        return (*self.markers, self.end, *self.inner)
+
+
+CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+HERMES = ("<tool_call>", "</tool_call>")
+GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+FORMS = {
+    "deepseek_v3": Form(
+        *CALL,
+        CALLS,
+        re.compile(r"\s*function<｜tool▁sep｜>[ \t]*(?P<name>[^\n<]*?)[ \t]*\n"),
+        ("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+        inner=(SEPARATOR,),
+    ),
+    "deepseek_v31": Form(
+        *CALL,
+        CALLS,
+        re.compile(r"\s*(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>"),
+        ("", SEPARATOR, ""),
+        inner=(SEPARATOR,),
+    ),
+    "deepseek_v32": Form(
+        f"<{DSML}function_calls>",
+        f"</{DSML}function_calls>",
+        tags=Tags(
+            (f'\n<{DSML}invoke name="', '">\n'),
+            f'<{DSML}parameter name="',
+            ('" string="true">', f"</{DSML}parameter>\n"),
+            f"</{DSML}invoke>\n",
+            ('" string="false">', f"</{DSML}parameter>\n"),
+        ),
+        inner=(DSML,),
+    ),
+    "glm45": Form(
+        *HERMES,
+        tags=Tags(("", "\n"), GLM[0], (f"{GLM[1]}\n{GLM[2]}", f"{GLM[3]}\n")),
+        inner=GLM,
+    ),
+    "glm47": Form(*HERMES, tags=Tags(("", ""), GLM[0], (f"{GLM[1]}{GLM[2]}", GLM[3])), inner=GLM),
+    "hermes": Form(*HERMES, spelled=('\n{"name": "', '", "arguments": ', "}\n")),
+    "kimi_k2": Form(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        re.compile(
+            r"\s*(?:functions\.)?(?P<name>[^\n<:]*?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+        ),
+        ("functions.", f":{INDEX_OF_CALL}<|tool_call_argument_begin|>", ""),
+        inner=("<|tool_call_argument_begin|>",),
+    ),
+    "minimax_m2": Form(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        tags=Tags(
+            ('\n<invoke name="', '">\n'),
+            '<parameter name="',
+            ('">', "</parameter>\n"),
+            "</invoke>\n",
+        ),
+    ),
+    "qwen3_coder": Form(
+        *HERMES,
+        tags=Tags(
+            ("\n<function=", ">\n"),
+            "<parameter=",
+            (">\n", "\n</parameter>\n"),
+            "</function>\n",
+        ),
+    ),
+}

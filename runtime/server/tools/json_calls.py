@@ -1,0 +1,196 @@
+"""Reads a call whose arguments are JSON."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mtpbuild.runtime.server.tools.call import Call, Said
+from mtpbuild.runtime.server.tools.forms import Form
+from mtpbuild.runtime.server.tools.json_reader import JsonReader, mended, read_strictly
+
+LEAD = re.compile(r"\s*(?:```(?:json)?\s*)?")
+FENCES = ("```json", "```")
+HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\[\s\S])+")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+LONGEST_HEAD = 4096  # characters; a call with a longer one is read once it is complete
+MORE_FIELDS = '{"":0'  # stands for the fields that were read, for a reader of those that follow
+
+
+class JsonCall(Call):
+    """A call as JSON, or as a name and JSON; its arguments are told as they come."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._stops = (*form.markers, form.end)
+        self._text = ""  # not yet read
+        self._raw: list[str] = []  # was read, and stays text if this is no call
+        self._json: list[str] = []  # of the value, in strict JSON
+        self._value = JsonReader(self._stops)
+        self._name = ""
+        self._fenced = False
+        self._next: Callable[[bool], list[Said]] = self._lead if form.head is None else self._head
+
+    def feed(self, text: str, *, last: bool) -> list[Said]:
+        self._text += text
+        said: list[Said] = []
+        while self.rest is None:
+            step = self._next
+            said += step(last)
+            if self._next == step:
+                break
+        return said
+
+    def _refuse(self, *, cut: bool = False) -> list[Said]:
+        """Make this no call: its beginning is text, and so is what follows, but for other calls."""
+        self.rest, self.cut = "".join(self._raw) + self._text, cut
+        return [("content", self._form.begin)]
+
+    def _head(self, last: bool) -> list[Said]:
+        """Read the name that stands before the arguments."""
+        assert self._form.head is not None
+        found = self._form.head.match(self._text[:LONGEST_HEAD])
+        if found is None:
+            ended = any(stop in self._text for stop in self._stops)
+            wait = not (last or ended or len(self._text) >= LONGEST_HEAD)
+            return [] if wait else self._refuse()
+        self._name = found["name"].strip()
+        if not self._name:
+            return self._refuse()
+        self._read(found.end())
+        self._next = self._lead
+        return []
+
+    def _read(self, count: int) -> None:
+        self._raw.append(self._text[:count])
+        self._text = self._text[count:]
+
+    def _lead(self, last: bool) -> list[Said]:
+        """Read what stands before the JSON: white space, and the beginning of a code fence."""
+        found, start = LEAD.match(self._text), self._text.lstrip()
+        assert found is not None
+        first = self._text[found.end() : found.end() + 1]
+        if not last and (not first or any(fence.startswith(start) for fence in FENCES)):
+            return []
+        self._fenced = "`" in found[0]
+        if self._form.head is None:
+            if first not in ("{", "["):
+                return self._refuse()
+            self._next = self._fields
+        else:
+            self._next = self._arguments if first == "{" else self._other
+        self._read(found.end())
+        return [("name", self._name)] if self._next == self._arguments else []
+
+    def _fields(self, last: bool) -> list[Said]:
+        """Read a call as JSON: as soon as the arguments begin they are told, else once it ends."""
+        done = sum(map(len, self._raw))
+        if done < LONGEST_HEAD + len(self._raw[0]):
+            whole = "".join(self._raw[1:]) + self._text
+            found = HEAD.match(whole[:LONGEST_HEAD])
+            name = str(mended(f"[{found['name']}]")[0]).strip() if found else ""
+            if found and name:
+                self._text, self._value = whole[found.end() :], JsonReader(self._stops)
+                self._next = self._arguments
+                return [("name", name)]
+        count, said = self._value.take(self._text, last=last)
+        self._read(count)
+        self._json.append(said)
+        if not self._value.closed:
+            return []
+        try:
+            calls = _calls_of(read_strictly("".join(self._json)))
+        except ValueError:
+            calls = []
+        if self._value.cut:
+            return self._refuse(cut=True)
+        if not calls:
+            self.rest = self._text
+            return [("content", self._form.begin + "".join(self._raw))]
+        self._next = self._tail
+        pairs: list[list[Said]] = [[("name", n), ("arguments", a)] for n, a in calls]
+        return [each for pair in pairs for each in pair]
+
+    def _arguments(self, last: bool) -> list[Said]:
+        count, said = self._value.take(self._text, last=last)
+        self._text = self._text[count:]
+        if self._value.closed:
+            self._value = JsonReader(self._stops)
+            self._value.take(MORE_FIELDS)
+            self._next = self._more_fields if self._form.head is None else self._tail
+        return [("arguments", said)]
+
+    def _other(self, last: bool) -> list[Said]:
+        """Read arguments that are no object: none, or a text that holds them."""
+        ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        if not ends and not last:
+            return []
+        given = self._text[: min(ends, default=None)]
+        try:
+            arguments = _object_of(_plain(given.strip("` \t\n\r")))
+            if not ends and not given:
+                raise ValueError("cut before the arguments")
+        except ValueError:
+            return self._refuse(cut=not ends)
+        self._read(len(given))
+        self._next = self._tail
+        return [("name", self._name), ("arguments", arguments)]
+
+    def _more_fields(self, last: bool) -> list[Said]:
+        """Drop the fields after the arguments, such as an id."""
+        start = self._text.lstrip()
+        if not start and not last:
+            return []
+        if start.startswith(",") or self._json:
+            self._json.append("more")
+            count, _ = self._value.take(self._text, last=last)
+            self._text = self._text[count:]
+            if not self._value.closed:
+                return []
+        self._next = self._tail
+        return []
+
+    def _tail(self, last: bool) -> list[Said]:
+        """Read up to the call's end; what is neither that nor a rest of its JSON follows it."""
+        self._text = self._text.lstrip("}] \t\n\r" + ("`" if self._fenced else ""))
+        end = self._form.end
+        if not last and end.startswith(self._text) and self._text != end:
+            return []
+        self.rest = self._text.removeprefix(end)
+        return []
+
+
+def _plain(text: str) -> Any:
+    return None if text in ("", "None") else json.loads(text, strict=False)
+
+
+def _object_of(arguments: Any) -> str:
+    """Write the arguments as JSON's object; raises ValueError for what is none."""
+    if isinstance(arguments, str):
+        arguments = mended(arguments) if arguments.strip() else None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments are no object")
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _calls_of(value: Any) -> list[tuple[str, str]]:
+    """Find names and arguments in a call, in OpenAI's shape too, or in a list of calls.
+
+    Raises ValueError if one is none.
+    """
+    if isinstance(value, list):
+        return [call for each in value for call in _calls_of(each)]
+    if not isinstance(value, dict):
+        raise ValueError("no call")
+    function = value.get("function")
+    if isinstance(function, dict):
+        value = function
+    name = value.get("name", function)
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("a call without a name")
+    given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+    return [(name.strip(), _object_of(given))]

@@ -1,0 +1,265 @@
+"""Reads a JSON value that a model writes, piece by piece, as strict JSON."""
+
+import json
+import math
+import re
+from typing import Any
+
+DEEPEST = 200  # objects and arrays within one another; a parser of JSON has its own limit
+LONGEST_NUMBER = 400  # digits
+SPACE = re.compile(r"[ \t\n\r]*")
+PLAIN = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
+BARE = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
+NULLS = ("None", "NaN", "Infinity", "-Infinity", "undefined")
+CLOSERS = {"{": "}", "[": "]"}
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_strictly(text: str) -> Any:
+    """Read JSON; raises ValueError for what strict JSON or UTF-8 can't say, or too deep a value."""
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        json.dumps(value, ensure_ascii=False).encode()
+        _check_depth(value, DEEPEST)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def _check_depth(value: Any, most: int) -> None:
+    if isinstance(value, dict | list):
+        if most == 0:
+            raise ValueError("nested too deeply")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, most - 1)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
+class JsonReader:
+    """A reader of one object or array; what it returns, joined, is always strict JSON.
+
+    JSON stays as it is, to the character. Slips that models make are mended: raw line breaks and
+    quotes in strings, single quotes, Python's words, missing and extra commas, missing brackets.
+    What JSON can't say (NaN, 1e400) is null.
+
+    stops: texts that end the value where they stand outside of strings; it is closed there.
+    """
+
+    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+        self.closed = False
+        self.cut = False  # closed because nothing followed
+        self._stops = stops
+        self._open: list[str] = []  # the brackets that are to come
+        self._quote = ""  # of the open string
+        self._place = "value"  # what comes next: key, colon, value or comma
+        self._comma = ""  # was read, and is written once something follows
+
+    def take(self, text: str, *, last: bool = False) -> tuple[int, str]:
+        """Read on; returns how many characters are done with, and their JSON.
+
+        The others must be given again, with what follows them. last: nothing follows.
+        """
+        at, said = 0, []
+        while not self.closed:
+            step = self._in_string(text, at, last) if self._quote else self._outside(text, at, last)
+            if step is None:
+                break
+            at, piece = step
+            said.append(piece)
+        if last and not self.closed:
+            said.append(self._close())
+            at, self.cut = len(text), True
+        return at, "".join(said)
+
+    def _close(self) -> str:
+        """Write all that is missing."""
+        said = '"' if self._quote else ""
+        if self._quote:
+            self._quote = ""
+            self._place = "colon" if self._place == "key" else "comma"
+        while self._open:
+            said += self._closing()
+        self.closed = True
+        return said
+
+    def _closing(self) -> str:
+        """Write the innermost bracket."""
+        bracket = self._open.pop()
+        before = ""
+        if bracket == "}":
+            before = {"colon": ": null", "value": "null"}.get(self._place, "")
+        self._place, self._comma = "comma", ""
+        return before + bracket
+
+    def _stop(self, text: str, at: int, last: bool) -> bool | None:
+        """Tell whether a stop stands here; None if that is not known yet."""
+        if any(text.startswith(stop, at) for stop in self._stops):
+            return True
+        rest = text[at : at + 64]
+        if not last and any(stop.startswith(rest) for stop in self._stops):
+            return None
+        return False
+
+    def _outside(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
+        found = SPACE.match(text, at)
+        assert found is not None
+        space, here = found[0], found.end()
+        if here == len(text):
+            return None
+        match self._stop(text, here, last):
+            case None:
+                return None
+            case True:
+                return at, self._close()
+        char = text[here]
+        if char in "}]":
+            return here + 1, self._bracket(char, space)
+        if self._place == "colon":
+            self._place = "value"
+            return (here + 1, f"{space}:") if char == ":" else (at, ":")
+        if self._place == "comma":
+            return self._after_value(char, at, here, space)
+        return self._key_or_value(text, here, space, last)
+
+    def _bracket(self, char: str, space: str) -> str:
+        """Close up to this bracket; one that nothing has opened is left out."""
+        if char not in self._open:
+            return ""
+        inner = ""
+        while self._open[-1] != char:
+            inner += self._closing()
+        said = inner + space + self._closing()
+        if not self._open:
+            self.closed = True
+        return said
+
+    def _after_value(self, char: str, at: int, here: int, space: str) -> tuple[int, str]:
+        in_object = self._open[-1] == "}"
+        if char == ",":
+            self._comma = f"{space},"
+        elif char in "\"'" or (char in "{[" and not in_object):
+            self._comma, here = ",", at - 1
+        else:
+            return here + 1, ""
+        self._place = "key" if in_object else "value"
+        return here + 1, ""
+
+    def _key_or_value(self, text: str, here: int, space: str, last: bool) -> tuple[int, str] | None:
+        char, before = text[here], self._comma + space
+        key = self._place == "key"
+        if char in "\"'" and self._open:
+            self._quote, self._comma = char, ""
+            return here + 1, f'{before}"'
+        if char in CLOSERS:
+            if key or len(self._open) >= DEEPEST:
+                return here + 1, ""
+            self._open.append(CLOSERS[char])
+            self._place, self._comma = "key" if char == "{" else "value", ""
+            return here + 1, before + char
+        word = BARE.match(text, here)
+        if word is None:
+            if char == "," and not key and self._open and self._open[-1] == "}":
+                self._place = "comma"
+                return here, f"{before}null"
+            return here + 1, ""
+        if word.end() == len(text) and not last:
+            return None
+        self._place, self._comma = "colon" if key else "comma", ""
+        return word.end(), before + (quoted(word[0]) if key else _strict_word(word[0]))
+
+    def _in_string(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
+        if at == len(text):
+            return None
+        if plain := PLAIN.match(text, at):
+            return plain.end(), plain[0]
+        char = text[at]
+        if char == "\\":
+            return _escape(text, at, last)
+        if char != self._quote:
+            return at + 1, json.dumps("\ufffd" if char >= "\ud800" else char)[1:-1]
+        ends = self._ends_string(text, at + 1, last)
+        if ends is None:
+            return None
+        if not ends:  # a quote that belongs to the text
+            return at + 1, '\\"' if char == '"' else char
+        self._quote = ""
+        self._place = "colon" if self._place == "key" else "comma"
+        return at + 1, '"'
+
+    def _ends_string(self, text: str, at: int, last: bool) -> bool | None:
+        """Tell by what follows whether a quote ends its string; None if that is not known yet."""
+        space = SPACE.match(text, at)
+        assert space is not None
+        if space.end() == len(text):
+            return True if last else None
+        if text[space.end()] in ",:}]" or "\n" in space[0]:
+            return True
+        return self._stop(text, space.end(), last)
+
+
+def _strict_word(word: str) -> str:
+    if word in WORDS:
+        return WORDS[word]
+    if word in NULLS:
+        return "null"
+    if not NUMBER.fullmatch(word) or len(word) > LONGEST_NUMBER:
+        return quoted(word)
+    return word if math.isfinite(float(word)) else "null"
+
+
+def _escape(text: str, at: int, last: bool) -> tuple[int, str] | None:
+    r"""Read a string's escape; a backslash that begins none is one of the text's own."""
+    kind = text[at + 1 : at + 2]
+    if kind == "u":
+        return _unicode(text, at, last)
+    if not kind:
+        return (at + 1, "") if last else None
+    if kind in '"\\/bfnrt':
+        return at + 2, text[at : at + 2]
+    return (at + 2, "'") if kind == "'" else (at + 1, "\\\\")
+
+
+def _unicode(text: str, at: int, last: bool) -> tuple[int, str] | None:
+    """Read \\uXXXX; half of a pair becomes the replacement character, as UTF-8 can't say it."""
+    digits = text[at + 2 : at + 6]
+    if not re.fullmatch(r"[0-9a-fA-F]*", digits):
+        return at + 1, "\\\\"
+    if len(digits) < 4:
+        return (at + 1, "\\\\") if last else None
+    if not 0xD800 <= int(digits, 16) < 0xE000:
+        return at + 6, text[at : at + 6]
+    if int(digits, 16) < 0xDC00:
+        second = text[at + 6 : at + 12]
+        if re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", second):
+            return at + 12, text[at : at + 12]
+        if not last and _begins_second_half(second):
+            return None
+    return at + 6, "\\ufffd"
+
+
+def _begins_second_half(text: str) -> bool:
+    return len(text) < 6 and re.fullmatch(r"(\\(u([dD]([c-fC-F]\w?)?)?)?)?", text) is not None
+
+
+def mended(text: str) -> Any:
+    """Read a text that begins with an object or array, mended; raises ValueError if it has none."""
+    reader = JsonReader()
+    start = text.lstrip()
+    if start[:1] not in ("{", "["):
+        raise ValueError("no object")
+    _, said = reader.take(start, last=True)
+    return read_strictly(said)

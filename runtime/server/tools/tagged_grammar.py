@@ -1,0 +1,79 @@
+"""Writes a Lark grammar for calls whose arguments stand in tags."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mtpbuild.runtime.server.tools.forms import Form, Tags
+from mtpbuild.runtime.server.tools.values import types_of, written
+from mtpbuild.runtime.structured import closed
+
+PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comment", "strict"}
+NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
+
+
+def tagged_rules(
+    rule: str, form: Form, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
+) -> list[str]:
+    """Write the rules for a call of one function, whose arguments come in their schema's order.
+
+    literal: writes a text in Lark's syntax. Raises ValueError for what no grammar can say in tags.
+    """
+    tags = form.tags
+    assert tags is not None
+    if others := sorted(schema.keys() - PLAIN_KEYS - NOTES):
+        raise ValueError(f"{others[0]} of a function's parameters")
+    properties = schema.get("properties")
+    parts = dict(properties) if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    parts |= {key: {} for key in needed if key not in parts}
+    rules, members = [], []
+    for number, (key, part) in enumerate(parts.items()):
+        member = f"{rule}_{number}"
+        members.append(member if key in needed else f"{member}?")
+        rules += _member_rules(member, tags, key, part, schema, literal)
+    opening = literal(form.begin + tags.name[0] + name + tags.name[1])
+    closing = literal(tags.end + form.end)
+    return [f"{rule}: {opening} {' '.join(members)} {closing}", *rules]
+
+
+def _member_rules(
+    rule: str, tags: Tags, key: str, part: Any, root: Mapping[str, Any], literal: Callable[..., str]
+) -> list[str]:
+    """Write the rules for one argument with its tags."""
+
+    def tagged(value: str, *, string: bool) -> str:
+        before, after = tags.value if string or tags.other is None else tags.other
+        return f"{literal(tags.key + key + before)} {value} {literal(after)}"
+
+    part = part if isinstance(part, Mapping) else {}
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list) and values:
+        each = [tagged(literal(written(v)), string=isinstance(v, str)) for v in values]
+        return [f"{rule}: {' | '.join(each)}"]
+    if "string" in types_of(part, root, {}):
+        return _text_rules(rule, tags, key, part, literal)
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    schema = closed(json.dumps({**shared, **part, **NO_WHITE_SPACE}))
+    return [f"{rule}: {tagged(f'%json {schema}', string=False)}"]
+
+
+def _text_rules(
+    rule: str, tags: Tags, key: str, part: Mapping[str, Any], literal: Callable[[str], str]
+) -> list[str]:
+    """Write the rules for a text, which ends where its closing tag begins."""
+    if "pattern" in part:
+        raise ValueError(f"a pattern of {key!r:.60}")
+    least, most = part.get("minLength", 0), part.get("maxLength", "")
+    length = f"{{{least},{most}}}" if least or most != "" else "*"
+    opening, close = literal(tags.key + key + tags.value[0]), tags.value[1]
+    line = close.endswith("\n")
+    end = literal(close.removesuffix("\n"))
+    text, after = f"{rule}_text", literal("\n") if line else ""
+    if end.startswith("<["):  # a token, which no text holds
+        return [f"{rule}: {opening} {text} {end} {after}", f"{text}: /(?s:.){length}/"]
+    if "<[" in end:
+        raise ValueError("a closing tag that is a token in part")
+    return [f"{rule}: {opening} {text} {after}", f"{text}[suffix={end}]: /(?s:.){length}/"]

@@ -1,0 +1,121 @@
+"""Gives the types of their schema to arguments that stand in tags."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mtpbuild.runtime.server.tools.json_reader import mended, read_strictly
+
+NAMES = {"string", "number", "boolean", "null", "object", "array"}
+ANY = frozenset(NAMES)
+DEEPEST = 50  # schemas within one another
+PYTHON = {"True": True, "False": False, "None": None}  # as templates in Python write them
+
+
+def typed(text: str, schema: Any, root: Any, *, string: bool | None = None) -> Any:
+    """Read an argument: it is a text where the schema allows one, else JSON if it can be read.
+
+    root: the schema of all arguments, in which references lead. string: what its tag says.
+    """
+    types = types_of(schema, root, {})
+    if string is None and (found := _listed(text, schema)):
+        return found[0]
+    if string is not None:
+        types = frozenset({"string"}) if string else types - {"string"} or ANY - {"string"}
+    if "string" in types and types != ANY:
+        if "null" in types and text in ("null", "None"):
+            return None
+        opens = ("{",) * ("object" in types) + ("[",) * ("array" in types)
+        if not opens or not text.lstrip().startswith(opens):
+            return text
+    word = text.strip()
+    if word in PYTHON and type_of(PYTHON[word]) in types:
+        return PYTHON[word]
+    try:
+        return read_strictly(text)
+    except ValueError:
+        pass
+    may_mend = "string" not in types and types & {"object", "array"}
+    try:
+        return mended(text) if may_mend else text
+    except ValueError:
+        return text
+
+
+def schema_of(name: str, root: Any) -> Any:
+    """Find an argument's schema; that of a text for one that no schema knows."""
+    if not isinstance(root, Mapping):
+        return {"type": "string"}
+    properties = root.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    others = root.get("additionalProperties")
+    return others if isinstance(others, Mapping) else {"type": "string"}
+
+
+def _listed(text: str, schema: Any) -> list[Any]:
+    """Find the value of an enumeration that this text is; texts come first."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    if not isinstance(values, list):
+        return []
+    return [v for v in values if v == text] or [v for v in values if text in (written(v), str(v))]
+
+
+def types_of(
+    schema: Any, root: Any, known: dict[str, frozenset[str]], depth: int = 0
+) -> frozenset[str]:
+    """Return the JSON types that a schema allows; all of them where it doesn't say.
+
+    known: those of references. An integer is a number.
+    """
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return ANY
+    each = [_own_types(schema)]
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in known:
+            known[reference] = ANY  # of one that leads to itself
+            known[reference] = types_of(_found(reference, root), root, known, depth + 1)
+        each.append(known[reference])
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        found = [
+            types_of(part, root, known, depth + 1)
+            for part in (parts if isinstance(parts, list) else [])
+        ]
+        each += found if key == "allOf" or not found else [frozenset().union(*found)]
+    return frozenset.intersection(*each) or ANY
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows by itself, without the schemas in it."""
+    types, given = ANY, schema.get("type")
+    names = {
+        "number" if name == "integer" else name
+        for name in (given if isinstance(given, list) else [given])
+        if isinstance(name, str)
+    }
+    types = frozenset(names & NAMES) or types
+    if isinstance(values := schema.get("enum"), list) and values:
+        types &= {type_of(value) for value in values}
+    return types & {type_of(schema["const"])} if "const" in schema else types
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    kinds = {str: "string", int: "number", float: "number", dict: "object", list: "array"}
+    return kinds.get(type(value), "null")
+
+
+def _found(reference: str, root: Any) -> Any:
+    """Follow a reference into the schema; None if it leads nowhere."""
+    found, (start, *path) = root, reference.split("/")
+    for part in path if start == "#" else ["?"]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def written(value: Any) -> str:
+    """Write a value as templates do: a text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
