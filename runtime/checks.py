@@ -105,9 +105,9 @@ def instance_of(kind: type) -> Check:
 
 def object_of(value: object) -> dict[str, Any]:
     """Checks an object of values by name, as JSON has it."""
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"must map names to values, not {shown(value)}")
-    return dict(value)
+    if isinstance(value, Mapping) and all(isinstance(n, str) and n.isidentifier() for n in value):
+        return dict(value)
+    raise ValueError(f"must map names to values, not {shown(value)}")
 
 
 def biases(most: int) -> Check:

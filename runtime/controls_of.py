@@ -64,9 +64,10 @@ def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
     """Raise RequestError for a setting with a token id that the vocabulary does not have."""
     last = manifest.model.vocab_size - 1
     for name, setting in SETTINGS.items():
-        if setting.tokens and (value := getattr(params, name)) is not None:
-            if (id := max((value,) if isinstance(value, int) else value, default=0)) > last:
-                raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}")
+        value = getattr(params, name) if setting.tokens else None
+        ids = (value,) if isinstance(value, int) else value or ()
+        if (id := max(ids, default=0)) > last:
+            raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}")
 
 
 def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
@@ -105,8 +106,8 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     begin, end = (o if g is None else g for g, o in zip(given, own, strict=True))
     if params.relaxed_topk > 1 and -1 in (begin, end):
         raise RequestError(
-            "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
-            "know: give begin_thinking_phase_token and end_thinking_phase_token"
+            "relaxed_topk: relaxed acceptance needs the tokens of the thinking phase, which this "
+            "engine does not know: give begin_thinking_phase_token and end_thinking_phase_token"
         )
     return begin, end
 

@@ -146,7 +146,8 @@ class Line(AskingLine):
             raise ValueError(f"{' and '.join(lengths)} are the same: give one")
         settings = {name: value for name, value in raw.items() if name in http_settings()}
         rest = {n: v for n, v in raw.items() if n not in (*settings, *LENGTHS)}
-        return rest | {"output_tokens": v for v in lengths.values()} | {"settings": settings}
+        most = next(iter(lengths.values()), None)
+        return rest | {"output_tokens": most, "settings": settings}
 
 
 def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name:.60}: {wrong}; a line of a batch has {', '.join(BATCH)}")
     name, method, url, body = (line[key] for key in BATCH)
     if method != "POST" or not isinstance(url, str) or url not in BATCH_PROMPTS:
-        known = " or ".join(BATCH_PROMPTS)
-        raise ValueError(f"a line of a batch is a POST to {known}, not {shown(method)} {shown(url)}")
+        known, asked = " or ".join(BATCH_PROMPTS), f"{shown(method)} {shown(url)}"
+        raise ValueError(f"a line of a batch is a POST to {known}, not {asked}")
     if not isinstance(body, dict):
         raise ValueError(f"body: must be an object, not {shown(body)}")
     if BATCH_PROMPTS[url] not in body or "task_id" in body:

@@ -128,9 +128,7 @@ class SamplingParams(Wishes):
     allowed_token_ids: Annotated[
         Sequence[int] | None, penalty(token_ids(MAX_TOKENS), tokens=True)
     ] = None
-    bad_words: Annotated[
-        Sequence[str], penalty(list_of("str", text(0, MAX_WORD), MAX_BIASES))
-    ] = ()
+    bad_words: Annotated[Sequence[str], penalty(list_of("str", text(0, MAX_WORD), MAX_BIASES))] = ()
     seed: Annotated[
         int | None,
         Setting(whole_number(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
@@ -198,7 +196,8 @@ class SamplingParams(Wishes):
         if self.top_p == 0:
             raise RequestError("top_p must be above 0")
         if self.relaxed_topk > 1 and self.temperature > 0:
-            raise RequestError("relaxed acceptance is for greedy requests: set temperature to 0")
+            wrong = "relaxed acceptance is for greedy requests: set temperature to 0"
+            raise RequestError(f"relaxed_topk: {wrong}")
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')

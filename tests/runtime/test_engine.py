@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ def test_a_chats_thought_and_text_are_apart(
         (b"abc", "a prompt is a text or a list of token ids"),
         (7, "a prompt is a text or a list of token ids"),
         ([5.0], "a prompt is a text or a list of token ids"),
+        ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
+        ([5, 10**5000], "token id a number of thousands of digits is outside"),
+        ([True], "a prompt is a text or a list of token ids, not .True."),
+        ({5: 6}, "a prompt is a text or a list of token ids"),
+        (np.array([[5, 6]]), "a prompt is a text or a list of token ids"),
     ],
 )
 def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
@@ -216,6 +222,34 @@ def test_chat_prompts_follow_the_template() -> None:
     for role in ({}, {"role": None}, {"role": 7}):
         with pytest.raises(RequestError, match="messages 1: role must be a text, not "):
             engine.chat_prompt([{"role": "user", "content": "hi"}, role])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
+        ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
+        ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*"),
+    ],
+)
+def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> None:
+    engine, _ = make_engine()
+    messages = [{"role": "user", "content": "hi"}]
+    for ask in (engine.chat, engine.chat_ids, engine.chat_prompt):
+        with pytest.raises(RequestError, match=message):
+            ask(messages, **options)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "x"])
+def test_settings_that_are_none(params: Any) -> None:
+    engine, _ = make_engine()
+    for ask in (
+        lambda: engine.generate([5], params),
+        lambda: engine.stream([5], params),
+        lambda: engine.chat([{"role": "user", "content": "hi"}], params),
+    ):
+        with pytest.raises(RequestError, match="settings are given as SamplingParams, not "):
+            ask()
 
 
 def test_threads_share_the_engine() -> None:
