@@ -30,10 +30,10 @@ def shown(value: object) -> str:
 
 
 def number(least: float, most: float, *, kind: type[int] | type[float] = float) -> Check:
-    name = "a whole number" if kind is int else "a number"
+    name, kinds = ("a whole number", Integral) if kind is int else ("a number", Real)
 
     def read(value: Any) -> float:
-        fits = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        fits = type(value) is kind or (isinstance(value, kinds) and not isinstance(value, bool))
         if fits and least <= value <= most:
             return kind(value)
         endless = most == LARGEST and not (fits and value > most)

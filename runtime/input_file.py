@@ -180,9 +180,18 @@ class FileRequest:
 
 
 def read_requests(
-    path: Path, engine: Engine, defaults: SamplingParams, flag: str = "--input", hint: str = ""
+    path: Path,
+    engine: Engine,
+    defaults: SamplingParams,
+    flag: str = "--input",
+    hint: str = "",
+    *,
+    check: bool = False,
 ) -> list[FileRequest]:
-    """Reads all requests of a file; raises UsageError that names file and line."""
+    """Read all requests of a file; raises UsageError that names file and line.
+
+    check: whether this engine must be able to do what each asks for.
+    """
 
     def take(line: Line, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
@@ -190,6 +199,8 @@ def read_requests(
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        if check:
+            engine.check(params)
         return FileRequest(index if line.task_id is None else line.task_id, ids, params)
 
     return read_lines(path, f"{flag} {path}", Line, take, hint)

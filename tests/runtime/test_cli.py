@@ -280,6 +280,11 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
             r":2: max_tokens and max_completion_tokens are the same: give one",
         ),
         ('{"prompt": "a", "model": 5}', r":2: model: "),
+        (
+            '{"prompt": "a", "stop_token_ids": [320]}',
+            r":2: stop_token_ids: token id 320 is outside",
+        ),
+        ('{"prompt": "a", "repetition_penalty": 2}', r":2: repetition_penalty is not supported by"),
         *(
             (json.dumps(line), rf":2: {says}")
             for line, says in (

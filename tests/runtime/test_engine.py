@@ -237,7 +237,7 @@ def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> Non
     messages = [{"role": "user", "content": "hi"}]
     for ask in (engine.chat, engine.chat_ids, engine.chat_prompt):
         with pytest.raises(RequestError, match=message):
-            ask(messages, **options)  # type: ignore[operator]
+            ask(messages, **options)
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "x"])

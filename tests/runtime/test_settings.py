@@ -140,7 +140,7 @@ def engine() -> Iterator[Engine]:
     )
     backend = backend_tokenizer()
     backend.add_special_tokens(["<beyond>"])
-    assert backend.token_to_id("<beyond>") >= V
+    assert (backend.token_to_id("<beyond>") or 0) >= V
     with Engine(Filled(manifest), manifest, fake_tokenizer(backend), prefix_cache=True) as loaded:
         yield loaded
 
@@ -204,18 +204,13 @@ def test_bodies_have_the_same_bounds(engine: Engine) -> None:
     assert seen == {200, 400}
 
 
-def check_lines(path: Path, engine: Engine) -> None:
-    for request in read_requests(path, engine, SamplingParams()):
-        engine.check(request.params)
-
-
 def test_lines_have_the_same_bounds(engine: Engine, tmp_path: Path) -> None:
     path, names = tmp_path / "in.jsonl", [name for name in http_settings() if name in SETTINGS]
     for name in names:
         for value in (*BOUNDS[name][1], 2**64, 10**400, "\ud800", ["\ud800"], [2**64]):
             path.write_text(json.dumps(ASK | WITH.get(name, {}) | {name: value}), "utf-8")
             with pytest.raises(RequestError, match=name):
-                check_lines(path, engine)
+                read_requests(path, engine, SamplingParams(), check=True)
 
 
 @dataclass(frozen=True)
@@ -227,6 +222,18 @@ class Loose:
     loose_switch: Annotated[bool, Setting(lambda value: value), Control("bool")] = False
     loose_pair: Annotated[Any, Setting(lambda value: value), Control("float32", (2,))] = (0, 0)
     loose_inverse: Annotated[float, Setting(lambda value: 1 / value), Control("float32")] = 1.0
+
+
+FITTING: tuple[tuple[str, Any], ...] = (
+    *(("loose_number", 3e38), ("loose_number", 7), ("loose_count", LARGEST)),
+    *(("loose_switch", True), ("loose_pair", [1, 2.5]), ("loose_inverse", 4)),
+)
+UNFITTING: tuple[tuple[str, Any], ...] = (
+    *(("loose_number", 10**400), ("loose_number", 1e300), ("loose_number", -(2**128))),
+    *(("loose_count", 2**31), ("loose_count", 2**64), ("loose_count", 1.5)),
+    *(("loose_switch", 2), ("loose_pair", [1, 2, 3]), ("loose_pair", [1, 1e300])),
+    *(("loose_inverse", 0), ("loose_inverse", 5e-324)),
+)
 
 
 @pytest.fixture
@@ -249,20 +256,12 @@ def test_settings_of_other_packages_fit_their_controls(engine: Engine) -> None:
             return str(error)
         return ""
 
-    for name, value in (
-        *(("loose_number", 3e38), ("loose_number", 7), ("loose_count", LARGEST)),
-        *(("loose_switch", True), ("loose_pair", [1, 2.5]), ("loose_inverse", 4)),
-    ):
+    for name, value in FITTING:
         assert not error(name, value)
     for name in annotations(Loose, Setting):
         for value in ("x", "\ud800", NAN, object(), [[1]], [1, [2]], None):
             assert name in error(name, value), value
-    for name, value in (
-        *(("loose_number", 10**400), ("loose_number", 1e300), ("loose_number", -(2**128))),
-        *(("loose_count", 2**31), ("loose_count", 2**64), ("loose_count", 1.5)),
-        *(("loose_switch", 2), ("loose_pair", [1, 2, 3]), ("loose_pair", [1, 1e300])),
-        *(("loose_inverse", 0), ("loose_inverse", 5e-324)),
-    ):
+    for name, value in UNFITTING:
         assert name in error(name, value)
 
 
