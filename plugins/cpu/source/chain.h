@@ -55,7 +55,7 @@ struct Chain : ort::Operator {
     std::vector<Value> values(count);
     for (const Step& step : steps) {
       StepCall call(*this, step, node, values);
-      step.op->compute(call);
+      ort::named(step.kind->name, [&] { step.op->compute(call); });
       for (int64_t value : step.spent) values[value].memory.reset();
     }
     for (const auto& [value, place] : leaves)

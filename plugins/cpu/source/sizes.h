@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace ort {
@@ -11,10 +12,24 @@ struct Bad : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+struct TooLarge : Bad {
+  TooLarge() : Bad("a size is negative or too large") {}
+};
+
+// Calls an operator, whose name then stands before what is said of a size.
+template <class F>
+void named(const char* op, const F& compute) {
+  try {
+    compute();
+  } catch (const TooLarge& error) {
+    throw Bad(std::string("mtpbuild ") + op + ": " + error.what());
+  }
+}
+
 constexpr int64_t MOST = int64_t{1} << 40;  // numbers of a tensor
 
 inline int64_t fitting(bool fits, int64_t size) {
-  if (!fits) throw Bad("mtpbuild: a size is negative or too large");
+  if (!fits) throw TooLarge();
   return size;
 }
 template <class... Sizes>
