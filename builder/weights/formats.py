@@ -177,9 +177,9 @@ class Integers:
 
     W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first. Scales are
     fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; our older checkpoints have
-    fp32 scales. A scale that is subnormal in fp16 is rounded away from zero, so that no value is cut
-    off. Larger blocks would take less space, but with them ONNX Runtime sums a row among
-    others in another order than alone, so a text would depend on how many tokens are drafted.
+    fp32 scales. One that is subnormal in fp16 is rounded away from zero, so no value is cut off.
+    Larger blocks would take less space, but with them ONNX Runtime sums a row among others in
+    another order than alone, so a text would depend on how many tokens are drafted.
     """
 
     suffixes: tuple[str, ...] = ("", "_scale")
@@ -248,8 +248,8 @@ def coarse_blocks(scales: Tensor) -> int:
 
 def coarse_note(blocks: int) -> str:
     return (
-        f"{blocks:,} blocks of {BLOCK} weights lose accuracy: they are so small that rounding their "
-        "scale to fp16 changes it by up to an eighth, or more"
+        f"{blocks:,} blocks of {BLOCK} weights lose accuracy: they are so small that rounding "
+        "their scale to fp16 changes it by up to an eighth, or more"
     )
 
 

@@ -52,8 +52,7 @@ def floats(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 
 def weight(seed: int, *shape: int) -> tuple[NDArray[Any], NDArray[Any]]:
     values, scales, _ = random_weight(np.random.default_rng(seed), shape, 8)
-    packed = packed_values(values).numpy(), packed_scales(scales).numpy()
-    return packed
+    return packed_values(values).numpy(), packed_scales(scales).numpy()
 
 
 def token(at: Index) -> Any:
