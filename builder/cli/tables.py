@@ -78,4 +78,8 @@ def print_quantized(done: "Quantized") -> None:
             f"({done.unfit[0]}, ..)",
             soft_wrap=True,
         )
+    if done.coarse:
+        from mtpbuild.builder.weights.formats import coarse_note
+
+        console.print(coarse_note(done.coarse), soft_wrap=True)
     console.print(f"wrote {done.folder}", soft_wrap=True)

@@ -4,10 +4,11 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Protocol
 
 from mtpbuild.builder.late_torch import torch
+from mtpbuild.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,7 @@ class Format(Protocol):
     name: str
     suffixes: tuple[str, ...]  # the first part, "", holds the values
     needs_amax: bool  # whether `encode` needs the largest magnitude
+    most: float  # the largest magnitude that it holds
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a weight of this shape splits into the format's blocks."""
@@ -83,6 +85,7 @@ class Fp8:
     name = "fp8"
     suffixes: tuple[str, ...] = ("", "_scale_inv")
     needs_amax = False
+    most = inf
 
     def fits(self, shape: Shape) -> bool:
         return True
@@ -121,6 +124,7 @@ class Nvfp4:
     name = "nvfp4"
     suffixes: tuple[str, ...] = ("", "_scale", "_scale_2")
     needs_amax = True
+    most = inf
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
@@ -173,8 +177,9 @@ class Integers:
 
     W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first. Scales are
     fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; our older checkpoints have
-    fp32 scales. Larger blocks would take less space, but with them ONNX Runtime sums a row among
-    others in another order than alone, so a text would depend on how many tokens are drafted.
+    fp32 scales. One that is subnormal in fp16 is rounded away from zero, so no value is cut off.
+    Larger blocks would take less space, but with them ONNX Runtime sums a row among others in
+    another order than alone, so a text would depend on how many tokens are drafted.
     """
 
     suffixes: tuple[str, ...] = ("", "_scale")
@@ -186,6 +191,10 @@ class Integers:
     @property
     def scales(self) -> torch.dtype:
         return Entry(self._scales, ()).type
+
+    @property
+    def most(self) -> float:
+        return torch.finfo(self.scales).max * self.zero
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
@@ -204,8 +213,7 @@ class Integers:
         blocks = weight.unflatten(1, (-1, BLOCK))
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         # The extreme becomes -zero, as that side has one more value; so scales may be negative.
-        limit = torch.finfo(self.scales).max
-        scales = (extreme / -self.zero).clamp(-limit, limit).to(self.scales)
+        scales = self._rounded(extreme / -self.zero)
         scales = torch.where(scales != 0, scales, 1.0)
         values = (blocks / scales.float()).round().add(self.zero).clamp(0, 2 * self.zero - 1)
         values = values.to(torch.uint8)
@@ -213,12 +221,46 @@ class Integers:
             values = values[..., 0::2] | values[..., 1::2] << 4
         return {"": values, "_scale": scales.squeeze(-1)}
 
+    def _rounded(self, scales: Tensor) -> Tensor:
+        """Round scales to the nearest; those that become subnormal, away from zero."""
+        kind = torch.finfo(self.scales)
+        step = kind.smallest_normal * kind.eps
+        away = (scales.abs() / step).ceil().mul(step).copysign(scales)
+        return torch.where(scales.abs() < kind.smallest_normal, away, scales).to(self.scales)
+
 
 FP8, NVFP4, INT8, INT4 = Fp8(), Nvfp4(), Integers(8), Integers(4)
 WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
 FORMATS: dict[str, Format] = {f.name: f for f in (FP8, NVFP4, INT8, INT4)}
 DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"
+
+
+FINE = 2.0**-21  # rounding changes a smaller scale by up to an eighth, or more
+
+
+def coarse_blocks(scales: Tensor) -> int:
+    """Count the blocks of integers that lose accuracy as their scale is too small for fp16."""
+    if scales.dtype != torch.float16:
+        return 0
+    return int(((scales != 0) & (scales.abs() < FINE)).sum())
+
+
+def coarse_note(blocks: int) -> str:
+    return (
+        f"{blocks:,} blocks of {BLOCK} weights lose accuracy: they are so small that rounding "
+        "their scale to fp16 changes it by up to an eighth, or more"
+    )
+
+
+def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
+    """Raise CheckpointError if a weight has numbers that the format has no scale for."""
+    largest = weight.abs().max().item() if weight.numel() else 0.0
+    if largest > format.most:
+        raise CheckpointError(
+            f"{name} holds {largest:,.0f}, but {format.name} ends at {format.most:,.0f}: "
+            "keep this weight in floats, or scale it down"
+        )
 
 
 def stored_format(name: str, entries: Mapping[str, Entry]) -> Format | None:

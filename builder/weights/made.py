@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
+from mtpbuild.builder.weights.formats import (
+    FP8_BLOCK,
+    GROUP,
+    Format,
+    Integers,
+    Nvfp4,
+    refuse_too_large,
+    spread,
+)
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -177,6 +185,7 @@ class Weight:
 
         heads: fp32 [H, in, out].
         """
+        refuse_too_large(format, self.stored[0].name, heads)
         encoded = [format.encode(head.T.contiguous()) for head in heads]
         if self.packed:
             for name, suffix in self.tensors.items():

@@ -1,6 +1,7 @@
 """Writes safetensors files tensor by tensor, and finds where each tensor lies in them."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_header
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.weights.formats import Entry, entry_of
+from mtpbuild.builder.weights.formats import Entry, coarse_blocks, coarse_note, entry_of
 from mtpbuild.builder.weights.made import Share, made
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
 
+logger = logging.getLogger(__name__)
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors
 ALIGNMENT = 64  # of the first byte of data, for memory mapping
 
@@ -169,9 +171,12 @@ class EngineWeights:
     def _told(
         self, tensors: Iterable[tuple[str, Tensor]], total: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tell the share of the elements that is written as they pass."""
-        done = 0
+        """Tell the share of the elements that is written as they pass, then what they lost."""
+        done = coarse = 0
         for name, tensor in tensors:
             yield name, tensor
             done += tensor.numel()
+            coarse += coarse_blocks(tensor)
             self.watch(f"write weights, {done / total:.0%}")
+        if coarse:
+            logger.warning("note: %s", coarse_note(coarse))

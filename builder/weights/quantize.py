@@ -13,7 +13,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, entry_of
+from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, coarse_blocks, entry_of
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
@@ -59,6 +59,7 @@ class Quantized:
     folder: Path
     portions: dict[str, Portion] = field(default_factory=lambda: defaultdict(Portion))
     unfit: list[str] = field(default_factory=list)
+    coarse: int = 0  # blocks that lose accuracy
 
 
 def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
@@ -96,6 +97,7 @@ def write_all(
         portion.weights += 1
         for suffix, tensor in parts.items():
             portion.bytes += tensor.nbytes
+            done.coarse += coarse_blocks(tensor) if format is not None else 0
             yield name + suffix, tensor
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.weights.formats import FORMATS, Entry, Format
+from mtpbuild.builder.weights.formats import FORMATS, Entry, Format, refuse_too_large
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
@@ -76,6 +76,7 @@ class Requantised(Checkpoint):
         assert format is not None
         amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
         for rows in self.source.rows(name):
+            refuse_too_large(format, name, rows)
             yield rows, format.encode(rows, amax)
 
     def group_amax(self, name: str) -> float:

@@ -33,7 +33,7 @@ from mtpbuild.builder.weights.scheme import (
 )
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import (
     QUANTIZABLE,
@@ -145,6 +145,28 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert not {"embed_tokens", "lm_head"} & set(model.held.formats)
     model.tell_formats()
     assert f"note: {len(model.unfit)} weights stay in float32: their columns do" in caplog.text
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_weights_at_the_ends_of_fp16(
+    to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks that lose accuracy are counted, by both commands; a block beyond them is refused."""
+    tiny, huge = (make_predictable(**SMALL) for _ in range(2))
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = tiny.get_parameter(name).detach()
+    weight.mul_(1e-6 / weight.square().mean().sqrt())
+    huge.get_parameter(name).detach()[3, 5] = 1e7
+    blocks = weight.numel() // 32
+    model = source(save_checkpoint(tmp_path / "tiny", tiny, **SMALL), SCHEMES[to])
+    written(model, tmp_path / "engine")
+    said = f"{blocks:,} blocks of 32 weights lose accuracy"
+    assert f"note: {said}" in caplog.text
+    request = "quantize", "--model", tmp_path / "tiny", "--to", to, "--out", tmp_path / "q"
+    assert said in invoke(*request)[1]
+    model = source(save_checkpoint(tmp_path / "huge", huge, **SMALL), SCHEMES[to])
+    with pytest.raises(CheckpointError, match=f"{name} holds 10,000,000, but {to} ends at"):
+        written(model, tmp_path / "other")
 
 
 def test_the_plain_model(plain: Path, tmp_path: Path) -> None:

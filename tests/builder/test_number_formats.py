@@ -16,10 +16,14 @@ from mtpbuild.builder.weights.formats import (
     NVFP4,
     WIDE,
     Entry,
+    Integers,
+    coarse_blocks,
     pack,
+    refuse_too_large,
     stored_format,
     unpack,
 )
+from mtpbuild.runtime.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
 
@@ -132,14 +136,36 @@ def test_older_integers(bits: int, width: int) -> None:
     assert stored_format("w", stored) is (INT4 if bits == 4 else INT8)
 
 
-def test_blocks_beyond_fp16() -> None:
-    """A block too small for a scale in fp16 is zero, and none becomes infinite."""
+@pytest.mark.parametrize("format", [INT4, INT8])
+def test_scales_that_are_subnormal(format: Integers) -> None:
+    """They are rounded away from zero, so that no value is cut off; all others to the nearest."""
+    torch.manual_seed(0)
+    weight = torch.randn(200, 64) * torch.logspace(-9, 2, 200)[:, None]
+    parts = encode(format, weight)
+    scales, blocks = parts["_scale"].double(), weight.double().unflatten(1, (-1, 32))
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
+    exact = extreme / -format.zero
+    small = exact.abs() < 2.0**-14
+    assert 0.2 < small.double().mean() < 0.8
+    assert torch.equal(scales[~small], exact[~small].half().double())
+    away = exact.abs().mul(2.0**24).ceil().mul(2.0**-24).copysign(exact)
+    assert torch.equal(scales[small], away[small])
+    # The extreme's opposite is a step off, as int4 ends at 7; none is cut off by more.
+    error = (format.decode(parts).double() - weight).unflatten(1, (-1, 32)).abs().amax(-1)
+    assert (error[small] <= 1.0001 * scales[small].abs()).all()
+    assert coarse_blocks(parts["_scale"]) == (away.abs() < 2.0**-21).sum()
+    assert coarse_blocks(encode(format, torch.zeros(2, 64))["_scale"]) == 0
+
+
+@pytest.mark.parametrize(("format", "most"), [(INT4, 524_032), (INT8, 8_384_512)])
+def test_weights_beyond_fp16_scales(format: Integers, most: int) -> None:
     weight = torch.zeros(2, 32)
-    weight[0, 3], weight[1, 3] = 1e-9, 1e7
-    for format in (INT4, INT8):
-        decoded = format.decode(encode(format, weight))
-        assert decoded.isfinite().all()
-        assert decoded[0].abs().max() <= 1e-9
+    weight[0, 3], weight[1, 3] = most, -most
+    refuse_too_large(format, "w", weight)
+    torch.testing.assert_close(format.decode(encode(format, weight)), weight)
+    weight[1, 3] = -most - 100
+    with pytest.raises(CheckpointError, match=f"w holds {most + 100:,}, but {format.name} ends"):
+        refuse_too_large(format, "w", weight)
 
 
 def plain_decode(name: str, parts: dict[str, Tensor], n: int, k: int) -> float:

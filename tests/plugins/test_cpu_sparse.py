@@ -14,6 +14,7 @@ from tests.support import exact
 from tests.support.choosers import choose_plainly, operands
 from tests.support.cpu_kernels import LIBRARY, run, same_everywhere
 
+NO_NUMBER = -2  # as op.h has it
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 CASES = [  # slots, tokens, rows, fresh rows, count
     (1, 1, 12, 1, 4),
@@ -74,14 +75,21 @@ def test_a_choice_is_a_tokens_own() -> None:
 
 
 @needs_library
-def test_what_is_no_number_is_chosen_last() -> None:
+def test_a_score_that_is_nan_reaches_attention() -> None:
+    """No row can be chosen then: all places say so, and attention to them is NaN."""
     given = operands(0, 1, 1, 20, 1)
     given["base"][:], given["cache"][0, 0, 3] = 20, float("nan")
     given["cache"][0, 0, 4:] = torch.randn(16, 19)
     given["weights"].abs_().add_(1.0)
     arrays = {name: tensor.numpy() for name, tensor in given.items()}
     [got] = run("ChooseRows", arrays, (np.int64,), 1, count=10, interleaved=0)
-    assert (np.diff(got[0, 0]) > 0).all()
+    assert (got == NO_NUMBER).all()
+    rows = np.ones((1, 1, 20, 4), np.float32)
+    given = {"q": rows[:, :, :1], "cache": rows, "fresh": rows[:, :, :1]}
+    given |= {"base": np.array([20]), "first": np.array([0]), "chosen": got}
+    how = {"scale": 1.0, "groups": 1, "values": 0, "latent": 2, "written": 1}
+    [y] = run("Attention", given, (np.float32,), 1, **how)
+    assert np.isnan(y).all()
     for wrong in ({"count": 0}, {"count": 1 << 40}):
         with pytest.raises(Exception, match="mtpbuild ChooseRows: a choice of"):
             run("ChooseRows", arrays, (np.int64,), 1, **{"count": 1, "interleaved": 0} | wrong)

@@ -19,12 +19,12 @@
 #include "ort.h"
 
 const void* const* ort::api = nullptr;      // the library has its own
-constexpr int64_t MOST = int64_t{1} << 28;  // bytes of a result, or of what an operator asks for
+constexpr int64_t ROOM = int64_t{1} << 28;  // bytes of a result, or of what an operator asks for
 constexpr unsigned SECONDS = 60;            // for a case: longer is a loop that never ends
 
-// A damaged size must not fill this machine's memory: beyond MOST there is none.
+// A damaged size must not fill this machine's memory: beyond ROOM there is none.
 void* operator new(size_t size) {
-  void* memory = size <= size_t{MOST} ? std::malloc(size ? size : 1) : nullptr;
+  void* memory = size <= size_t{ROOM} ? std::malloc(size ? size : 1) : nullptr;
   if (!memory) throw std::bad_alloc();
   return memory;
 }
@@ -142,7 +142,7 @@ Status* output_of(Context* context, size_t place, const int64_t* sizes, size_t r
   if (place >= (any ? context->types.size() : op->output_count(op))) return nullptr;
   Shape shape{any ? context->types[place] : op->output_type(op, place), {sizes, sizes + rank}};
   int64_t size = bytes(shape);
-  if (size < 0 || size > MOST) return bad("onnxruntime: no memory for a result");
+  if (size < 0 || size > ROOM) return bad("onnxruntime: no memory for a result");
   context->outputs.resize(std::max(context->outputs.size(), place + 1));
   std::unique_ptr<Value> made(new Value{shape, std::unique_ptr<char[]>(new char[size])});
   *to = (context->outputs[place] = std::move(made)).get();

@@ -4,7 +4,8 @@
 // Positions are cut at multiples of CHUNK and SPLIT from 0 on, whoever asks. Within a split the
 // softmax is rescaled chunk by chunk, splits are folded in ascending order. Scores and values are
 // chains of fma over a row's numbers, and over rows, in ascending order. Positions that a lane does
-// not see weigh 0, and so change nothing: a lane's result depends on its own query alone.
+// not see are left out: a lane's result depends on its own query, and rows that it sees, alone. A
+// score that is infinite or NaN makes it NaN.
 #pragma once
 #include "kernels.h"
 #include "maths.h"
@@ -26,16 +27,40 @@ void scores(const mtp::Attention& a, const float* rows, float* out) {
   for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
 }
 
+// A chunk's rows, of which lanes see so many; all that see any row see those before `common`.
+struct Seen {
+  int64_t count, common;
+  Floats visible;
+
+  Seen(const mtp::Attention& a, int64_t at, int64_t count) : count(count), common(count) {
+    float lanes[16];
+    for (int i = 0; i < 16; i++) {
+      int64_t own = a.seen[i] - at;
+      if (a.seen[i] > 0 && own < common) common = own > 0 ? own : 0;
+      lanes[i] = static_cast<float>(own);
+    }
+    visible = load(lanes);
+  }
+};
+
 // mixed[d] = mixed[d] * factor + sum of weights[r] * rows[r][d]
 template <int VALUES>
-void mix(const float* weights, Floats factor, const float* rows, int64_t stride, int64_t count,
+void mix(const float* weights, Floats factor, const float* rows, int64_t stride, const Seen& seen,
          float* mixed) {
   Floats sums[VALUES];
   for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + 16 * d), factor);
-  for (int64_t r = 0; r < count; r++) {
+  int64_t r = 0;
+  for (; r < seen.common; r++) {
     Floats p = load(weights + 16 * r);
 #pragma GCC unroll 16
     for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * stride + d]), sums[d]);
+  }
+  for (; r < seen.count; r++) {  // 0 times NaN would be NaN in lanes that don't see the row
+    Floats p = load(weights + 16 * r), place = same(static_cast<float>(r));
+    for (int d = 0; d < VALUES; d++) {
+      Floats more = fma(p, same(rows[r * stride + d]), sums[d]);
+      sums[d] = where_less(place, seen.visible, more, sums[d]);
+    }
   }
   for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
 }
@@ -53,21 +78,22 @@ inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end,
 }
 
 // Scores of a chunk become weights; returns what the sums so far are to be multiplied by.
-inline Floats weigh(float* chunk, int64_t count, Floats visible, const mtp::Partial& out) {
+inline Floats weigh(float* chunk, const Seen& seen, const mtp::Partial& out) {
   Floats before = load(out.largest), top = before, lowest = same(LOWEST);
-  for (int64_t r = 0; r < count; r++) {
+  for (int64_t r = 0; r < seen.count; r++) {
     Floats place = same(static_cast<float>(r));
-    top = max(top, where_less(place, visible, load(chunk + 16 * r), lowest));
+    top = max(top, where_less(place, seen.visible, load(chunk + 16 * r), lowest));
   }
   Floats sum = same(0.0f);
-  for (int64_t r = 0; r < count; r++) {
+  for (int64_t r = 0; r < seen.count; r++) {
     Floats place = same(static_cast<float>(r));
-    Floats weight = exp(max(sub(load(chunk + 16 * r), top), same(FLOOR)));
-    weight = where_less(place, visible, weight, same(0.0f));
+    Floats score = load(chunk + 16 * r), weight = exp(max(same(FLOOR), sub(score, top)));
+    weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
+    weight = where_less(place, seen.visible, weight, same(0.0f));
     sum = add(sum, weight);
     store(chunk + 16 * r, weight);
   }
-  Floats factor = exp(max(sub(before, top), same(FLOOR)));
+  Floats factor = exp(max(same(FLOOR), sub(before, top)));
   store(out.largest, top);
   store(out.total, fma(load(out.total), factor, sum));
   return factor;
@@ -87,20 +113,18 @@ void attend(const mtp::Attention& a, int64_t begin, int64_t end, float* copy,
     for (; r + TILE_KEYS <= count; r += TILE_KEYS)
       scores<TILE_KEYS>(a, keys + r * a.stride, chunk + 16 * r);
     for (; r < count; r++) scores<1>(a, keys + r * a.stride, chunk + 16 * r);
-    float visible[16];
-    for (int i = 0; i < 16; i++) visible[i] = static_cast<float>(a.seen[i] - at);
-    Floats factor = weigh(chunk, count, load(visible), out);
+    Seen seen(a, at, count);
+    Floats factor = weigh(chunk, seen, out);
     int64_t d = 0;
     for (; d + TILE_KEYS <= a.latent; d += TILE_KEYS)
-      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, count, out.mixed + 16 * d);
-    for (; d < a.latent; d++)
-      mix<1>(chunk, factor, values + d, a.stride, count, out.mixed + 16 * d);
+      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, seen, out.mixed + 16 * d);
+    for (; d < a.latent; d++) mix<1>(chunk, factor, values + d, a.stride, seen, out.mixed + 16 * d);
   }
 }
 
 void fold(const mtp::Partial& into, const mtp::Partial& later, int64_t latent) {
   Floats one = load(into.largest), other = load(later.largest), top = max(one, other);
-  Floats keep = exp(max(sub(one, top), same(FLOOR))), take = exp(max(sub(other, top), same(FLOOR)));
+  Floats keep = exp(max(same(FLOOR), sub(one, top))), take = exp(max(same(FLOOR), sub(other, top)));
   store(into.largest, top);
   store(into.total, fma(load(later.total), take, mul(load(into.total), keep)));
   for (int64_t d = 0; d < latent; d++) {

@@ -14,8 +14,8 @@ namespace {
 // query heads beside each other share one.
 //
 // chosen [B, T, k], which is for one group alone: of these rows a query sees those at such
-// positions, in their order. Others, as -1, are none. Its result is that of attention over these
-// rows side by side.
+// positions, in their order. Others, as -1, are none, but NO_NUMBER makes it NaN. Its result is
+// that of attention over these rows side by side.
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,   ort::FLOAT,
@@ -41,7 +41,7 @@ struct Attention : Usual {
     Tensor first = call.input(4);
     std::vector<int64_t> shape{q.shape};
     checked(q, cache, fresh);
-    shape.back() = latent * std::max<int64_t>(heads, 1);
+    shape.back() = product(latent, std::max<int64_t>(heads, 1));
     float* y = call.output(shape);
     attend(call, q, cache, fresh, base, first, call.input(5, true), y);
   }
@@ -56,12 +56,12 @@ struct Attention : Usual {
     if (chosen.memory) return attend_to(call, job, base, chosen);
     std::vector<Lanes> lanes;
     int64_t most = 0, sixteens = up(job.queries(), LANES);
-    for (int64_t i = 0; i < job.slots * groups * sixteens; i++) {
+    for (int64_t i = 0; i < product(job.slots, groups, sixteens); i++) {
       lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
       most = std::max(most, lanes.back().end);
     }
     int64_t width = job.width + latent;
-    run(call, job, lanes, job.slots * job.heads * job.tokens * most * width);
+    run(call, job, lanes, product(job.slots, job.heads, job.tokens, most, width));
   }
 
  private:
@@ -103,10 +103,10 @@ struct Attention : Usual {
     auto fit = [&](const Tensor& rows) {
       return rows.shape[0] == job.slots && rows.shape[1] == 1 && rows.shape[3] == job.stride;
     };
-    int64_t most = job.stride;  // so that no product below overflows
-    bool inside = groups > 0 && groups <= most && latent > 0 && latent <= most && values >= 0 &&
-                  values <= most && job.width <= most && job.heads % groups == 0 &&
-                  groups * job.width <= most && values + groups * latent <= most;
+    bool inside = groups > 0 && latent > 0 && values >= 0 && values <= job.stride &&
+                  job.width > 0 && job.heads % groups == 0 &&
+                  product(groups, job.width) <= job.stride &&
+                  product(groups, latent) <= job.stride - values;
     NEED(fit(cache) && fit(fresh) && inside, name,
          "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
     NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
@@ -140,18 +140,18 @@ struct Attention : Usual {
     int64_t size = (2 + latent) * LANES;
     if (count >= 16 || splits == 1) {
       tasks(call, count, work, [&](int64_t i) {
-        auto parts = scratch<float>(2 * size);
+        auto parts = scratch<float>(2, size);
         attend_all(job, lanes[i], partial(&parts[0]), partial(&parts[size]));
         finish(job, lanes[i], partial(&parts[0]));
       });
       return;
     }
-    auto parts = scratch<float>(count * splits * size);
-    tasks(call, count * splits, work, [&](int64_t t) {
+    auto parts = scratch<float>(count, splits, size);
+    tasks(call, product(count, splits), work, [&](int64_t t) {
       if (t % splits == 0 || t % splits * mtp::SPLIT < lanes[t / splits].end)
         attend(job, lanes[t / splits], t % splits, partial(&parts[t * size]));
     });
-    tasks(call, count, count * splits * latent * LANES, [&](int64_t i) {
+    tasks(call, count, product(count, splits, latent, LANES), [&](int64_t i) {
       mtp::Partial into = partial(&parts[i * splits * size]);
       for (int64_t n = 1; n * mtp::SPLIT < lanes[i].end; n++)
         k.fold(into, partial(&parts[(i * splits + n) * size]), latent);
@@ -164,12 +164,15 @@ struct Attention : Usual {
     NEED(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
              chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
          name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
+    NEED(values == 0 && latent <= job.width, name,
+         std::to_string(latent) + " values of chosen rows, which are " + std::to_string(job.width) +
+             " wide");
     int64_t count = job.slots * job.tokens, most = chosen.shape[2];
-    int64_t splits = up(most, mtp::SPLIT), size = up(job.heads, LANES) * (2 + latent) * LANES;
-    int64_t work = count * most * job.heads * (job.width + latent);
+    int64_t splits = up(most, mtp::SPLIT), size = product(up(job.heads, LANES), 2 + latent, LANES);
+    int64_t work = product(count, most, job.heads, job.width + latent);
     if (count >= 16 || splits == 1) {
       tasks(call, count, work, [&](int64_t m) {
-        auto parts = scratch<float>(2 * size);
+        auto parts = scratch<float>(2, size);
         attend_to(job, base, chosen, m, 0, &parts[0]);
         for (int64_t n = 1; n < splits; n++) {
           attend_to(job, base, chosen, m, n, &parts[size]);
@@ -179,11 +182,11 @@ struct Attention : Usual {
       });
       return;
     }
-    auto parts = scratch<float>(count * splits * size);
-    tasks(call, count * splits, work, [&](int64_t t) {
+    auto parts = scratch<float>(count, splits, size);
+    tasks(call, product(count, splits), work, [&](int64_t t) {
       attend_to(job, base, chosen, t / splits, t % splits, &parts[t * size]);
     });
-    tasks(call, count, count * splits * size, [&](int64_t m) {
+    tasks(call, count, product(count, splits, size), [&](int64_t m) {
       float* into = &parts[m * splits * size];
       for (int64_t n = 1; n < splits; n++) fold(job, into, into + n * size);
       finish(job, m, into);
@@ -195,7 +198,7 @@ struct Attention : Usual {
                  float* parts) const {
     int64_t most = chosen.shape[2], begin = split * mtp::SPLIT, count = 0;
     int64_t end = min(most, begin + mtp::SPLIT), slot = m / job.tokens;
-    auto rows = scratch<float>((end - begin) * job.width);
+    auto rows = scratch<float>(end - begin, job.width);
     int64_t from = std::max<int64_t>(0, min(base.data<int64_t>()[slot], job.rows));
     for (int64_t i = begin; i < end; i++) {
       int64_t at = chosen.data<int64_t>()[m * most + i];
@@ -203,7 +206,7 @@ struct Attention : Usual {
     }
     for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
       int32_t seen[LANES];
-      auto queries = scratch<float>(job.width * LANES);
+      auto queries = scratch<float>(job.width, LANES);
       for (int64_t i = 0; i < LANES; i++) {
         bool there = head + i < job.heads;
         const float* row = job.q + (there ? job.row(m, head + i) * job.width : 0);
@@ -220,6 +223,7 @@ struct Attention : Usual {
   // Copies the numbers of a row that attention reads; tells whether there is such a row.
   bool copied(const Job& job, int64_t slot, int64_t base, int64_t at, float* to) const {
     int64_t old = written ? job.rows : base;
+    if (at == NO_NUMBER) return std::fill_n(to, job.width, NAN), true;
     if (at < 0 || at >= (written ? old : old + job.fresh_rows)) return false;
     if (at >= old) {
       const float* row = job.fresh + (slot * job.fresh_rows + at - old) * job.stride;
@@ -249,7 +253,7 @@ struct Attention : Usual {
 
   // A lane's result.
   void finish(const mtp::Partial& done, int64_t lane, float* row) const {
-    float total = done.total[lane], factor = total > 0.0f ? 1.0f / total : 0.0f;
+    float total = done.total[lane], factor = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
     for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + lane] * factor;
   }
 
@@ -266,7 +270,7 @@ struct Attention : Usual {
   }
 
   void attend(const Job& job, const Lanes& lanes, int64_t split, const mtp::Partial& out) const {
-    auto queries = scratch<float>(job.width * LANES);
+    auto queries = scratch<float>(job.width, LANES);
     for (int64_t i = 0; i < LANES; i++) {
       bool there = lanes.first + i < job.queries();
       int64_t place = there ? job.place(lanes.slot, lanes.group, lanes.first + i) : 0;
@@ -276,7 +280,7 @@ struct Attention : Usual {
     }
     int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
     bool meet = begin < lanes.base && lanes.base < end;
-    auto copy = scratch<float>(meet || job.halves ? mtp::CHUNK * job.stride : 0);
+    auto copy = scratch<float>(meet || job.halves ? mtp::CHUNK : 0, job.stride);
     int64_t old = lanes.slot * job.rows * job.stride;
     mtp::Attention a{queries.get(),
                      lanes.seen,

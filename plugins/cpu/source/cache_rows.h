@@ -23,7 +23,7 @@ struct Angles {
   Angles(const char* op, const Tensor& c, const Tensor& s, int64_t slots, int64_t tokens)
       : cos(c), sin(s), half(c.last()) {
     std::vector<int64_t> shape{slots, tokens, half};
-    NEED(c.shape == shape && s.shape == shape && half <= MOST, op,
+    NEED(c.shape == shape && s.shape == shape, op,
          "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
   }
   void rotate_row(int64_t row, const float* x, bool interleaved, float* y) const {

@@ -55,9 +55,11 @@ struct Chain : ort::Operator {
     std::vector<Value> values(count);
     for (const Step& step : steps) {
       StepCall call(*this, step, node, values);
-      step.op->compute(call);
+      ort::named(step.kind->name, [&] { step.op->compute(call); });
       for (int64_t value : step.spent) values[value].memory.reset();
     }
+    for (const auto& [value, place] : leaves)
+      NEED(values[value].tensor.memory, name, "no step gives result " + std::to_string(place));
   }
 
  private:
@@ -140,13 +142,7 @@ struct Chain : ort::Operator {
       if (leaving != chain.leaves.end()) {
         value.tensor.memory = ort::output(context, shape, leaving->second, type);
       } else {
-        int64_t bytes = static_cast<int64_t>(size);
-        for (int64_t each : shape) {
-          NEED(each >= 0 && each <= MOST && bytes <= MOST, step.kind->name,
-               "a result is too large");
-          bytes *= each;
-        }
-        value.memory = scratch<char>(bytes);
+        value.memory = scratch<char>(ort::numbers(shape), static_cast<int64_t>(size));
         value.tensor.memory = value.memory.get();
       }
       value.tensor.shape = shape;

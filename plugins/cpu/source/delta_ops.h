@@ -35,7 +35,7 @@ struct CausalConv : Usual {
     int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
     float* y = call.output(x.shape);
     std::vector<float> none(begins.memory ? C : 0);
-    tasks(call, slots * tokens, slots * tokens * C * (taps + 8), [&](int64_t m) {
+    tasks(call, slots * tokens, product(slots * tokens, C, taps + 8), [&](int64_t m) {
       int64_t slot = m / tokens, t = m % tokens;
       const float* rows[TAPS];
       for (int64_t j = 0; j < taps; j++) {
@@ -102,8 +102,7 @@ struct DeltaJob {
     NEED(mixed.rank() == 3 && state.rank() == 4, op, mixed.text() + " with " + state.text());
     slots = mixed.shape[0], tokens = mixed.shape[1];
     heads = state.shape[1], width = state.shape[2], values = state.shape[3];
-    bool known = heads > 0 && heads < MOST && width > 0 && width < MOST && values > 0 &&
-                 values < MOST / heads;
+    bool known = heads > 0 && width > 0 && values > 0;
     int64_t both = known ? mixed.shape[2] - heads * values : 0;
     groups = known ? both / 2 / width : 0;
     std::vector<int64_t> own{heads}, gates{slots, tokens, 2 * heads};
@@ -124,12 +123,12 @@ struct DeltaJob {
   // Queries and keys divided by their lengths, and what the rule makes of b and a.
   void prepare(const Kernels& k, Call& call, bool asks) {
     int64_t rows = slots * tokens, size = groups * width;
-    if (asks) queries = scratch<float>(rows * size);
-    keys = scratch<float>(rows * size);
-    decays = scratch<float>(rows * heads), shares = scratch<float>(rows * heads);
+    if (asks) queries = scratch<float>(rows, size);
+    keys = scratch<float>(rows, size);
+    decays = scratch<float>(rows, heads), shares = scratch<float>(rows, heads);
     float count = static_cast<float>(width), epsilon = 1e-6f / count;
     std::vector<float> one(width, 1.0f / std::sqrt(count)), other(width, 1.0f / count);
-    tasks(call, rows, rows * (8 * size + 128 * heads), [&](int64_t m) {
+    tasks(call, rows, product(rows, 8 * size + 128 * heads), [&](int64_t m) {
       const float* q = mixed.data<float>() + m * row();
       for (int64_t g = 0; g < groups; g++) {
         int64_t at = m * size + g * width;
@@ -148,8 +147,8 @@ struct DeltaJob {
   // Outputs [B, T, H, V] and the state behind the tokens, either of which may be missing.
   void run(const Kernels& k, Call& call, float* outputs, float* after) const {
     int64_t blocks = up(values, COLUMNS);
-    int64_t work = slots * tokens * heads * width * values * 4;
-    tasks(call, slots * heads * blocks, work, [&](int64_t i) {
+    int64_t work = product(slots * tokens, heads, width, values, 4);
+    tasks(call, product(slots, heads, blocks), work, [&](int64_t i) {
       int64_t slot = i / blocks / heads, head = i / blocks % heads, first = i % blocks * COLUMNS;
       block(k, slot, head, first, min(COLUMNS, values - first), outputs, after);
     });
@@ -162,7 +161,7 @@ struct DeltaJob {
     bool zero = begins.memory && begins.data<uint8_t>()[slot], whole = some == COLUMNS;
     const float* from = state.data<float>() + at * values + first;
     float* to = after ? after + at * values + first : nullptr;
-    auto own = scratch<float>((2 * count + width) * COLUMNS);
+    auto own = scratch<float>(2 * count + width, COLUMNS);
     float *out = &own[count * COLUMNS], *held = out + count * COLUMNS;
     if (zero)
       std::fill_n(held, width * COLUMNS, 0.0f);

@@ -11,7 +11,7 @@ inline double exponential(double x) {
   double n = std::floor(x * 1.4426950408889634 + 0.5);
   double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10, sum = 1.0;
   for (int i = 13; i > 0; i--) sum = 1.0 + sum * r / i;
-  return std::ldexp(sum, static_cast<int>(n));
+  return std::ldexp(sum, n == n ? static_cast<int>(n) : 0);
 }
 
 // log(1 + exp(x)) is max(x, 0) + 2 artanh(s), with e = exp(-|x|) and s = e / (2 + e).

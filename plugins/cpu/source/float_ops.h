@@ -51,8 +51,8 @@ const float* normed(const Kernels& k, Call& call, const Around& around, const Te
                     int64_t rows, std::unique_ptr<float[]>& own) {
   if (!around.norm.memory) return x.data<float>();
   int64_t size = x.last();
-  own = scratch<float>(rows * size);
-  tasks(call, rows, 4 * rows * size,
+  own = scratch<float>(rows, size);
+  tasks(call, rows, product(4, rows, size),
         [&](int64_t m) { around.row(k, x.data<float>() + m * size, size, &own[m * size]); });
   return own.get();
 }
@@ -84,10 +84,10 @@ struct FloatProduct : Usual {
     const float* in = normed(k, call, around, x, x.count(0, x.rank() - 1), own);
     int64_t slots = heads ? x.shape[0] : 1;
     int64_t rows = heads ? x.shape[2] : x.count(0, x.rank() - 1);
-    int64_t pieces = up(rows, ROWS), matrices = slots * w.matrices;
+    int64_t pieces = up(rows, ROWS), matrices = product(slots, w.matrices);
     Shares shares(w.panels());
-    int64_t work = matrices * rows * w.inputs * w.outputs;
-    tasks(call, matrices * shares.count * pieces, work, [&](int64_t t) {
+    int64_t work = product(matrices, rows, w.inputs, w.outputs);
+    tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
       int64_t piece = t % pieces, share = t / pieces % shares.count;
       int64_t matrix = t / pieces / shares.count, first = piece * ROWS;
       int64_t some = min(ROWS, rows - first), panel = shares.first(share);
@@ -133,7 +133,7 @@ struct GatedFloatProduct : Usual {
     const float* in = normed(k, call, around, x, rows, own);
     Shares shares(inner / PANEL);
     int64_t pieces = up(rows, ROWS);
-    tasks(call, shares.count * pieces, rows * w.inputs * outputs, [&](int64_t t) {
+    tasks(call, product(shares.count, pieces), product(rows, w.inputs, outputs), [&](int64_t t) {
       int64_t share = t / pieces, first = t % pieces * ROWS, some = min(ROWS, rows - first);
       int64_t panel = shares.first(share), columns = shares.columns(share, inner);
       alignas(64) float ups[ROWS][WIDE * PANEL];

@@ -30,9 +30,8 @@ struct GroupedRows : Usual {
 
   void compute(Call& call) const {
     Tensor a = call.input(0);
-    NEED(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 && width <= a.shape[2] &&
-             heads <= a.shape[2] && groups <= a.shape[2] &&
-             heads * width <= a.shape[2] - 2 * groups * width,
+    NEED(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 &&
+             product(heads, width) <= a.shape[2] - product(2, groups, width),
          name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], all = a.shape[2], rows = slots * tokens;
     int64_t keys = groups * width, queries = all - 2 * keys;
@@ -41,7 +40,7 @@ struct GroupedRows : Usual {
     std::vector<float> q_norm = weight(call.input(3, true)), k_norm = weight(call.input(4, true));
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
-    tasks(call, rows, 8 * rows * all, [&](int64_t m) {
+    tasks(call, rows, product(8, rows, all), [&](int64_t m) {
       const float* row = a.data<float>() + m * all;
       float *own = q + m * queries, *rest = fresh + m * 2 * keys;
       for (int64_t h = 0; h < heads; h++) head(row + h * width, q_norm, angles, m, own + h * width);

@@ -11,7 +11,7 @@ constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a cor
 
 // What rows times an integer weight of so many numbers count for.
 int64_t integers(int64_t rows, int64_t numbers) {
-  return std::max(rows, INTEGERS) * numbers / INTEGERS;
+  return product(std::max(rows, INTEGERS), numbers) / INTEGERS;
 }
 
 // An integer weight as an operator is given it: values [.., panels, blocks, bytes] and scales
@@ -32,8 +32,9 @@ struct Weight {
     panels = v.shape[rank - 3];
     blocks = v.shape[rank - 2];
     matrices = v.count(0, rank - 3);
-    NEED(outputs > 0 && panels == up(outputs, PANEL), op,
-         std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32");
+    NEED(outputs > 0 && panels == up(outputs, PANEL) && blocks > 0, op,
+         std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32, " +
+             std::to_string(blocks) + " blocks of inputs");
   }
   Panel panel(int64_t matrix, int64_t number) const {
     int64_t first = (matrix * panels + number) * blocks;
@@ -92,9 +93,9 @@ struct Around {
 
 std::unique_ptr<InputBlock[]> rounded(const Kernels& k, Call& call, const float* x, int64_t rows,
                                       int64_t blocks, const Around* around = nullptr) {
-  auto blocks_of = scratch<InputBlock>(rows * blocks);
+  auto blocks_of = scratch<InputBlock>(rows, blocks);
   int64_t size = blocks * BLOCK;
-  tasks(call, rows, rows * size * 4, [&](int64_t m) {
+  tasks(call, rows, product(rows, size, 4), [&](int64_t m) {
     bool normed = around && around->norm.memory;
     auto own = scratch<float>(normed ? size : 0);
     const float* row = x + m * size;
@@ -129,7 +130,7 @@ struct Product : Usual {
     // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
     int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
     int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
-    tasks(call, up(w.panels, step), integers(rows, w.inputs() * outputs), [&](int64_t t) {
+    tasks(call, up(w.panels, step), integers(rows, product(w.inputs(), outputs)), [&](int64_t t) {
       auto in = scratch<const InputBlock*>(min(rows, most));
       auto out = scratch<float*>(min(rows, most));
       for (int64_t first = 0; first < rows; first += most) {
@@ -172,7 +173,7 @@ struct GatedProduct : Usual {
     float* y = call.output(shape);
     auto blocks = rounded(k, call, x.data<float>(), rows, w.blocks, &around);
     int64_t step = std::max<int64_t>(1, min<int64_t>(4, panels / 16));
-    tasks(call, up(panels, step), integers(rows, w.inputs() * outputs), [&](int64_t t) {
+    tasks(call, up(panels, step), integers(rows, product(w.inputs(), outputs)), [&](int64_t t) {
       for (int64_t first = 0; first < rows; first += SOME)
         for (int64_t p = t * step; p < min(panels, (t + 1) * step); p++)
           panel(w, p, panels, min(SOME, rows - first), &blocks[first * w.blocks],

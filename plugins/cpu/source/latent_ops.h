@@ -36,7 +36,7 @@ struct LatentRows : Usual {
          name, a.text() + ", norms " + weight.text() + ", " + q_weight.text());
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, width}, 1);
-    tasks(call, rows, 8 * rows * a.shape[2], [&](int64_t m) {
+    tasks(call, rows, product(8, rows, a.shape[2]), [&](int64_t m) {
       const float* row = a.data<float>() + m * a.shape[2];
       if (q_weight.memory)
         k.norm(row, q_weight.data<float>(), queries, epsilon, q + m * queries);
@@ -75,7 +75,7 @@ struct Heads {
                 float* const* to) const {
     if (floats) return k.floats(floats->from(head, 0), outputs, rows, from, to);
     int64_t blocks = integers->blocks;
-    auto memory = scratch<InputBlock>(rows * blocks);
+    auto memory = scratch<InputBlock>(rows, blocks);
     const InputBlock* in[ROWS];
     float* out[ROWS];
     for (int64_t i = 0; i < rows; i++) {
@@ -119,40 +119,42 @@ struct LatentAttention : Usual {
          "queries " + q.text() + " of " + std::to_string(uk.count) + " heads");
     int64_t slots = q.shape[0], tokens = q.shape[1], heads = uk.count, rows = slots * tokens;
     Angles angles(name, call.input(3), call.input(4), slots, tokens);
-    int64_t nope = heads * uk.inputs, rotary = 2 * angles.half, width = latent + rotary;
-    NEED(q.shape[2] == nope + heads * rotary, name,
+    int64_t rotary = 2 * angles.half, width = latent + rotary;
+    int64_t nope = product(heads, uk.inputs);
+    NEED(q.shape[2] == product(heads, uk.inputs + rotary), name,
          "queries " + q.text() + " of " + std::to_string(heads) + " heads");
     Tensor cache = call.input(5), fresh = call.input(6);
     Tensor base = call.input(7), first = call.input(8);
-    float* y = call.output({slots, tokens, heads * outputs});
+    float* y = call.output({slots, tokens, product(heads, outputs)});
 
     Tensor queries{{slots, heads, tokens, width}, nullptr, ort::FLOAT};
-    auto memory = scratch<float>(heads * rows * width);
+    auto memory = scratch<float>(heads, rows, width);
     queries.memory = memory.get();
     int64_t pieces = up(tokens, ROWS);
     // Some tokens of a head: row i lies at place(i) of what is by heads, at row(i) of the others.
     auto by_head = [&](int64_t work, auto&& task) {
-      tasks(call, slots * heads * pieces, work, [&](int64_t t) {
+      tasks(call, product(slots, heads, pieces), work, [&](int64_t t) {
         int64_t slot = t / pieces / heads, head = t / pieces % heads, begin = t % pieces * ROWS;
         int64_t some = min(ROWS, tokens - begin);
         task(head, some, slot * tokens + begin, (slot * heads + head) * tokens + begin);
       });
     };
-    by_head(rows * nope * latent, [&](int64_t head, int64_t some, int64_t row, int64_t place) {
-      const float* from[ROWS];
-      float* to[ROWS];
-      for (int64_t i = 0; i < some; i++) {
-        const float* own = q.data<float>() + (row + i) * q.shape[2];
-        from[i] = own + head * uk.inputs;
-        to[i] = &memory[(place + i) * width];
-        angles.rotate_row(row + i, own + nope + head * rotary, interleaved, to[i] + latent);
-      }
-      uk.multiply(k, head, some, from, to);
-    });
-    auto mixed = scratch<float>(heads * rows * latent);
+    by_head(product(rows, nope, latent),
+            [&](int64_t head, int64_t some, int64_t row, int64_t place) {
+              const float* from[ROWS];
+              float* to[ROWS];
+              for (int64_t i = 0; i < some; i++) {
+                const float* own = q.data<float>() + (row + i) * q.shape[2];
+                from[i] = own + head * uk.inputs;
+                to[i] = &memory[(place + i) * width];
+                angles.rotate_row(row + i, own + nope + head * rotary, interleaved, to[i] + latent);
+              }
+              uk.multiply(k, head, some, from, to);
+            });
+    auto mixed = scratch<float>(heads, rows, latent);
     Tensor chosen = call.input(11, true);
     attention.attend(call, queries, cache, fresh, base, first, chosen, mixed.get());
-    by_head(rows * heads * latent * outputs,
+    by_head(product(rows, heads, latent, outputs),
             [&](int64_t head, int64_t some, int64_t row, int64_t place) {
               const float* from[ROWS];
               float* to[ROWS];

@@ -1,5 +1,7 @@
 // Elementary functions over 16 lanes, and a row's reduction; the same operations in every set.
 #pragma once
+#include <cmath>
+
 #include "kernels.h"
 
 namespace {
@@ -69,18 +71,27 @@ void sigmoid(const float* x, int64_t count, float* out) {
 }
 
 // Stretches of a row are looked at for their largest number, and one of them for its place. Lane i
-// sums numbers i, i + 16, ..; numbers below the top's 1e-32th weigh that.
+// sums numbers i, i + 16, ..; numbers below the top's 1e-32th weigh that. The first NaN counts as
+// the highest number.
 mtp::Best best(const float* x, int64_t count, bool sum) {
   constexpr int64_t STRETCH = 512;
-  constexpr float LEAST = -3.4e38f;
+  constexpr float LEAST = -INFINITY;
   mtp::Best found{LEAST, LEAST, 0.0f, 0};
+  Floats zeros = same(0.0f);
   int64_t place = 0;
   for (int64_t at = 0; at < count; at += STRETCH) {
     int64_t end = at + STRETCH < count ? at + STRETCH : count, i = at;
     Floats tops = same(LEAST);
-    for (; i + 16 <= end; i += 16) tops = max(tops, load(x + i));
+    for (; i + 16 <= end; i += 16) {
+      Floats some = load(x + i);
+      tops = max(some, tops);  // a NaN is passed over
+      zeros = fma(some, same(0.0f), zeros);
+    }
     float top = largest(tops);
-    for (; i < end; i++) top = x[i] > top ? x[i] : top;
+    for (; i < end; i++) {
+      top = x[i] > top ? x[i] : top;
+      zeros = fma(same(x[i]), same(0.0f), zeros);
+    }
     float other = found.top;
     if (top > found.top) {
       found.top = top;
@@ -90,6 +101,9 @@ mtp::Best best(const float* x, int64_t count, bool sum) {
     }
     found.second = other > found.second ? other : found.second;
   }
+  if (tree(zeros) != 0.0f)
+    for (int64_t i = 0; i < count; i++)
+      if (x[i] != x[i]) return {NAN, NAN, NAN, i};
   int64_t end = place + STRETCH < count ? place + STRETCH : count;
   for (found.id = place; found.id + 1 < end && x[found.id] != found.top;) found.id++;
   for (int64_t i = place; i < end; i++)

@@ -40,7 +40,7 @@ struct Routed {
 
   // y [tokens, width] = weighted sums of what the experts made of the rows + sum, if there is one.
   void finish(Call& call, const float* made, const Tensor& sum, int64_t width, float* y) const {
-    tasks(call, tokens, count() * width, [&](int64_t m) {
+    tasks(call, tokens, product(count(), width), [&](int64_t m) {
       float* to = y + m * width;
       std::fill_n(to, width, 0.0f);
       for (int64_t row = m * each; row < (m + 1) * each; row++) {
@@ -89,7 +89,7 @@ struct Experts : Usual {
     Tensor x = call.input(0), downs = call.input(4);
     Tensor sum = call.input(7, true);
     int64_t width = x.last();
-    int64_t inner = downs.rank() == 4 ? min(downs.shape[2], INT64_MAX / 64) * BLOCK : 0;
+    int64_t inner = downs.rank() == 4 ? downs.shape[2] * BLOCK : 0;
     Weight both(name, call.input(2), call.input(3), 4, 2 * inner);
     Weight down(name, downs, call.input(5), 4, width);
     NEED(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
@@ -101,14 +101,14 @@ struct Experts : Usual {
     auto in = rounded(k, call, x.data<float>(), routed.tokens, both.blocks);
     int64_t rows = routed.count(), panels = inner / PANEL;
     int64_t runs = static_cast<int64_t>(routed.runs.size());
-    auto hidden = scratch<InputBlock>(rows * down.blocks);
-    tasks(call, runs * panels, rows * 2 * inner * width / INTEGERS, [&](int64_t t) {
+    auto hidden = scratch<InputBlock>(rows, down.blocks);
+    tasks(call, product(runs, panels), product(rows, 2, inner, width) / INTEGERS, [&](int64_t t) {
       gate_and_up(both, routed, routed.runs[t / panels], t % panels, in.get(), hidden.get(),
                   down.blocks);
     });
-    auto made = scratch<float>(routed.weights.memory ? rows * width : 0);
+    auto made = scratch<float>(routed.weights.memory ? rows : 0, width);
     float* results = routed.weights.memory ? made.get() : y;
-    tasks(call, runs * down.panels, rows * inner * width / INTEGERS, [&](int64_t t) {
+    tasks(call, product(runs, down.panels), product(rows, inner, width) / INTEGERS, [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / down.panels];
       int64_t p = t % down.panels, columns = min(PANEL, width - p * PANEL);
       const InputBlock* from[SOME];
@@ -161,7 +161,7 @@ struct FloatExperts : Usual {
     Tensor sum = call.input(5, true);
     int64_t width = x.last(), inner = downs.rank() == 4 ? downs.shape[2] : 0;
     int64_t panels = up(inner, PANEL);
-    NEED(panels > 0 && inner <= MOST, name, "downs are " + downs.text());
+    NEED(panels > 0, name, "downs are " + downs.text());
     FloatWeight both(name, ups, 1, 2 * panels * PANEL), down(name, downs, 1, width);
     NEED(both.inputs == width && both.matrices == down.matrices, name,
          "gates and ups " + ups.text() + " do not fit " + downs.text());
@@ -170,9 +170,9 @@ struct FloatExperts : Usual {
          "the sum with " + sum.text());
     float* y = call.output(x.shape);
     int64_t rows = routed.count(), runs = static_cast<int64_t>(routed.runs.size());
-    auto hidden = scratch<float>(rows * panels * PANEL);
+    auto hidden = scratch<float>(rows, panels, PANEL);
     Shares inners(panels), outers(down.panels());
-    tasks(call, runs * inners.count, rows * 2 * inner * width, [&](int64_t t) {
+    tasks(call, product(runs, inners.count), product(rows, 2, inner, width), [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / inners.count];
       int64_t share = t % inners.count, panel = inners.first(share);
       int64_t columns = inners.columns(share, panels * PANEL);
@@ -192,9 +192,9 @@ struct FloatExperts : Usual {
         }
       }
     });
-    auto made = scratch<float>(routed.weights.memory ? rows * width : 0);
+    auto made = scratch<float>(routed.weights.memory ? rows : 0, width);
     float* results = routed.weights.memory ? made.get() : y;
-    tasks(call, runs * outers.count, rows * inner * width, [&](int64_t t) {
+    tasks(call, product(runs, outers.count), product(rows, inner, width), [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / outers.count];
       int64_t share = t % outers.count, panel = outers.first(share);
       const float* from[ROWS];
@@ -213,7 +213,7 @@ struct FloatExperts : Usual {
 
 // logits [.., X], bias [X] -> weights and ids [.., experts + always]: `experts` of the highest
 // biased sigmoid among the kept groups, in that order, the lower id first where they tie; then
-// experts X, X + 1, .. with weight 1.
+// experts X, X + 1, .. with weight 1. A NaN among a row's logits or biases makes its weights NaN.
 struct Route : Usual {
   static constexpr const char* name = "Route";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
@@ -237,14 +237,14 @@ struct Route : Usual {
     int64_t all = logits.last();
     bool fit = logits.rank() > 0 && bias.shape == std::vector<int64_t>{all} && groups > 0 &&
                all % groups == 0 && kept > 0 && kept <= groups && experts > 0 && always >= 0 &&
-               always <= MOST && experts <= all / groups * kept;
+               always <= INT32_MAX - all && experts <= all / groups * kept;
     NEED(fit, name, "logits " + logits.text() + ", bias " + bias.text());
     int64_t chosen = experts + always, rows = logits.count(0, logits.rank() - 1);
     std::vector<int64_t> shape = logits.shape;
     shape.back() = chosen;
     float* weights = call.output(shape);
     int32_t* ids = call.output<int32_t>(shape, 1);
-    tasks(call, rows, rows * all * 16, [&](int64_t m) {
+    tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
       const float* row = logits.data<float>() + m * all;
       choose(row, bias.data<float>(), all, weights + m * chosen, ids + m * chosen);
     });
@@ -263,7 +263,11 @@ struct Route : Usual {
               int32_t* ids) const {
     std::vector<float> scores(all), biased(all);
     k.sigmoid(logits, all, scores.data());
-    for (int64_t i = 0; i < all; i++) biased[i] = scores[i] + bias[i];
+    bool ordered = true;
+    for (int64_t i = 0; i < all; i++) {
+      biased[i] = scores[i] + bias[i];
+      ordered = ordered && biased[i] == biased[i];
+    }
     std::vector<char> taken(all, kept < groups);
     if (kept < groups) {
       int64_t size = all / groups;
@@ -292,7 +296,8 @@ struct Route : Usual {
       total += weights[i] = scores[best];
     }
     for (int64_t i = 0; i < experts; i++)
-      weights[i] = (normalise ? weights[i] / (total + 1e-20f) : weights[i]) * factor;
+      weights[i] =
+          !ordered ? NAN : (normalise ? weights[i] / (total + 1e-20f) : weights[i]) * factor;
     for (int64_t i = 0; i < always; i++) {
       ids[experts + i] = static_cast<int32_t>(all + i);
       weights[experts + i] = 1.0f;
@@ -314,11 +319,11 @@ struct Weigh : Usual {
     Tensor x = call.input(0), weights = call.input(1), ids = call.input(2);
     bool fit = x.rank() > 0 && weights.rank() == x.rank() && ids.shape == weights.shape &&
                std::equal(x.shape.begin(), x.shape.end() - 1, ids.shape.begin()) && experts > 0 &&
-               always >= 0 && always <= experts && x.last() % experts == 0;
+               always >= 0 && always <= experts && x.last() > 0 && x.last() % experts == 0;
     NEED(fit, name, std::to_string(experts) + " experts' " + x.text() + ", ids " + ids.text());
     int64_t rows = x.count(0, x.rank() - 1), inner = x.last() / experts, k = ids.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, rows * x.last(), [&](int64_t m) {
+    tasks(call, rows, product(rows, x.last()), [&](int64_t m) {
       std::vector<float> every(experts, 0.0f);
       std::fill(every.end() - always, every.end(), 1.0f);
       for (int64_t i = m * k; i < (m + 1) * k; i++) {

@@ -18,12 +18,14 @@ using mtp::PANEL;
 using ort::Attributes;
 using ort::Bad;
 using ort::Call;
+using ort::MOST;
+using ort::product;
 using ort::Tensor;
 using std::min;
 
 constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications that are not worth a second thread
-constexpr int64_t MOST = int64_t{1} << 40;  // a size without memory, so that no product overflows
-constexpr int64_t ROWS = 48;                // of a task, at most
+constexpr int64_t ROWS = 48;        // of a task, at most
+constexpr int64_t NO_NUMBER = -2;   // the position of a row that a NaN score has chosen
 
 // A macro, so that the text is made where it is thrown alone.
 #define NEED(holds, op, ...)                                                                    \
@@ -33,9 +35,11 @@ constexpr int64_t ROWS = 48;                // of a task, at most
 
 int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
 
-// Memory that is not cleared first.
-template <class T>
-std::unique_ptr<T[]> scratch(int64_t count) {
+// Memory for the product of these sizes, which is not cleared first.
+template <class T, class... Sizes>
+std::unique_ptr<T[]> scratch(Sizes... sizes) {
+  int64_t count = product(sizes...);
+  ort::fitting(count <= MOST, count);
   return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
 }
 

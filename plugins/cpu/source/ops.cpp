@@ -74,7 +74,7 @@ ort::CustomOp common() {
   op.compute_v2 = [](void* kernel, Context* context) {
     return guarded([&] {
       ort::NodeCall call(context);
-      static_cast<const Op*>(kernel)->compute(call);
+      ort::named(Op::name, [&] { static_cast<const Op*>(kernel)->compute(call); });
     });
   };
   return op;

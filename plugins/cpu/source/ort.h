@@ -5,10 +5,11 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "sizes.h"
 
 namespace ort {
 
@@ -92,11 +93,6 @@ R call(Place place, A... arguments) {
   return reinterpret_cast<R (*)(A...)>(const_cast<void*>(api[place]))(arguments...);
 }
 
-// An operand or attribute that can't be.
-struct Bad : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 inline Status* failed(const std::string& why) {
   constexpr int invalid_argument = 2;
   return call<Status*>(CREATE_STATUS, invalid_argument, why.c_str());
@@ -122,11 +118,11 @@ struct Tensor {
   }
   size_t rank() const { return shape.size(); }
   int64_t last() const { return shape.empty() ? 1 : shape.back(); }
-  // The product of sizes first .. end - 1.
+  // The product of sizes first .. end - 1, which `numbers` has bounded.
   int64_t count(size_t first, size_t end) const {
-    int64_t product = 1;
-    for (size_t i = first; i < end; i++) product *= shape[i];
-    return product;
+    int64_t all = 1;
+    for (size_t i = first; i < end; i++) all *= shape[i];
+    return all;
   }
   std::string text() const {
     std::string all = "[";
@@ -148,6 +144,7 @@ inline Tensor tensor_of(const Value* value) {
   if (!status) status = call<Status*>(ELEMENT_TYPE, static_cast<const Shape*>(shape), &tensor.type);
   call<void>(RELEASE_SHAPE, shape);
   check(status);
+  numbers(tensor.shape);
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, const_cast<Value*>(value), &memory));
   static const char nothing = 0;
@@ -165,6 +162,7 @@ inline Tensor input(Context* context, size_t place, bool optional = false) {
 // The memory of a result; `type`, if it is said, must be the one that the graph declares.
 inline void* output(Context* context, const std::vector<int64_t>& shape, size_t place,
                     int type = ANY) {
+  numbers(shape);
   Value* value = nullptr;
   check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
   if (!value) throw Bad("a result is missing");

@@ -21,7 +21,7 @@ struct Norm : Usual {
          x.text() + ", " + w.text());
     int64_t rows = x.count(0, x.rank() - 1), size = x.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, 4 * rows * size, [&](int64_t m) {
+    tasks(call, rows, product(4, rows, size), [&](int64_t m) {
       k.norm(x.data<float>() + m * size, w.data<float>(), size, epsilon, y + m * size);
     });
   }
@@ -42,7 +42,7 @@ struct Gate : Usual {
     int64_t count = z.count(0, z.rank());
     NEED(x.count(0, x.rank()) == count, name, x.text() + " times " + z.text());
     float* y = call.output(z.shape);
-    tasks(call, up(count, PART), 32 * count, [&](int64_t i) {
+    tasks(call, up(count, PART), product(32, count), [&](int64_t i) {
       int64_t first = i * PART, some = min(PART, count - first), whole = some / LANES * LANES;
       const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
       float* out = y + first;
@@ -109,7 +109,7 @@ struct Accept : Usual {
     int64_t* ends = call.output<int64_t>(slots, 2);
     float* logprobs = call.output(window.shape, 3);
     float* margins = call.output(window.shape, 4);
-    tasks(call, rows, rows * V * 8, [&](int64_t m) {
+    tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       mtp::Best best = k.best(logits.data<float>() + m * V, V, true);
       tokens[m] = best.id;
       logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
@@ -142,7 +142,7 @@ struct LogSoftmax : Usual {
     NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.count(0, x.rank() - 1), V = x.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, rows * V * 8, [&](int64_t m) {
+    tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       const float* row = x.data<float>() + m * V;
       mtp::Best best = k.best(row, V, true);
       float log = mtp::logarithm(best.total);
@@ -165,7 +165,7 @@ struct ArgMax : Usual {
     NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.count(0, x.rank() - 1), V = x.last();
     int64_t* y = call.output<int64_t>({x.shape.begin(), x.shape.end() - 1});
-    tasks(call, rows, rows * V,
+    tasks(call, rows, product(rows, V),
           [&](int64_t m) { y[m] = k.best(x.data<float>() + m * V, V, false).id; });
   }
 };

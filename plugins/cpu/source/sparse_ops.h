@@ -27,7 +27,7 @@ struct IndexKeys : Usual {
     Angles angles(name, call.input(3), call.input(4), a.shape[0], a.shape[1]);
     NEED(2 * angles.half <= size, name, "angles " + angles.cos.text() + " of " + a.text());
     float* y = call.output(a.shape);
-    tasks(call, rows, 8 * rows * size, [&](int64_t m) {
+    tasks(call, rows, product(8, rows, size), [&](int64_t m) {
       auto normed = scratch<float>(size);
       norm(a.data<float>() + m * size, weight.data<float>(), bias.data<float>(), size, &normed[0]);
       std::memcpy(y + m * size, &normed[0], size * sizeof(float));
@@ -73,16 +73,16 @@ struct ChooseRows : Usual {
     int64_t all = job.slots * job.tokens, most = 1;
     for (int64_t m = 0; m < all; m++) most = std::max(most, job.seen(m));
     int64_t some = min(all, std::max<int64_t>(1, SCORES / most)), pieces = up(most, PIECE);
-    auto scores = scratch<float>(some * most);
+    auto scores = scratch<float>(some, most);
     for (int64_t from = 0; from < all; from += some) {
       int64_t now = min(some, all - from);
-      tasks(call, now * pieces, now * most * job.heads * job.size, [&](int64_t i) {
+      tasks(call, product(now, pieces), product(now, most, job.heads, job.size), [&](int64_t i) {
         int64_t m = from + i / pieces, begin = i % pieces * PIECE;
         int64_t end = min(job.seen(m), begin + PIECE);
         if (job.seen(m) > count && begin < end)
           score(job, angles, m, begin, end, &scores[i / pieces * most]);
       });
-      tasks(call, now, 8 * now * most, [&](int64_t i) {
+      tasks(call, now, product(8, now, most), [&](int64_t i) {
         choose(&scores[i * most], job.seen(from + i), y + (from + i) * count);
       });
     }
@@ -127,7 +127,7 @@ struct ChooseRows : Usual {
       return r.shape[0] == job.slots && r.shape[1] == 1 && r.shape[3] == job.stride;
     };
     std::vector<int64_t> slots{job.slots};
-    NEED(job.size > 0 && job.size <= job.stride && q.shape[2] == job.heads * job.size &&
+    NEED(job.size > 0 && job.size <= job.stride && q.shape[2] % job.heads == 0 &&
              w.shape[0] == job.slots && w.shape[1] == job.tokens && fit(cache) && fit(fresh) &&
              job.base.shape == slots && job.first.shape == slots,
          name, "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
@@ -141,12 +141,12 @@ struct ChooseRows : Usual {
   void score(const Job& job, const Angles& angles, int64_t m, int64_t begin, int64_t end,
              float* scores) const {
     int64_t D = job.size, H = job.heads, slot = m / job.tokens, old = job.old(slot);
-    auto queries = scratch<float>(up(H, PANEL) * PANEL * D), shares = scratch<float>(H);
+    auto queries = scratch<float>(up(H, PANEL), PANEL, D), shares = scratch<float>(H);
     lay_out(job, angles, m, &queries[0]);
     float each = 1.0f / std::sqrt(static_cast<float>(H));
     for (int64_t h = 0; h < H; h++) shares[h] = job.weights.data<float>()[m * H + h] * each;
     float scale = 1.0f / std::sqrt(static_cast<float>(D));
-    auto wide = scratch<float>(ROWS * D), products = scratch<float>(ROWS * H);
+    auto wide = scratch<float>(ROWS, D), products = scratch<float>(ROWS, H);
     const float* rows[ROWS];
     float* out[ROWS];
     for (int64_t at = begin; at < end; at += ROWS) {
@@ -158,8 +158,9 @@ struct ChooseRows : Usual {
       k.floats({&queries[0], D, PANEL * D, PANEL}, H, some, rows, out);
       for (int64_t i = 0; i < some; i++) {
         float sum = 0.0f;
-        for (int64_t h = 0; h < H; h++) sum += shares[h] * std::max(0.0f, out[i][h] * scale);
-        scores[at + i] = sum == sum ? sum : -INFINITY;  // what is no number has no order
+        for (int64_t h = 0; h < H; h++)
+          sum += shares[h] * std::max(out[i][h] * scale, 0.0f);  // a NaN stays
+        scores[at + i] = sum;
       }
     }
   }
@@ -191,12 +192,14 @@ struct ChooseRows : Usual {
     return wide;
   }
 
-  // Of equal scores the lowest position counts.
+  // Of equal scores the lowest position counts. A NaN has no order, so then nothing is chosen.
   void choose(const float* scores, int64_t seen, int64_t* to) const {
     int64_t found = 0;
     if (seen <= count) {
       for (; found < seen; found++) to[found] = found;
     } else {
+      bool ordered = std::none_of(scores, scores + seen, [](float x) { return x != x; });
+      if (!ordered) return std::fill_n(to, count, NO_NUMBER), void();
       auto sorted = scratch<float>(seen);
       std::memcpy(&sorted[0], scores, seen * sizeof(float));
       std::nth_element(&sorted[0], &sorted[count - 1], &sorted[0] + seen, std::greater<float>());

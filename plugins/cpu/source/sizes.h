@@ -1,0 +1,56 @@
+// Arithmetic of sizes that shapes, attributes and operands bring: what no memory holds is refused.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ort {
+
+// An operand or attribute that can't be.
+struct Bad : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct TooLarge : Bad {
+  TooLarge() : Bad("a size is negative or too large") {}
+};
+
+// Calls an operator, whose name then stands before what is said of a size.
+template <class F>
+void named(const char* op, const F& compute) {
+  try {
+    compute();
+  } catch (const TooLarge& error) {
+    throw Bad(std::string("mtpbuild ") + op + ": " + error.what());
+  }
+}
+
+constexpr int64_t MOST = int64_t{1} << 40;  // numbers of a tensor
+
+inline int64_t fitting(bool fits, int64_t size) {
+  if (!fits) throw TooLarge();
+  return size;
+}
+template <class... Sizes>
+int64_t product(Sizes... sizes) {
+  int64_t all = 1;
+  bool fits = (... && (sizes >= 0 && !__builtin_mul_overflow(all, int64_t{sizes}, &all)));
+  return fitting(fits, all);
+}
+
+// How many numbers a tensor has. Without its zeros the product of its sizes is bounded, too, so
+// that no product of some of them overflows, and a loop over rows of nothing ends.
+inline int64_t numbers(const std::vector<int64_t>& shape) {
+  int64_t all = 1;
+  bool empty = false;
+  for (int64_t size : shape) {
+    empty |= size == 0;
+    all = product(all, size ? size : 1);
+    fitting(all <= MOST, all);
+  }
+  fitting(!empty || all <= INT32_MAX, all);
+  return empty ? 0 : all;
+}
+
+}  // namespace ort
