@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from mtpbuild.runtime import files
 from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError
@@ -143,6 +144,8 @@ def _read_object(path: Path, manifest: Manifest) -> Config | None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path)
     except UnicodeDecodeError as error:
         raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
