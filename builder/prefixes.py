@@ -75,8 +75,8 @@ def add_prefix(
 ) -> int:
     """Compute a prefix and put it into an engine; returns how many tokens it has.
 
-    One of the same name is replaced. private: only this user may read it. Raises UsageError or EngineError; the engine is then as it
-    was. An engine that is loaded goes on without it.
+    One of the same name is replaced. private: only this user may read it. Raises UsageError or
+    EngineError; the engine is then as it was. An engine that is loaded goes on without it.
     """
     _check_name(name)
     manifest = _checked(engine)

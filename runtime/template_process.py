@@ -1,7 +1,7 @@
 """The process in which chat templates run: one that takes too much time or memory ends it alone.
 
-`template_pool.py` starts it by its path, with the folders of Jinja's packages; it imports nothing of
-mtpbuild. It reads requests on standard input, and writes an answer to each on standard output.
+`template_pool.py` starts it by its path, with the folders of Jinja's packages; it imports nothing
+of mtpbuild. It reads requests on standard input, and writes an answer to each on standard output.
 """
 
 import json
