@@ -230,7 +230,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not path.exists():
         return  # such an engine runs token ids only
     try:
         size = read_backend(path).get_vocab_size()

@@ -4,7 +4,6 @@ The precedence is transformers': tokenizer_config.json overrides tokenizer.json 
 template in a file of its own overrides one in tokenizer_config.json.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,8 +133,10 @@ def _read_object(path: Path, manifest: Manifest) -> Config | None:
     if path.name not in manifest.files:
         return None
     try:
-        config = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        config = files.read_json(path)
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
+    except ValueError as error:
         raise EngineFileError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")

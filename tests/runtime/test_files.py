@@ -103,6 +103,7 @@ def test_an_engine_of_links(engine_dir: Path, tmp_path: Path) -> None:
         (b"[" * 100_000, "nested too deeply"),
         (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON"),
     ],
+    ids=["large", "deep", "a long number"],
 )
 def test_a_manifest_that_takes_too_much(content: bytes, says: str, engine_dir: Path) -> None:
     (engine_dir / MANIFEST).write_bytes(content)
@@ -126,21 +127,15 @@ CHECKPOINT = ("config.json", "generation_config.json", "tokenizer.json", "model.
 @pytest.mark.parametrize("name", [*CHECKPOINT, "model.safetensors.index.json"])
 @pytest.mark.parametrize("kind", ["a FIFO", "a link to a device", "a directory"])
 def test_a_checkpoint(kind: str, name: str, tmp_path: Path) -> None:
-    """A build says what is wrong, or goes on without a file that may be missing."""
     folder = random_checkpoint(tmp_path / "model", **SMALLEST)
     (folder / name).unlink(missing_ok=True)
     KINDS[kind][0](folder / name)
     code, _, err = invoke("build", "--model", folder, "--nextn", "0", "--dry-run")
-    if name not in ("tokenizer.json",):
-        assert code in (1, 2)
-        assert err.count("\n") == 1
-    assert "Traceback" not in err
+    assert (code, err.count("\n")) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "header", [b"\xff" * 7 + b"\x7f", b"\0" * 8, (1 << 30).to_bytes(8, "little")]
-)
-def test_a_safetensors_header_that_lies(header: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 1 << 30, (1 << 63) - 1])
+def test_a_safetensors_header_that_lies(size: int, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "model", **SMALLEST)
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(size.to_bytes(8, "little"))
