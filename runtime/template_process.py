@@ -11,7 +11,7 @@ import signal
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, NoReturn
 
 SECONDS, MEMORY = 2.0, 256 << 20  # of one rendering; memory beyond that of an idle process
 MOST_TEXT = 16 << 20  # bytes of a prompt; no engine takes as many
@@ -73,14 +73,14 @@ def set_alarm(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def read_block(file: BinaryIO) -> bytes:
+def read_block(file: IO[bytes]) -> bytes:
     """Read bytes and their number before them; b"" if the other end is gone."""
     size = int.from_bytes(file.read(8), "little")
     block = file.read(size)
     return block if len(block) == size else b""
 
 
-def write_block(file: BinaryIO, block: bytes) -> None:
+def write_block(file: IO[bytes], block: bytes) -> None:
     file.write(len(block).to_bytes(8, "little"))
     file.write(block)
     file.flush()
