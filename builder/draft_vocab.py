@@ -12,6 +12,7 @@ from typing import Any
 
 from mtpbuild.builder.checks import in_range, needs
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.tokenizer import TOKENIZER
 
 FLAG = "--draft-vocab"
@@ -52,7 +53,7 @@ def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
     its text: an entry that was merged early is frequent. Single bytes come before all merges.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path, MOST_TOKENIZER)
         vocab, merges = raw["model"]["vocab"], raw["model"]["merges"]
         added = [int(token["id"]) for token in raw["added_tokens"]]
         pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)

@@ -2,11 +2,17 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from operator import index
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.shards import read_header
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.sources import hash_of_code
@@ -17,25 +23,38 @@ from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import CheckpointError
 
-SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
+SMALL = 1 << 24  # bytes of a tensor that is hashed whole
+SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one SAMPLE bytes in any EVERY bytes are hashed
+PIECE = 1 << 20  # bytes that are read at once
+MOST_THREADS = 8  # a disk reads some files at once faster than one
+Span = tuple[int, int]
 
 
-def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | None = None) -> str:
-    """Returns the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
-
-    It is the same on every machine, so ranks that are built apart are known to belong together.
-    """
+def identities(folder: Path) -> dict[str, str]:
+    """Returns the hash of each of a checkpoint's files, by name."""
     try:
         weights = (path.name for path in folder.iterdir() if ".safetensors" in path.name)
-        files = sorted({CONFIG, *weights, *side_files(folder)})
-        checkpoint = {name: identity(folder / name) for name in files if (folder / name).is_file()}
+        names = sorted({CONFIG, *weights, *side_files(folder)})
+        files = {name: folder / name for name in names if (folder / name).is_file()}
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+            return dict(zip(files, threads.map(identity, files.values()), strict=True))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
+
+
+def fingerprint(
+    checkpoint: Mapping[str, str], plan: Plan, target: Target, layers: LayersSlice | None = None
+) -> str:
+    """Returns the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
+
+    checkpoint: its `identities`. The result is the same on every machine, so ranks that are built
+    apart are known to belong together.
+    """
     code = [type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__]
     if plan.drafter is not None:
         code += find_drafter(plan.drafter).sources
     inputs = {
-        "checkpoint": checkpoint,
+        "checkpoint": dict(checkpoint),
         "plan": asdict(plan),
         "target": target.name,
         "rules": [find_rule(name).identity() for name in plan.rules],
@@ -49,16 +68,46 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
-    """Hash a file; of a large one only its size and samples: reading all of R1 takes too long."""
+    """Hash a file; of a large one its size, its small tensors and samples of the others."""
     size = path.stat().st_size
     if size <= hash_limit:
         return hash_file(path)
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb", buffering=0) as file:
-        for start in (*range(0, size, EVERY), size - SAMPLE):
-            file.seek(start)
-            digest.update(file.read(SAMPLE))
+        for begin, end in spans_of(path, size):
+            for start, stop in pieces(begin, end):
+                file.seek(start)
+                digest.update(file.read(stop - start))
     return digest.hexdigest()
+
+
+def spans_of(path: Path, size: int) -> list[Span]:
+    """Cut a safetensors file into its header and its tensors; any other file is one span."""
+    try:
+        header, start = read_header(path)
+        found = [map(index, entry["data_offsets"]) for entry in header.values()]
+        offsets = [(start + begin, start + end) for begin, end in found]
+    except (OSError, ValueError, LookupError, TypeError):
+        return [(0, size)]
+    # Each tensor begins where the one before it ends, and the last one ends the file.
+    ends = [start, *sorted(end for _, end in offsets)]
+    if [*sorted(begin for begin, _ in offsets), size] != ends:
+        return [(0, size)]
+    header_pieces = [(at, min(at + SMALL, start)) for at in range(0, start, SMALL)]
+    return header_pieces + list(pairwise(ends))
+
+
+def pieces(begin: int, end: int) -> Iterator[Span]:
+    """Yield what is hashed of a span: all of a small one, samples of a large one.
+
+    Samples lie EVERY - SAMPLE apart, so that any EVERY bytes have a whole one, and that rows of
+    2^n bytes are not sampled in the same columns.
+    """
+    if end - begin <= SMALL:
+        yield from ((at, min(at + PIECE, end)) for at in range(begin, end, PIECE))
+        return
+    for at in (*range(begin, end - SAMPLE, EVERY - SAMPLE), end - SAMPLE):
+        yield at, at + SAMPLE
 
 
 def _version(name: str) -> str:

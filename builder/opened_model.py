@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +26,7 @@ from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.weights.formats import GROUP, INT4, INT8, Format, Integers
-from mtpbuild.builder.weights.made import Share, Weight
+from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 from mtpbuild.builder.weights.requantised import Requantised, see
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
@@ -214,17 +215,22 @@ def open_model(
     checkpoint = see(stored, config, scheme)
     held = choose(checkpoint, config, style, ranks)
     model = make_model(config, style, held, ranks, device)
-    with torch.device("meta"):
-        every = family_of(config).make_model(config, ALONE)
-    parameters = sum(p.numel() for p in every.parameters())
+    parameters = count_parameters(config)
     return OpenedModel(
         *(source, ids, ranks, scheme, style, stored, config, checkpoint, held, model, parameters)
     )
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Count the checkpoint's, once each: a tied embedding makes two weights of one tensor."""
+    table = family_of(config).weight_table(config, WHOLE)
+    shapes = {stored.name: stored.shape for weight in table for stored in weight.stored}
+    return sum(map(prod, shapes.values()))
+
+
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not path.exists():
         return  # such an engine runs token ids only
     try:
         size = read_backend(path).get_vocab_size()

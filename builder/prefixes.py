@@ -2,7 +2,7 @@
 
 import json
 import re
-import shutil
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +32,7 @@ from mtpbuild.runtime.contract.manifest import (
 )
 from mtpbuild.runtime.contract.programs import Pooling
 from mtpbuild.runtime.errors import EngineError, UsageError
-from mtpbuild.runtime.prefix_files import TOKENS, identity, write_rows
+from mtpbuild.runtime.prefix_files import PRIVATE, TOKENS, identity, write_rows
 from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.targets import find_target, targets_with
@@ -65,11 +65,18 @@ class Beginning:
         return found[0][: min(common(one, other) for one, other in pairwise(found))]
 
 
-def add_prefix(engine: Path, name: str, beginning: Beginning, threads: int | None = None) -> int:
+def add_prefix(
+    engine: Path,
+    name: str,
+    beginning: Beginning,
+    threads: int | None = None,
+    *,
+    private: bool = False,
+) -> int:
     """Compute a prefix and put it into an engine; returns how many tokens it has.
 
-    One of the same name is replaced. Raises UsageError or EngineError; the engine is then as it
-    was. An engine that is loaded goes on without it.
+    One of the same name is replaced. private: only this user may read it. Raises UsageError or
+    EngineError; the engine is then as it was. An engine that is loaded goes on without it.
     """
     _check_name(name)
     manifest = _checked(engine)
@@ -85,6 +92,9 @@ def add_prefix(engine: Path, name: str, beginning: Beginning, threads: int | Non
         _link(engine, building.folder, manifest, without=name)
         write_prefix(building.folder, manifest, name, tokens, compute(tokens))
         write_manifest(building.folder, manifest)
+        layout.keep_access(engine, building.folder)
+        path = building.folder / prefix_file(name)
+        path.chmod(PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode))
     return len(tokens)
 
 
@@ -97,6 +107,7 @@ def remove_prefix(engine: Path, name: str) -> None:
     with under_construction(engine) as building:
         _link(engine, building.folder, manifest, without=name)
         write_manifest(building.folder, manifest)
+        layout.keep_access(engine, building.folder)
 
 
 def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginning]:
@@ -197,7 +208,7 @@ def read_beginning(
 ) -> Beginning:
     """Read a text; or, if so, messages, or an object with messages and tools, in JSON."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode("utf-8")  # with its own line ends
         shown = [] if tools is None else json.loads(tools.read_text(encoding="utf-8"))
         if not messages:
             return Beginning(text, chat=chat or tools is not None, tools=shown)
@@ -240,7 +251,6 @@ def _link(engine: Path, folder: Path, manifest: Manifest, without: str) -> None:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         layout.link(engine / name, place)
-        shutil.copymode(engine / name, place)
 
 
 def _chat_ids(

@@ -12,7 +12,7 @@ from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.draft_vocab import draft_ids
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.fingerprint import fingerprint, identities
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
@@ -99,8 +99,9 @@ def prepare(request: BuildRequest) -> Job:
     source, config = find_source(request)
     note_length(config, request)
     ids, plans = check_small_files(request, source, config)
+    checkpoint = identities(source.folder)
     prints = {
-        out: fingerprint(source.folder, plan, target, request.layers) for out, plan in plans.items()
+        out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
     }
     if request.rank is not None:
         for out in plans:

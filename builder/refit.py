@@ -92,6 +92,7 @@ def refit(
         if prefixes:
             watch("compute prefixes")
             remake_prefixes(engine, folder, old)
+        layout.keep_access(engine, folder)
     return old, read_manifest(engine)
 
 
@@ -160,5 +161,5 @@ def header(path: Path) -> dict[str, dict[str, Any]]:
     """Returns the header of a safetensors file: dtype, shape and offsets by tensor."""
     try:
         return read_header(path)[0]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise BuildError(f"{path}: not readable as safetensors ({error})") from None

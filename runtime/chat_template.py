@@ -1,19 +1,18 @@
 """Renders chat templates as transformers does: messages, tools and documents become a prompt.
 
-A template is a program that came with a checkpoint. It runs in Jinja's sandbox and sees only plain
-JSON values.
+A template is a program that came with a checkpoint. It runs in Jinja's sandbox, in a process of its
+own with limits (`template_pool.py`), and sees only plain JSON values.
 """
 
 import dataclasses
-import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NamedTuple, NoReturn, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.errors import EngineFileError, RequestError, TemplateLimitError
 from mtpbuild.runtime.sampling import SETTINGS
+from mtpbuild.runtime.template_pool import render_text
+from mtpbuild.runtime.template_process import DONE, REFUSED, SYNTAX
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template reads
 
@@ -23,7 +22,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MARK = "<continued-here-5d1c> "  # ends in a space: tells whether a template strips its messages
 # Names that are parameters of their own, then names that would choose another template.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-REFUSED = (*RESERVED, "chat_template", "tokenize")
+NOT_KWARGS = (*RESERVED, "chat_template", "tokenize")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -87,18 +86,14 @@ class ChatTemplates:
 
 
 def _render(source: TemplateText, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    from jinja2 import TemplateSyntaxError  # 30 ms, only for those who chat
-
-    try:
-        template = _compiled(source.text)
-    except TemplateSyntaxError as error:
-        where = f"{source.where}: line {error.lineno}"
-        raise EngineFileError(f"{where}: {error.message}; rebuild the engine") from None
-    try:
-        text: str = template.render(messages=chat, **variables)
-    except Exception as error:  # a template is a program: it can fail in any way
-        raise RequestError(f"the chat template refuses these messages: {error}") from None
-    return text
+    kind, text = render_text(source.text, {"messages": chat, **variables})
+    if kind == DONE:
+        return text
+    if kind == SYNTAX:
+        raise EngineFileError(f"{source.where}: {text}; rebuild the engine")
+    if kind == REFUSED:
+        raise RequestError(f"the chat template refuses these messages: {text}")
+    raise TemplateLimitError(f"the chat template can't be used for these messages: {text}")
 
 
 def _check_names(options: Iterable[str]) -> None:
@@ -116,13 +111,13 @@ def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Check the template's own variables; raises RequestError for reserved names."""
     if not isinstance(kwargs, Mapping):
         raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
-    for name in REFUSED:
+    for name in NOT_KWARGS:
         if name in kwargs:
             other = "give it beside them" if name in RESERVED else "an engine has its own template"
             raise RequestError(f"{name} can't be one of chat_template_kwargs: {other}")
     if not all(isinstance(name, str) for name in kwargs):
         raise RequestError("chat_template_kwargs: names must be texts")
-    return {name: _plain(value, f"chat_template_kwargs {name}") for name, value in kwargs.items()}
+    return {str(n): _plain(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()}
 
 
 def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
@@ -212,72 +207,3 @@ def _copied(value: Any, name: str) -> Any:
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic's, and the OpenAI client's
         return _copied(dump(), name)
     raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(text: str) -> Any:
-    return _environment().from_string(text)
-
-
-@functools.cache
-def _environment() -> Any:
-    """Make a Jinja environment with the extensions and functions of transformers."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(Extension):
-        """`{% generation %}` marks the model's words for training; here it only shows them."""
-
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own way)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    class GuardedNamespace(Namespace):
-        """Is a namespace without names that could lead to Python's internals."""
-
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so may an attribute be called `self`
-            self, *rest = args
-            Namespace.__init__(self)
-            for name, value in dict(*rest, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if str(name).startswith("_"):
-                raise SecurityError(f"namespace: an attribute can't be called {name!r}")
-            super().__setitem__(name, value)
-
-    class Dict:
-        """Is `dict` without the attributes of the type."""
-
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict(*args, **kwargs)
-
-        fromkeys = staticmethod(dict.fromkeys)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(value: Any, *positional: Any, **options: Any) -> str:
-        """Write JSON; Jinja's own filter would escape HTML."""
-        names = ("ensure_ascii", "indent", "separators", "sort_keys")
-        given = dict(zip(names, positional, strict=False))
-        return json.dumps(value, **{"ensure_ascii": False} | given | options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-        "dict": Dict(),
-        "namespace": GuardedNamespace,
-    }
-    return environment

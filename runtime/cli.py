@@ -227,6 +227,6 @@ def _read_text(path: Path, flag: str = "--prompt-file") -> str:
     try:
         if path == STDIN:
             return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8")  # a text's own line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path}: can't be read ({error})") from None

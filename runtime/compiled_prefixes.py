@@ -29,14 +29,20 @@ def prefix_names(manifest: Manifest) -> list[str]:
 
 
 def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, RowsFile]]:
-    """Yield each prefix and its file, whose header was checked; raises EngineFileError."""
+    """Yield each prefix and its file, whose header was checked; raises EngineFileError.
+
+    One that this user may not read costs a line, and is left out.
+    """
     own = identity(manifest)
     for name in prefix_names(manifest):
         path = folder / prefix_file(name)
         try:
             file = open_rows(path)
             _check(file, manifest)
-        except ValueError as error:
+        except PermissionError as error:
+            log.warning("%s: not used, as it can't be read (%s)", path, error.strerror)
+            continue
+        except (OSError, ValueError) as error:
             raise EngineFileError(f"{path}: {error}; {COPY_AGAIN}") from None
         if file.about.get("engine") != own:
             raise EngineFileError(

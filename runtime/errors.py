@@ -3,6 +3,7 @@
 MtpbuildError
 ├── UsageError               the call itself is wrong: exit code 2
 │   ├── RequestError         a prompt or sampling parameter that the engine can't take
+│   │   └── TemplateLimitError   a chat template took too much time or memory
 │   └── UnknownRecipeError   a model that is no recipe, folder or repository
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
 │   ├── MissingWeightsError  a model whose weights are not on this machine
@@ -38,6 +39,10 @@ class UsageError(MtpbuildError):
 
 class RequestError(UsageError):
     """The engine can't take a prompt or a sampling parameter."""
+
+
+class TemplateLimitError(RequestError):
+    """A chat template took too much time or memory for these messages."""
 
 
 class UnknownRecipeError(UsageError):

@@ -1,4 +1,4 @@
-"""Rows of prompts in safetensors files, which say whose they are and are for their owner alone."""
+"""Rows of prompts in safetensors files, which say whose they are."""
 
 import hashlib
 import json
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
 from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.files import check_regular
 
 TOKENS = "tokens"  # the tensor beside those of states
 NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
 DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
 MOST_HEADER = 1 << 24  # bytes
+PRIVATE = 0o600  # the mode of a file for its owner alone, as rows tell the text that they are of
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -47,7 +49,7 @@ def identity(manifest: Manifest) -> str:
 def write_rows(
     path: Path, tensors: Arrays, types: Mapping[str, str], about: dict[str, str]
 ) -> None:
-    """Write a file in one piece, or not at all.
+    """Write a file in one piece, or not at all, which its owner alone may read.
 
     types: the dtypes of tensors as a manifest names them. bfloat16 is held as bits.
     """
@@ -62,7 +64,7 @@ def write_rows(
     text += b" " * (-len(text) % 64)
     half = path.with_name(f".{path.name}.half")
     half.unlink(missing_ok=True)
-    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(array.data)
@@ -72,6 +74,7 @@ def write_rows(
 def open_rows(path: Path, *, whole: bool = False) -> RowsFile:
     """Open a file: map it, or read it whole; ValueError if it is not what `write_rows` writes."""
     try:
+        check_regular(path)
         data = np.fromfile(path, np.uint8) if whole else np.memmap(path, mode="r")
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         if not 8 < start <= min(len(data), MOST_HEADER):

@@ -11,6 +11,7 @@ from mtpbuild.runtime import tokenizer_files
 from mtpbuild.runtime.chat_template import ChatOptions, ChatTemplates, Message
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.files import MOST_TOKENIZER, check_regular
 from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
@@ -102,6 +103,7 @@ class Tokenizer:
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json that we can decode; raises ValueError that names the file."""
     try:
+        check_regular(path, MOST_TOKENIZER)
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(f"{path}: not a tokenizer ({error})") from None

@@ -4,7 +4,6 @@ The precedence is transformers': tokenizer_config.json overrides tokenizer.json 
 template in a file of its own overrides one in tokenizer_config.json.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from mtpbuild.runtime import files
 from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError
@@ -133,8 +133,10 @@ def _read_object(path: Path, manifest: Manifest) -> Config | None:
     if path.name not in manifest.files:
         return None
     try:
-        config = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        config = files.read_json(path)
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
+    except ValueError as error:
         raise EngineFileError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
@@ -143,6 +145,8 @@ def _read_object(path: Path, manifest: Manifest) -> Config | None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path)
     except UnicodeDecodeError as error:
         raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None

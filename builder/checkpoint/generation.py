@@ -1,11 +1,11 @@
 """Finds the token ids that begin and end a text, in the files beside a checkpoint's weights."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.tokenizer import TOKENIZER
 from mtpbuild.runtime.tokenizer_files import TOKENIZER_CONFIG, special_tokens
 
@@ -44,7 +44,7 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Returns the ids of the tokens that tokenizer.json adds to its vocabulary."""
     try:
-        raw = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+        raw = read_json(folder / TOKENIZER, MOST_TOKENIZER)
         return {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
     except (OSError, ValueError, KeyError, TypeError):  # the run time reports it
         return {}
@@ -53,17 +53,17 @@ def _added_tokens(folder: Path) -> dict[str, int]:
 def _eos_token(folder: Path) -> str:
     """Returns the EOS token of tokenizer_config.json; "" if it has none."""
     try:
-        raw = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        raw = read_json(folder / TOKENIZER_CONFIG)
         return special_tokens(raw).get("eos_token", "")
     except (OSError, ValueError, AttributeError):  # the run time reports it
         return ""
 
 
 def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         value = raw.get(key, raw.get("text_config", {}).get(key))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object ({error})") from None

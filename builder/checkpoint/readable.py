@@ -3,7 +3,6 @@
 A repository needs no download for that, and gets the same messages as a folder.
 """
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
@@ -93,7 +93,7 @@ def _quantised(folder: Path) -> Mapping[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, or {} if the file is missing or holds none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        raw = read_json(path)
+    except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}

@@ -9,9 +9,11 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.text_model import text_name
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.files import check_regular, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 POINTER = b"version https://git-lfs"
+MOST_HEADER = 10**8  # bytes, as the safetensors library has it
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,17 @@ class Index:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns a safetensors file's header and where its data begins; lets all errors through."""
+    """Returns a safetensors file's header and where its data begins; OSError or ValueError."""
+    check_regular(path)
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
+            raise ValueError(f"a header of {size:,} bytes")
+        try:
+            header = json.loads(file.read(size))
+        except RecursionError:
+            raise ValueError("its header is nested too deeply") from None
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         return header, file.tell()
 
@@ -60,7 +70,7 @@ def stored_names(folder: Path) -> set[str]:
     else:
         try:
             found = read_header(folder / SINGLE)[0]
-        except (OSError, ValueError, MemoryError, OverflowError, TypeError, AttributeError):
+        except (OSError, ValueError):
             return set()  # not there yet, or unreadable, which the reader of the tensors reports
     return {name for name in map(text_name, found) if name is not None}
 
@@ -75,15 +85,15 @@ def _names(index: Index | None) -> list[str]:
 
 
 def _read_index(folder: Path) -> Index | None:
-    if not (path := folder / INDEX).is_file():
+    if not (path := folder / INDEX).exists():
         return None
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         shards = dict(raw["weight_map"].items())
         if not all(isinstance(name, str) for name in shards.values()):
             raise ValueError("a shard's name is not text")
         size = raw.get("metadata", {}).get("total_size")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: no usable weight_map ({error!r})") from None
     return Index(path, shards, size if isinstance(size, int) else None)
 
@@ -114,7 +124,7 @@ def _measure(path: Path) -> tuple[int, int]:
         if POINTER.startswith(length) and len(length) == 8:
             raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull`")
         header = int.from_bytes(length, "little")
-        if header > size:
+        if header > min(size, MOST_HEADER):
             return 0, 0  # unreadable, which the reader of the tensors reports
         try:
             entries = json.loads(file.read(header))

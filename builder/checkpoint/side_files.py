@@ -24,7 +24,7 @@ SIDE_FILES = (
 def side_files(folder: Path) -> list[str]:
     """Names the side files in a folder, including a subfolder with chat templates."""
     named = [name for name in SIDE_FILES if (folder / name).is_file()]
-    templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    templates = sorted(p for p in (folder / MORE_TEMPLATES).glob("*.jinja") if p.is_file())
     return [*named, *(path.relative_to(folder).as_posix() for path in templates)]
 
 

@@ -28,6 +28,7 @@ def add(
     chat: bool = flag(False, "The text is the system message of chats."),
     messages: Path | None = flag(None, "JSON file with the messages that chats begin with."),
     tools: Path | None = flag(None, "JSON file with the tools of such chats."),
+    private: bool = flag(False, "Only you may read it; others load the engine without it."),
     threads: int | None = flag(None, THREADS, parser=parse_threads),
 ) -> None:
     """Compute what prompts begin with, and put it into the engine."""
@@ -38,7 +39,7 @@ def add(
 
     beginning = read_beginning(given[0], messages=given[0] is messages, chat=chat, tools=tools)
     with progress(f"computing {name}"):
-        count = add_prefix(engine, name, beginning, threads)
+        count = add_prefix(engine, name, beginning, threads, private=private)
     typer.echo(f"{engine}: prefix {name}, {count} tokens")
 
 

@@ -1,7 +1,6 @@
 """Finds engines and their ranks on disk, links files that they share, and moves them into place."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from mtpbuild.runtime.contract.manifest import (
     read_rank,
 )
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
+from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -31,11 +31,39 @@ def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int,
 
 
 def link(old: Path, new: Path) -> None:
-    """Make `new` a hard link to `old`, or a copy if the file system has no hard links."""
+    """Make `new` a hard link to `old`, or a copy if the file system has no hard links.
+
+    If `old` is a link itself, `new` is what it leads to.
+    """
+    old = old.resolve()
     try:
         os.link(old, new)
     except OSError:
-        shutil.copyfile(old, new)
+        shutil.copy(old, new)
+
+
+def keep_access(engine: Path, folder: Path) -> None:
+    """Give a folder that will replace an engine, and its new files, the engine's modes and owners.
+
+    A file that the engine has not gets those of its manifest; nothing that is linked changes.
+    """
+    copy_access(engine, folder)
+    for path in folder.rglob("*"):
+        old = engine / path.relative_to(folder)
+        if path.is_dir():
+            copy_access(engine, path)
+        elif not old.exists():
+            copy_access(engine / MANIFEST, path)
+        elif not old.samefile(path):
+            copy_access(old, path)
+
+
+def copy_access(old: Path, new: Path) -> None:
+    """Give a file or folder another one's mode, and its owner where this user may do that."""
+    there = old.stat()
+    with contextlib.suppress(OSError):  # the owner first, as a change of it may take mode bits
+        os.chown(new, there.st_uid, there.st_gid)
+    new.chmod(there.st_mode & 0o7777)
 
 
 def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool:
@@ -88,8 +116,8 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
 def model_of(out: Path) -> str | None:
     """Returns the name of the model of the engine at `out`, whatever its format version."""
     try:
-        name = json.loads((out / MANIFEST).read_text(encoding="utf-8"))["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        name = read_json(out / MANIFEST)["model"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if isinstance(name, str) else None
 

@@ -1,6 +1,5 @@
 """The model families: each has a folder, and `common` holds the code that they share."""
 
-import json
 import reprlib
 from collections.abc import Mapping
 from functools import cache
@@ -12,6 +11,7 @@ from mtpbuild.builder.checkpoint.shards import stored_names
 from mtpbuild.builder.models.config import ModelConfig as ModelConfig
 from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.files import read_json
 
 _REGISTERED: dict[str, Family] = {}
 
@@ -68,7 +68,7 @@ def load_config(folder: Path) -> ModelConfig:
     """Reads `folder/config.json`; raises CheckpointError, which names the file and its fault."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if not isinstance(raw, dict):
             raise CheckpointError("expected a JSON object")
         family = find_family(raw)

@@ -21,6 +21,7 @@ from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
 Watch = Callable[[str], None]  # gets a line about each weight
@@ -114,7 +115,7 @@ def counted(
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
     """Write config.json as published checkpoints of the format have it; copy the side files."""
     copy_side_files(source, folder)
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(source / "config.json")
     raw.pop("quantization_config", None)
     if scheme.main == "nvfp4":
         quantization = {

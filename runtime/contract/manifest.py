@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.programs import MIXED, SCORE
 from mtpbuild.runtime.contract.state import StateSpec, from_version_2
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
+from mtpbuild.runtime.files import check_regular, read_json
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.targets import find_target
 
@@ -26,6 +28,7 @@ CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoin
 SHARED = "{}.shared.json"  # of one: names of weights that it is given, and holds no copy of
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what was built
+MOST_MANIFEST = 1 << 22  # bytes; those of large models have some hundred thousand
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # what sums between ranks in NCCL's place
@@ -221,11 +224,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Parse `folder/engine.json`; raises EngineFormatError with what to do."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
         raise EngineFormatError(f"{folder}: {what}{_meant(folder)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise EngineFormatError(f"{path}: {_unreadable(error)}; {COPY_AGAIN}") from None
+    except ValueError as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in (2, FORMAT_VERSION):
@@ -290,8 +295,22 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
     """Require exactly the listed files with their sizes; hash all bytes up to 1 GB, or on request.
 
     What is in the folders of ranks is their own manifests' business. Raises EngineFileError that
-    names the first file that is missing, foreign or changed.
+    names the first file that is missing, foreign, changed or not to be read.
     """
+    try:
+        _check_names(folder, manifest)
+        _check_sizes(folder, manifest)
+        _check_hashes(folder, manifest, verify_hashes)
+    except OSError as error:
+        where = error.filename or folder
+        raise EngineFileError(f"{where}: {_unreadable(error)}; {COPY_AGAIN}") from None
+
+
+def _unreadable(error: OSError) -> str:
+    return f"can't be read ({error.strerror or error})"
+
+
+def _check_names(folder: Path, manifest: Manifest) -> None:
     ranks = {rank_name(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
     files = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
     found = {file.as_posix() for file in files if file.parts[0] not in ranks}
@@ -306,14 +325,22 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
             raise EngineFormatError(
                 f"{folder / MANIFEST}: program file {program.file} is not listed"
             )
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, spec in manifest.files.items():
-        if (size := (folder / name).stat().st_size) != spec.size:
+        if (size := check_regular(folder / name).st_size) != spec.size:
             sizes = f"{size} bytes, the manifest says {spec.size}"
             raise EngineFileError(f"{folder / name}: {sizes}; {COPY_AGAIN}")
+
+
+def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
     # A prefix is hashed when it is used for the first time.
     known = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
     if verify_hashes or sum(f.size for f in known.values()) <= HASH_LIMIT:
         for name, spec in known.items():
+            if name.startswith(PREFIXES) and not os.access(folder / name, os.R_OK):
+                continue  # whoever opens the prefixes says so
             if hash_file(folder / name) != spec.sha256:
                 changed = "bytes changed since the build (sha256)"
                 raise EngineFileError(f"{folder / name}: {changed}; {COPY_AGAIN}")

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN
 from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.files import check_regular
 
 DTYPES = {
     **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
@@ -25,6 +26,7 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
     Raises EngineFileError if the file is not what its header says.
     """
     try:
+        check_regular(path)
         with safe_open(path, "np"):
             """Its tensors fill the file, and each its part of it."""
         data = np.memmap(path, mode="r")

@@ -1,6 +1,5 @@
 """TensorRT's Python API in its two flavours, the logger that both want, and engines' weights."""
 
-import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
+from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import mapped
 
 # By target; the dependency groups have the same names.
@@ -57,7 +57,7 @@ def errors_of(trt: ModuleType) -> Any:
 def shared_weights(folder: Path, program: str) -> list[str]:
     """Returns the names of weights that a program is given, as other programs are."""
     path = folder / SHARED.format(program)
-    names: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    names: list[str] = read_json(path) if path.exists() else []
     return names
 
 

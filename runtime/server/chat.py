@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import MtpbuildError, RequestError
+from mtpbuild.runtime.errors import MtpbuildError, RequestError, TemplateLimitError
 from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
@@ -111,8 +111,9 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
     try:
         try:
             return engine.chat_ids([_with_objects(m) for m in messages], **options)
-        except RequestError:
-            if not any("tool_calls" in message for message in messages):
+        except RequestError as error:
+            limited = isinstance(error, TemplateLimitError)
+            if limited or not any("tool_calls" in message for message in messages):
                 raise
             return engine.chat_ids(messages, **options)  # a template that wants texts
     except MtpbuildError as error:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limited
 from mtpbuild.runtime.server.service import Service, Settings
@@ -73,7 +73,7 @@ def listen(address: Address) -> socket.socket:
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Reads sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
-        said = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        said = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
         return {}
     found: dict[str, float | int] = {}

@@ -3,9 +3,12 @@
 All on a toy whose drafts are often right; the oracle is the same engine where nothing is kept.
 """
 
+import contextlib
+import os
 import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +92,6 @@ def check_prefix(folder: Path, cold: Path) -> None:
 
 
 def test_a_prompt_begins_behind_a_prefix(engine: Path, bare: Path) -> None:
-    file = engine / prefix_file("one")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     check_prefix(engine, bare)
 
 
@@ -106,6 +107,36 @@ def test_two_prefixes_that_begin_alike(engine: Path, bare: Path) -> None:
         assert said(warm, asked[:1])[1] == [147]
         assert said(warm, asked[-1:])[1] == [167]
         assert warm.stats.prefix_bytes <= 1 << 20
+
+
+def test_a_prefix_that_may_not_be_read_costs_a_line(
+    engine: Path, bare: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user loads the engine without it, whatever is asked to be checked."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(shutil.copytree(engine, Path(place, "engine")))
+        Path(place).chmod(0o755)
+        (folder / prefix_file("one")).chmod(0)
+        with as_another_user():
+            for verify in (False, True):
+                with load(folder, verify_hashes=verify) as other, load(bare) as cold:
+                    found, cached = said(other, prompts()[:2])
+                    check_same(found, said(cold, prompts()[:2])[0])
+                assert set(cached) == {0}
+                assert caplog.text.count("one.safetensors: not used, as it can't be read") == 1
+                caplog.clear()
+            code, _, err = invoke("inspect", folder)
+        assert (code, err) == (0, "")
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read everything; any other user stays the same."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
 
 
 def test_a_damaged_prefix_costs_a_recomputation_and_a_line(

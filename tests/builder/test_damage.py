@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.fingerprint import fingerprint, identities
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets import load_target
@@ -43,7 +43,7 @@ def check(folder: Path) -> int:
     """All that a build does before it writes; returns how many weights there are."""
     config = load_config(folder)
     generation_ids(folder, config)
-    fingerprint(folder, Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
+    fingerprint(identities(folder), Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
     checkpoint = open_checkpoint(folder)
     return sum(1 for _ in whole(made(checkpoint, checkpoint.check(config))))
 

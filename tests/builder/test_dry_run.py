@@ -80,6 +80,19 @@ def test_names_are_whole_on_a_narrow_terminal(
     assert " mtp-vanilla " in done.stdout
 
 
+def test_a_tied_embedding_is_counted_once(tmp_path: Path) -> None:
+    """The engine holds it twice, the checkpoint does not."""
+    counts = []
+    for tied in (False, True):
+        folder = random_checkpoint(tmp_path / f"{tied}", **EVEN | {"tie_word_embeddings": tied})
+        model = opened(folder, device="meta")
+        held = sum(parameter.numel() for parameter in model.model.parameters())
+        counts.append((model.parameters, held))
+    (plain, held), (tied_count, tied_held) = counts
+    assert plain == held == tied_held
+    assert tied_count == plain - 64 * 32  # [vocabulary, width]
+
+
 EVEN = SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 

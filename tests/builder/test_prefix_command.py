@@ -1,8 +1,10 @@
 """`mtpbuild prefix`: what it puts into an engine, and what it refuses."""
 
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from mtpbuild.builder.prefixes import Beginning
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import check_files, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.compiler import needs_library
@@ -72,6 +74,32 @@ def test_add_list_and_remove(
     code, _, err = invoke("prefix", "remove", "--engine", engine, "--name", "few")
     assert code == 2
     assert "has no prefix few (it has: none)" in err
+
+
+def modes(engine: Path, *names: str) -> list[int]:
+    return [stat.S_IMODE((engine / name).stat().st_mode) for name in names]
+
+
+def test_a_prefix_has_its_engines_mode(engine: Path, tmp_path: Path) -> None:
+    """Whoever may load an engine may load it afterwards, whatever the umask of who added to it."""
+    (tmp_path / "text").write_text(SYSTEM)
+    engine.chmod(0o755)
+    (engine / MANIFEST).chmod(0o644)
+    (engine / WEIGHTS).chmod(0o640)
+    places = ".", "prefixes", MANIFEST, WEIGHTS, "prefixes/a.safetensors"
+    asked = "prefix", "add", "--engine", engine, "--file", tmp_path / "text", "--name"
+    before = os.umask(0o077)
+    try:
+        assert invoke(*asked, "a")[0] == 0
+        assert modes(engine, *places) == [0o755, 0o755, 0o644, 0o640, 0o644]
+        assert invoke(*asked, "a", "--private")[0] == 0
+        assert modes(engine, *places) == [0o755, 0o755, 0o644, 0o640, 0o600]
+        assert invoke(*asked, "b")[0] == 0
+        assert modes(engine, *places, "prefixes/b.safetensors")[-2:] == [0o600, 0o644]
+        assert invoke("prefix", "remove", "--engine", engine, "--name", "b")[0] == 0
+        assert modes(engine, *places) == [0o755, 0o755, 0o644, 0o640, 0o600]
+    finally:
+        os.umask(before)
 
 
 def test_a_token_that_spans_the_border_ends_the_match(tiny_engine: Callable[..., Path]) -> None:

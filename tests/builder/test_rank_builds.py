@@ -1,6 +1,5 @@
 """Ranks that are built one at a time, also on several machines, belong together by their inputs."""
 
-import os
 import re
 import shlex
 import shutil
@@ -16,7 +15,7 @@ import pytest
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint, identity
+from mtpbuild.builder.fingerprint import fingerprint, identities
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
@@ -243,7 +242,7 @@ def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
     config = parse_layers("0-0").of(load_config(checkpoint))
     plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
     target, slices = load_target("onnxruntime"), map(parse_layers, ("0-0", "1-1"))
-    prints = {fingerprint(checkpoint, plan, target, layers) for layers in slices}
+    prints = {fingerprint(identities(checkpoint), plan, target, layers) for layers in slices}
     assert len(prints) == 2
 
 
@@ -253,7 +252,7 @@ def test_versions_of_the_targets_own_packages_count(
 ) -> None:
     """An engine of target onnxruntime stays as it is when TensorRT is upgraded."""
     plan, target = Plan(load_config(checkpoint), 1, "mtp-eagle", 1, 64, 16), load_target(name)
-    before = fingerprint(checkpoint, plan, target)
+    before = fingerprint(identities(checkpoint), plan, target)
     every = {package for other in names() for package in load_target(other).packages}
 
     def upgrade(upgraded: str, package: str) -> str:
@@ -262,7 +261,7 @@ def test_versions_of_the_targets_own_packages_count(
     for upgraded in every:
         with monkeypatch.context() as patch:
             patch.setattr("mtpbuild.builder.fingerprint.version", partial(upgrade, upgraded))
-            changes = fingerprint(checkpoint, plan, target) != before
+            changes = fingerprint(identities(checkpoint), plan, target) != before
         assert changes == (upgraded in target.packages), upgraded
 
 
@@ -287,29 +286,3 @@ def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
     code, text, err = invoke("build", *flags, "--rank", "2")
     assert (code, err) == (0, "")
     assert f"{out}: of 4 ranks here: 2\n" in text
-
-
-def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
-    """Neither time stamps nor places matter, so any machine knows them."""
-    file = tmp_path / "a" / "model.safetensors"
-    file.parent.mkdir()
-    size = 2 * EVERY + 5 * SAMPLE
-    file.touch()
-    os.truncate(file, size)  # a file of holes
-
-    def of(folder: Path) -> str:
-        return identity(folder / "model.safetensors", hash_limit=1 << 20)
-
-    first = of(file.parent)
-    copy = shutil.copytree(file.parent, tmp_path / "b")
-    os.utime(copy / file.name, (1, 1))
-    assert of(copy) == first
-    seen = {first}
-    for place in (0, EVERY + SAMPLE - 1, 2 * EVERY, size - 1):
-        with file.open("r+b") as opened:
-            opened.seek(place)
-            opened.write(b"x")
-        seen.add(of(file.parent))
-    os.truncate(file, size + 1)
-    seen.add(of(file.parent))
-    assert len(seen) == 6

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import Result as CliResult
 
+from mtpbuild.builder.prefixes import read_beginning
 from mtpbuild.runtime import Engine, SamplingParams, terminal
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
@@ -404,6 +405,18 @@ def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
         "copy it again or rebuild the engine",
     )
     fails(call("inspect", engine_dir), 1, "copy it again or rebuild the engine")
+
+
+def test_a_prompts_file_is_taken_byte_by_byte(engine_dir: Path, tmp_path: Path) -> None:
+    """The fake engine's answer depends on the whole prompt."""
+    run = ("run", "--engine", engine_dir, "--max-tokens", 9)
+    texts = ("a\r\nb", "a\nb", "a\rb", "\ufeffa\u2028\x0b", "a\r\n", "a ")
+    for text in texts:
+        (tmp_path / "prompt").write_bytes(text.encode())
+        piped = call(*run, "--prompt-file", "-", input=text.encode()).stdout
+        assert call(*run, "--prompt-file", tmp_path / "prompt").stdout == piped, repr(text)
+        assert call(*run, "--prompt", text).stdout == piped, repr(text)
+        assert read_beginning(tmp_path / "prompt", messages=False).text == text
 
 
 @pytest.mark.parametrize("flags", [["--prompt", "a"], ["--input", "in.jsonl"]])

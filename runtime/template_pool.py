@@ -1,0 +1,128 @@
+"""The processes that render chat templates, started when they are needed and used again."""
+
+import atexit
+import marshal
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.runtime import template_process
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.template_process import (
+    LIMIT,
+    MEMORY,
+    OUT_OF_MEMORY,
+    SECONDS,
+    Answer,
+    read_block,
+    write_block,
+)
+
+if TYPE_CHECKING:
+    pass
+
+MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
+
+
+class TemplateProcess:
+    """A process that renders one template after another until one of them takes too much."""
+
+    def __init__(self) -> None:
+        from subprocess import DEVNULL, PIPE, Popen  # 10 ms, only for those who chat
+
+        names = (find_spec(name) for name in ("jinja2", "markupsafe"))
+        folders = {str(Path(spec.origin).parents[1]) for spec in names if spec and spec.origin}
+        # It imports what it needs from these folders alone, and gets no Ctrl-C from the terminal.
+        command = [sys.executable, "-I", "-S", template_process.__file__, *sorted(folders)]
+        try:
+            self._process: Popen[bytes] = Popen(
+                command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            raise EngineError(f"no process for the chat template ({error.strerror})") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def answer(self, request: bytes) -> Answer:
+        """Return what a template makes of a request, or which limit it has met."""
+        with suppress(BrokenPipeError):
+            write_block(self._requests, request)
+            if answer := read_block(self._answers):
+                return answer[0], answer[1:].decode("utf-8", "surrogatepass")
+        match self._process.wait():
+            case code if code == -getattr(signal, "SIGALRM", 0):
+                return LIMIT, f"it takes more than {SECONDS:g} seconds"
+            case code if code == OUT_OF_MEMORY:
+                return LIMIT, f"it takes more than {MEMORY >> 20} MB of memory"
+            case code:
+                return LIMIT, f"its process ended (exit code {code})"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        with suppress(BrokenPipeError):  # what it has not read
+            self._requests.close()
+
+
+class TemplatePool:
+    """At most MOST_PROCESSES processes; a rendering has one of them alone."""
+
+    def __init__(self) -> None:
+        self._idle: list[TemplateProcess] = []
+        self._turns = threading.BoundedSemaphore(MOST_PROCESSES)
+
+    def answer(self, request: bytes) -> Answer:
+        with self._turns:
+            process = self._take()
+            try:
+                kind, text = process.answer(request)
+            except BaseException:  # a Ctrl-C, after which its answer would be another request's
+                process.end()
+                raise
+            if process.lives:
+                self._idle.append(process)
+            else:
+                process.end()
+        return kind, text
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+    def _take(self) -> TemplateProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.lives:
+                return process
+            process.end()
+        return TemplateProcess()
+
+
+_pool = TemplatePool()
+
+
+def render_text(source: str, variables: dict[str, Any]) -> Answer:
+    """Render a template; returns the kind of the answer, and its text or the reason."""
+    return _pool.answer(marshal.dumps((source, variables)))
+
+
+def _forget() -> None:
+    """Leave a forked parent's processes to it."""
+    global _pool
+    _pool = TemplatePool()
+
+
+atexit.register(lambda: _pool.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
