@@ -16,6 +16,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
+from mtpbuild.runtime.grammar_tokens import GrammarTokens
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.structured import StructuredOutputs, closed
 from mtpbuild.runtime.targets import targets_with
@@ -168,9 +169,9 @@ class Grammars:
         if self._vocabulary is None:
             assert self._tokenizer is not None
             model = self._manifest.model
-            self._vocabulary = llguidance.LLTokenizer(
-                self._tokenizer.to_json(), model.vocab_size, list(model.eos_token_ids)
-            )
+            ends = list(model.eos_token_ids)
+            tokens = GrammarTokens(self._tokenizer, model.vocab_size, ends)
+            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=ends)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         source = _source(asked)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
