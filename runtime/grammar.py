@@ -17,8 +17,10 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
 from mtpbuild.runtime.grammar_tokens import GrammarTokens
+from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
+from mtpbuild.runtime.json_schema import prepared
 from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.structured import StructuredOutputs, closed
+from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.token_limits import TokenLimits
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -196,10 +198,12 @@ def _source(asked: StructuredOutputs) -> str:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     try:
         if kind == "json":
-            text = closed(text)
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+            schema = prepared(text)
+            if has_large_numbers(schema):
+                return grammar_from("lark", json_rules(schema, "start"))
+            return LLMatcher.grammar_from_json_schema(dumps(schema))
         return grammar_from(kind, text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_line(str(error))}") from None
 
 
