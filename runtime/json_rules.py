@@ -14,6 +14,17 @@ DEFINITIONS = ("$defs", "definitions")
 OPTIONS = "x-guidance"
 OBJECT = {"properties", "required", "additionalProperties"}
 MOST_ITEMS = 10_000
+EXPECTED: dict[str, Any] = {
+    "$ref": str,
+    "anyOf": list,
+    "enum": list,
+    "maxItems": int,
+    "maximum": int | float,
+    "minItems": int,
+    "minimum": int | float,
+    "properties": dict,
+    "required": list,
+}
 
 
 def has_large_numbers(schema: Json) -> bool:
@@ -43,6 +54,7 @@ class _Rules:
         """Return an expression for what fits a schema."""
         if not self.has_large(schema):
             return f"%json {dumps(self._whole(schema))}"
+        _check_types(schema)
         keys = schema.keys() - ANNOTATIONS - {OPTIONS, *DEFINITIONS}
         if keys == {"$ref"}:
             return self._reference(schema["$ref"])
@@ -102,9 +114,7 @@ class _Rules:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = schema.get("type", [*TYPES])
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        allowed = [TYPES[kind] if kind in TYPES else _is_whole for kind in kinds]
-        if not isinstance(values, list):
-            raise ValueError("enum must be a list")
+        allowed = [_is_whole if kind == "integer" else TYPES[kind] for kind in kinds]
         return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
 
     def _number(self, schema: Json) -> str:
@@ -137,8 +147,6 @@ class _Rules:
 
     def _array(self, schema: Json) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(least, int) or not isinstance(most, int | None):
-            raise ValueError("minItems and maxItems must be whole numbers")
         if most is not None and least > most:
             raise ValueError(f"minItems ({least}) is greater than maxItems ({most})")
         if max(least, most or 0) > MOST_ITEMS:
@@ -231,12 +239,23 @@ def _narrowed(schema: Json, keys: set[str]) -> Json:
     """Return a schema whose bounds are at most 2^53, if that leaves room; raises ValueError."""
     changed = mapped(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
     for key, sign in (("minimum", -1), ("maximum", 1)):
-        if _is_large(changed.get(key)) and changed[key] * sign > 0:
+        if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
             changed[key] = sign * EXACT
     if _has_large(changed):
         rest = ", ".join(sorted(keys - {"const", "enum", *BOUNDS})) or "no type"
         raise ValueError(f"a number beyond 2^53 is not supported beside {rest}")
     return changed
+
+
+def _check_types(schema: Json) -> None:
+    """Raise ValueError if a keyword's value has another type than JSON schema gives it."""
+    for key, kind in EXPECTED.items():
+        if key in schema and not (isinstance(schema[key], kind) and schema[key] is not True):
+            raise ValueError(f"{key} can't be {dumps(schema[key])[:60]}")
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind not in {*TYPES, "integer"}:
+            raise ValueError(f"type can't be {dumps(kind)[:60]}")
 
 
 def _of_kind(schema: Json, kind: object) -> Json:

@@ -195,7 +195,7 @@ def _rewrite_texts(schema: Json) -> None:
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Write exclusive bounds as the next number inside of them, which no rounding crosses."""
+    """Write exclusive bounds of whole numbers, which may be beyond 2^53, as the next number."""
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
@@ -203,19 +203,13 @@ def _rewrite_bounds(schema: Json) -> None:
             bound = schema.pop(name, None) if bound else None
         if bound is None:
             continue
-        if not isinstance(bound, int | float) or (bound == 0 and schema.get("type") != "integer"):
-            schema[exclusive] = bound  # is refused, or is exact
+        whole = schema.get("type") == "integer"
+        if not isinstance(bound, int | float) or not (whole or abs(bound) >= 2**53):
+            schema[exclusive] = bound
             continue
-        inside, old = _next_inside(bound, step, schema.get("type")), schema.get(name)
-        tightest = max if step > 0 else min
+        inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step
+        tightest, old = max if step > 0 else min, schema.get(name)
         schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
-
-
-def _next_inside(bound: float, step: int, kind: object) -> float:
-    """Return the first number that an exclusive bound allows; step: 1 for a lower one, or -1."""
-    if kind == "integer" or abs(bound) >= 2**53:
-        return (math.floor(bound) if step > 0 else math.ceil(bound)) + step
-    return math.nextafter(bound, step * math.inf)
 
 
 def _rewrite_choices(schema: Json) -> None:
