@@ -152,10 +152,13 @@ class Engine:
         if marks is None:
             return ChatResult.of(self.stream(ids, params).result())
         special = self.special_ids
-        named = [special[mark] for mark in (BEGIN, END) if mark in special]
-        params = replace(params, shown_tokens=[*params.shown_tokens, *named])
-        splitter = ThinkingSplitter(opens_thought(ids, marks))
-        return ChatResult.of(self.stream(ids, params).result(), splitter)
+        shown = [special[mark] for mark in (BEGIN, END) if mark in special]
+        params = replace(params, shown_tokens=[*params.shown_tokens, *shown])
+        splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
+        with self.stream(ids, params) as stream:
+            spans = [span for chunk in stream for span in chunk.spans]
+            pieces = [piece for span in spans for piece in splitter.feed(span)]
+            return ChatResult.of(stream.result(), [*pieces, *splitter.finish()])
 
     def stream(
         self,

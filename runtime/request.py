@@ -19,7 +19,7 @@ from mtpbuild.runtime.errors import (
     StepError,
 )
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.reasoning import ThinkingSplitter
+from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
@@ -82,13 +82,15 @@ class ChatResult(Result):
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
-    def of(cls, result: Result, splitter: ThinkingSplitter | None = None) -> Self:
-        """Split a result's text; without a splitter all of it is content."""
+    def of(cls, result: Result, pieces: Sequence[Piece] | None = None) -> Self:
+        """Join a result's pieces by their kind; without any all of its text is content."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
-        if splitter is None:
+        if pieces is None:
             return cls(**found, content=result.text)
-        said = {piece.kind: piece.text for piece in splitter.feed(result.text, last=True)}
-        thought, content = said.get("reasoning", ""), said.get("content", "")
+        thought, content = (
+            "".join(piece.text for piece in pieces if piece.kind == kind)
+            for kind in ("reasoning", "content")
+        )
         return cls(**found, content=content, reasoning_content=thought)
 
     @property
@@ -151,7 +153,7 @@ class Request:
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.controls = controls_of(prompt, params, manifest)
+        self.controls = controls_of(prompt, params, manifest, tokenizer)
         self.synthetic = rates_of(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
@@ -161,6 +163,7 @@ class Request:
             params.stop,
             params.shown_tokens,
             with_stop=params.include_stop_str_in_output,
+            marks=manifest.model.thinking_token_ids or (),
         )
         self._pieces: list[str] = []
         self.cached_tokens = 0  # of the prompt: their cache rows were there already

@@ -8,10 +8,14 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 
 class Span(NamedTuple):
-    """Is the text that one token completed."""
+    """The text that one token completed.
+
+    mark: the token, if it is one of those that the stream was told to tell from their text.
+    """
 
     text: str
     from_draft: bool
+    mark: int | None = None
 
 
 def held_back(text: str, *markers: str) -> int:
@@ -38,13 +42,15 @@ class TextStream:
         shown: Sequence[int] = (),
         *,
         with_stop: bool = False,
+        marks: Sequence[int] = (),
     ) -> None:
         """shown: special tokens whose names become part of the text.
 
-        with_stop: whether the stop string that ends the text is a part of it.
+        with_stop: whether the stop string that ends the text is a part of it. marks: tokens that
+        have spans of their own, so that nobody takes the same text of other tokens for them.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
-        self._stop, self._with_stop = stop, with_stop
+        self._stop, self._with_stop, self._marks = stop, with_stop, frozenset(marks)
         self.stopped_by: str | None = None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Span] = []  # may begin a stop string
@@ -57,8 +63,11 @@ class TextStream:
         raw = self._tokenizer.token_bytes(token)
         if token in self._shown:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
+        mark = token if token in self._marks else None
+        if mark is not None and (rest := self._utf8.decode(b"", final=True)):  # half a character
+            self._held.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
-            self._held.append(Span(text, from_draft))
+            self._held.append(Span(text, from_draft, mark))
         if self._stop and may_stop:
             return self._scan()
         self._ready += self._held
@@ -80,18 +89,23 @@ class TextStream:
         tail = "".join(span.text for span in self._held)
         if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
             at, self.stopped_by = min(found)
-            self._release(at + (len(self.stopped_by) if self._with_stop else 0))
+            self._release(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
             self._held.clear()
             self._utf8.reset()
             return True
         self._release(len(tail) - held_back(tail, *self._stop))
         return False
 
-    def _release(self, chars: int) -> None:
-        """Make the first `chars` held characters ready."""
+    def _release(self, chars: int, *, cut_marks: bool = False) -> None:
+        """Make the first `chars` held characters ready; a mark stays whole, or is one no more."""
         while chars > 0:
-            text, from_draft = self._held.pop(0)
-            self._ready.append(Span(text[:chars], from_draft))
-            if len(text) > chars:
-                self._held.insert(0, Span(text[chars:], from_draft))
-            chars -= len(text)
+            span = self._held.pop(0)
+            if span.mark is not None and len(span.text) > chars:
+                if not cut_marks:
+                    self._held.insert(0, span)
+                    return
+                span = span._replace(mark=None)
+            self._ready.append(span._replace(text=span.text[:chars]))
+            if len(span.text) > chars:
+                self._held.insert(0, span._replace(text=span.text[chars:]))
+            chars -= len(span.text)

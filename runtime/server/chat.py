@@ -46,7 +46,7 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
     for choice in choices:
         if marks is not None:
-            choice.splitter = ThinkingSplitter(opens_thought(ids, marks))
+            choice.splitter = ThinkingSplitter(marks, opens_thought(ids, marks, engine.tokenizer))
             choice.end_of_thought = marks[1]
         choice.calls = ToolCalls(form, schemas, single=single) if form else None
     return kind(

@@ -5,7 +5,7 @@ A field that nobody knows is ignored; one that would change the answer elsewhere
 
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
@@ -99,7 +99,9 @@ class Function(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, BeforeValidator(lambda given: {} if given is True else given)
+    ] = None
 
 
 class Tool(Body):

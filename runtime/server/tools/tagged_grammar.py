@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mtpbuild.runtime.json_rules import json_rules
+from mtpbuild.runtime.json_schema import prepared
 from mtpbuild.runtime.server.tools.forms import Form, Tags
 from mtpbuild.runtime.server.tools.values import types_of, written
-from mtpbuild.runtime.structured import closed
 
 PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comment", "strict"}
-NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
 
 
 def tagged_rules(
@@ -56,8 +56,8 @@ def _member_rules(
     if "string" in types_of(part, root, {}):
         return _text_rules(rule, tags, key, part, literal)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    schema = closed(json.dumps({**shared, **part, **NO_WHITE_SPACE}))
-    return [f"{rule}: {tagged(f'%json {schema}', string=False)}"]
+    schema = prepared(json.dumps({**shared, **part}))
+    return [f"{rule}: {tagged(f'{rule}_value', string=False)}", json_rules(schema, f"{rule}_value")]
 
 
 def _text_rules(
