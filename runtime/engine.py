@@ -16,7 +16,13 @@ from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manif
 from mtpbuild.runtime.contract.programs import Programs, Shared
 from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.driver import Driver, Stream
-from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineFileError,
+    MtpbuildError,
+    RequestError,
+)
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
@@ -152,7 +158,8 @@ class Engine:
             return ChatResult.of(self.stream(ids, params).result())
         special = self._text_tokenizer().special_ids
         shown = [special[mark] for mark in (BEGIN, END) if mark in special]
-        params = replace(params, shown_tokens=[*params.shown_tokens, *shown])
+        shown = [*params.shown_tokens, *shown]
+        params = replace(params, shown_tokens=shown, split_thought=True)
         splitter = ThinkingSplitter(opens_thought(ids, marks))
         return ChatResult.of(self.stream(ids, params).result(), splitter)
 
@@ -198,9 +205,15 @@ class Engine:
         """Token ids of a text; RequestError if the engine was built without a tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError."""
-        ids = (prompt and self.encode(prompt)) if isinstance(prompt, str) else _plain_ids(prompt)
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError.
+
+        add_special_tokens: whether a text gets the tokenizer's own, such as the BOS.
+        """
+        if not isinstance(prompt, str):
+            ids = _plain_ids(prompt)
+        else:
+            ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         if not ids:
             raise RequestError("the prompt is empty")
         vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
@@ -208,10 +221,7 @@ class Engine:
             if not 0 <= id < vocabulary:
                 raise RequestError(f"token id {id} is outside the vocabulary 0..{vocabulary - 1}")
         if len(ids) >= capacity:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, this engine takes at most {capacity - 1} "
-                f"(max_seq_len {capacity} holds prompt and output); build with --max-seq-len"
-            )
+            raise ContextLengthError(len(ids), capacity)
         return ids
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
@@ -225,8 +235,7 @@ class Engine:
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
         """`chat_prompt` as checked token ids, with no special tokens but the template's."""
-        prompt = self.chat_prompt(messages, **options)
-        return self.token_ids(self.encode(prompt, add_special_tokens=False))
+        return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError for settings that this engine can't do, whatever the prompt.
@@ -249,7 +258,7 @@ class Engine:
             requests_waiting=len(self._loop.scheduler.waiting),
             requests_ended=self._loop.requests - running,
             prompt_tokens=self._loop.prompt_tokens,
-            output_tokens=acceptance.steps + acceptance.accepted,
+            output_tokens=acceptance.tokens,
             speculative_decoding=acceptance.report(),
             prefix_queries=prefixes.queries,
             prefix_hits=prefixes.hits,

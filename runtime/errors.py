@@ -3,6 +3,7 @@
 MtpbuildError
 ├── UsageError               the call itself is wrong: exit code 2
 │   ├── RequestError         a prompt or sampling parameter that the engine can't take
+│   │   └── ContextLengthError   a prompt that is longer than the engine holds
 │   └── UnknownRecipeError   a model that is no recipe, folder or repository
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
 │   ├── MissingWeightsError  a model whose weights are not on this machine
@@ -36,6 +37,18 @@ class UsageError(MtpbuildError):
 
 class RequestError(UsageError):
     """The engine can't take a prompt or a sampling parameter."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt has more tokens than an engine holds."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        """limit: of prompt and answer together."""
+        super().__init__(
+            f"the prompt has {tokens} tokens, this engine takes at most {limit - 1} (max_seq_len "
+            f"{limit} holds prompt and output); build with --max-seq-len"
+        )
+        self.tokens, self.limit = tokens, limit
 
 
 class UnknownRecipeError(UsageError):

@@ -147,10 +147,9 @@ class Loop:
             logprobs = request.params.logprobs
             found = () if logprobs is None else _alternatives(output, slot, logprobs)
             judged = counts[slot] - 1, drafts[slot]
-            self.acceptance.add(*judged)  # whoever gets the tokens may ask for the counts at once
             self._watch.add(*judged)
-            request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
-            self._tokens_now += counts[slot]
+            given = tokens[slot][: counts[slot]]
+            self._tokens_now += request.receive(given, drafts[slot], found, self.acceptance)
             self._pace.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:

@@ -37,18 +37,18 @@ class ThinkingSplitter:
     """
 
     thinking: bool
-    _begun: bool = field(default=False, init=False)
+    certain: bool = field(default=False, init=False)  # whether it is known how the answer begins
     _held: str = field(default="", init=False)
 
     def feed(self, text: str, *, last: bool = False) -> list[Piece]:
         """Returns the pieces that are certain, or with `last` all that are left."""
         text, self._held = self._held + text, ""
-        if not self._begun:
+        if not self.certain:
             start = text.lstrip()
             if not last and BEGIN.startswith(start) and start != BEGIN:
                 self._held = text
                 return []
-            self._begun = True
+            self.certain = True
             if start.startswith(BEGIN):
                 self.thinking, text = True, start.removeprefix(BEGIN)
         if not self.thinking:
@@ -62,3 +62,34 @@ class ThinkingSplitter:
             self._held = text[len(text) - kept :]
             pieces = Piece("reasoning", text[: len(text) - kept]), Piece("content", "")
         return [piece for piece in pieces if piece.text]
+
+
+@dataclass(slots=True)
+class Thought:
+    """Follows an answer token by token: which of its tokens are a thought, where the rest begins.
+
+    tokens: of the thought so far, with the marks that begin and end it.
+    """
+
+    splitter: ThinkingSplitter
+    tokens: int = 0
+    _taken: int = 0
+
+    def take(self, text: str) -> int | None:
+        """Take a token's text; returns how many characters at the end of all are no thought.
+
+        None: it is not known yet whether there is a thought.
+        """
+        self._taken += 1
+        thinks = self.splitter.thinking
+        pieces = self.splitter.feed(text)
+        if thinks or self.splitter.thinking or any(piece.kind == "reasoning" for piece in pieces):
+            self.tokens = self._taken
+        if not self.splitter.certain:
+            return None
+        return sum(len(piece.text) for piece in pieces if piece.kind == "content")
+
+    @property
+    def over(self) -> bool:
+        """Tells whether the thought has ended, or that there is none."""
+        return self.splitter.certain and not self.splitter.thinking

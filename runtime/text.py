@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mtpbuild.runtime.tokenizer import Tokenizer
 
@@ -12,6 +12,17 @@ class Span(NamedTuple):
 
     text: str
     from_draft: bool
+
+
+class Prelude(Protocol):
+    """Declares what knows how much of a text is a thought."""
+
+    def take(self, text: str) -> int | None:
+        """Take a token's text; returns how many characters at the end of all are no thought."""
+
+    @property
+    def over(self) -> bool:
+        """Tells whether all that follows is no thought."""
 
 
 def held_back(text: str, *markers: str) -> int:
@@ -25,7 +36,8 @@ def held_back(text: str, *markers: str) -> int:
 class TextStream:
     """Makes the text of one request; the work per token does not grow with its length.
 
-    `stopped_by` is the stop string that has ended it.
+    `stopped_by` is the stop string that has ended it, `length` how many characters its tokens have
+    given, those of the stop string included.
 
     Tokens are bytes, and a character may be spread over several: the decoder holds its beginning
     until the rest is there. The possible beginning of a stop string is held back too.
@@ -38,14 +50,19 @@ class TextStream:
         shown: Sequence[int] = (),
         *,
         with_stop: bool = False,
+        thought: Prelude | None = None,
+        stop_in_thought: bool = False,
     ) -> None:
         """shown: special tokens whose names become part of the text.
 
-        with_stop: whether the stop string that ends the text is a part of it.
+        with_stop: whether the stop string that ends the text is a part of it. thought: in which
+        stop strings do not count, unless `stop_in_thought`.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop, self._with_stop = stop, with_stop
         self.stopped_by: str | None = None
+        self.length, self._thought = 0, thought
+        self._stop_in_thought = stop_in_thought
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
@@ -59,6 +76,9 @@ class TextStream:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
         if text := self._utf8.decode(raw):
             self._held.append(Span(text, from_draft))
+            self.length += len(text)
+        if self._thought is not None and not self._follow(self._thought, text):
+            return False
         if self._stop and may_stop:
             return self._scan()
         self._ready += self._held
@@ -75,6 +95,17 @@ class TextStream:
         spans = tuple(self._ready)
         self._ready.clear()
         return spans
+
+    def _follow(self, thought: Prelude, text: str) -> bool:
+        """Release what is a thought; returns whether stop strings count in the rest."""
+        content = thought.take(text)
+        if thought.over:
+            self._thought = None
+        if self._stop_in_thought:
+            return True
+        if content is not None:
+            self._release(sum(len(span.text) for span in self._held) - content)
+        return thought.over
 
     def _scan(self) -> bool:
         tail = "".join(span.text for span in self._held)
