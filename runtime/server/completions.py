@@ -38,7 +38,7 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
             usual=DEFAULT_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
-            names={"prompt_logprobs": "echo"} if body.echo else {},
+            names={} if "prompt_logprobs" in body.settings else {"prompt_logprobs": "echo"},
         )
         for own in seeded(params, body.n or 1):
             choices.append(Choice(len(choices), ids, own))

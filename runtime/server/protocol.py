@@ -240,7 +240,7 @@ def _first_wrong_item(prompt: Any) -> Any:
         fits = _is_id(item) if wanted is TOKEN else isinstance(item, first)
         _check_item(number, item, fits, wanted)
         for id in item if first is list else ():
-            _check_item(number, id, _is_id(id), wanted)
+            _check_item(number, id, _is_id(id), TOKEN)
     return prompt
 
 

@@ -41,7 +41,10 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        schema = given.get("schema")
+        if not isinstance(schema, dict | bool | None):
+            raise ApiError(400, f"{field}.schema must be a JSON schema", field)
+        return {"json_object": True} if schema is None else {"json": schema}
     if kind != "json_schema":
         message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
         raise ApiError(400, message, field)
