@@ -42,6 +42,9 @@ class Timed:
     def move(self, source: int, target: int) -> None:
         self.programs.move(source, target)
 
+    def finite(self, slot: int, rows: int) -> bool:
+        return self.programs.finite(slot, rows)
+
     def clear(self, slot: int) -> None:
         self.programs.clear(slot)
 

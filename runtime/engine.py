@@ -271,10 +271,13 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Says why the engine can't go on, if that is known before a step fails: a rank is gone."""
+        """Why the engine can't go on, if that is known before a step fails; None if it can.
+
+        A rank is gone, the thread that steps for asyncio has died, or the process was forked.
+        """
         programs = self._loop.programs
         shared = Feature.SHARE in programs.features
-        return cast(Shared, programs).failure if shared else None
+        return self._driver.failure or (cast(Shared, programs).failure if shared else None)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier prompts left: the next ones are filled in from their beginning."""

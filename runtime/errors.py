@@ -13,7 +13,9 @@ MtpbuildError
     ├── EngineFormatError    engine.json missing, damaged or of another format version
     ├── EngineFileError      a file that is missing, foreign or changed
     ├── MissingDependencyError   a package group that is not installed
+    ├── StepError                a program's own run raised: all requests end, the engine may go on
     ├── NotFiniteError           a request whose logits were NaN or infinite; others go on
+    ├── RequestFailedError       a request that the host's own code failed at; others go on
     └── RankError            another rank of the engine died or hung
 """
 
@@ -87,8 +89,16 @@ class MissingDependencyError(EngineError):
     """A package group that this engine needs is not installed."""
 
 
+class StepError(EngineError):
+    """A program's own run raised; all requests end with it."""
+
+
 class NotFiniteError(EngineError):
     """The model's numbers for a request are NaN or infinite; other requests go on."""
+
+
+class RequestFailedError(EngineError):
+    """The host's own code raised while it served one request; other requests go on."""
 
 
 class RankError(EngineError):

@@ -1,8 +1,15 @@
-"""The loop: fill in, step, hand out tokens. Speculative decoding is all inside the step program."""
+"""The loop: fill in, step, hand out tokens. Speculative decoding is all inside the step program.
 
+What the host does for one request stands in `request.contain()`: if it raises, that request alone
+fails. Only what raises in a program's own run is the engine's failure, and ends all requests.
+"""
+
+import contextlib
+import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -17,18 +24,21 @@ from mtpbuild.runtime.contract.programs import (
     Scoring,
     StepOutput,
 )
-from mtpbuild.runtime.errors import EngineError, NotFiniteError, RequestError
+from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
 from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
 from mtpbuild.runtime.prefix_cache import PrefixCache
 from mtpbuild.runtime.prefix_pool import PrefixPool
-from mtpbuild.runtime.request import Request, TokenLogprobs
+from mtpbuild.runtime.request import Request, TokenLogprobs, first_line
 from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
+
+log = logging.getLogger("mtpbuild")
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Is a step that was launched: for which requests, in which slots, how to get its output."""
+    """A step that was launched and whose output has not been read."""
 
     requests: Running
     land: Land
@@ -72,6 +82,8 @@ class Loop:
         self._close_gaps()
         for filling in self.scheduler.turns():
             self._fill(filling)
+            if filling.request.ended:
+                self.scheduler.drop(filling)
         self._close_gaps()  # one that has begun moves down
         last, self._flight = self._flight, None
         if running := self.scheduler.running:
@@ -106,11 +118,30 @@ class Loop:
     def release(self) -> None:
         """Free the slots of requests that have ended; what they leave is kept."""
         for slot, request, rows in self.scheduler.release():
-            if isinstance(request.error, NotFiniteError):
-                self.programs.clear(slot)
-                self.prefixes.forget()  # it may have begun with theirs
-            else:
-                self.prefixes.release(slot, request, rows)
+            with self._losing_rows():
+                self._store(slot, request, rows)
+
+    @contextlib.contextmanager
+    def _losing_rows(self) -> Iterator[None]:
+        """Lose the rows that the block stores if it raises; the request goes on or has ended."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception:
+            log.exception("the rows of a prompt could not be kept")
+            self.prefixes.forget_slots()
+
+    def _store(self, slot: int, request: Request, rows: int) -> None:
+        """Keep the rows of a request that has ended, unless it failed or they are not finite."""
+        finite = not isinstance(request.error, NotFiniteError)
+        if finite and not request.token_ids and rows:  # no step has shown it yet
+            finite = self.programs.finite(slot, rows)
+        if not finite:
+            self.programs.clear(slot)
+            self.prefixes.forget()  # it may have begun with theirs
+        elif request.error is None:
+            self.prefixes.release(slot, request, rows)
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
         """Begin a step. `last` is the step before it, if its tokens are still unknown."""
@@ -126,62 +157,66 @@ class Loop:
             if request.grammar is None:
                 continue
             programs = cast(Constraining, self.programs)
-            try:
+            with request.contain():  # what the step gives the slot of one that failed is dropped
                 programs.constrain(slot, request.grammar.ahead(programs.drafts(slot)))
-            except RequestError as error:  # what the step gives the slot is dropped
-                request.fail(error)
 
     def _hand_out(self, flight: Flight) -> None:
         """Wait for a step, and give its tokens to those of its requests that have not ended."""
         output = flight.land()
         tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
-        drafts = output.num_drafts.tolist()
         for slot, request in flight.requests:
-            if request.ended:
-                continue
-            if not output.finite(slot):
-                request.fail(_not_finite(f"behind {len(request.token_ids)} tokens of the answer"))
-                continue
-            if request.observer:
-                request.observer.step(request, output, slot)
-            logprobs = request.params.logprobs
-            found = () if logprobs is None else _alternatives(output, slot, logprobs)
-            judged = counts[slot] - 1, drafts[slot]
-            self._watch.add(*judged)
-            given = tokens[slot][: counts[slot]]
-            self._tokens_now += request.receive(given, drafts[slot], found, self.acceptance)
-            self._pace.add(request, *judged)
+            if not request.ended:
+                with request.contain():
+                    self._hand_to(request, output, slot, tokens[slot][: counts[slot]])
+
+    def _hand_to(self, request: Request, output: StepOutput, slot: int, tokens: list[int]) -> None:
+        """Give a request its tokens of a step."""
+        if not output.finite(slot):
+            raise _not_finite(f"after {len(request.token_ids)} tokens of the answer")
+        if request.observer:
+            request.observer.step(request, output, slot)
+        logprobs = request.params.logprobs
+        found = () if logprobs is None else _alternatives(output, slot, logprobs)
+        judged = len(tokens) - 1, int(output.num_drafts[slot])
+        self._watch.add(*judged)
+        self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
+        self._pace.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:
         """Fill in the next chunk of a prompt; a prompt that is whole begins to decode.
 
         Its last token is not filled in: it is the first step's newest.
         """
-        request, slot = filling.request, filling.slot
-        if request.started is None:
-            self._start(filling)
-        if not filling.done:
-            end = self.prefixes.end_of_chunk(filling, self._chunk)
-            tokens = self._tokens(request.prompt, filling.at, end)
-            if (count := request.params.prompt_logprobs) is None:
-                self.programs.prefill(slot, filling.at, tokens)
-            else:
-                following = request.prompt[filling.at + 1 : end + 1]
-                given = np.array(following, np.int64)
-                scores = cast(Scoring, self.programs).score(slot, filling.at, tokens, given)
-                if not np.isfinite(scores.logprobs).all():
-                    request.fail(_not_finite("in the prompt"))
-                    return
-                request.prompt_logprobs += _scored(scores, following, count)
-            self._tokens_now += end - filling.at
-            filling.at = end
+        request = filling.request
+        with request.contain():
+            if request.started is None:
+                self._start(filling)
+            if not filling.done:
+                self._fill_chunk(filling)
+            if filling.done and request.wants_tokens:
+                newest, controls = request.prompt[-1], request.controls
+                self.programs.begin(filling.slot, filling.end, newest, controls)
+                self.scheduler.begin(filling)
+            elif filling.done:
+                request.end("length")
+
+    def _fill_chunk(self, filling: Filling) -> None:
+        request, slot, at = filling.request, filling.slot, filling.at
+        end = self.prefixes.end_of_chunk(filling, self._chunk)
+        tokens = self._tokens(request.prompt, at, end)
+        if (count := request.params.prompt_logprobs) is None:
+            _run(self.programs.prefill, slot, at, tokens)
+        else:
+            following = request.prompt[at + 1 : end + 1]
+            given = np.array(following, np.int64)
+            scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, given)
+            if not np.isfinite(scores.logprobs).all():
+                raise _not_finite("in the prompt")
+            request.prompt_logprobs += _scored(scores, following, count)
+        self._tokens_now += end - at
+        filling.at = end
+        with self._losing_rows():
             self.prefixes.filled(filling)
-        if filling.done and not request.wants_tokens:
-            request.end("length")
-            self.scheduler.drop(filling)
-        elif filling.done:
-            self.programs.begin(slot, filling.end, request.prompt[-1], request.controls)
-            self.scheduler.begin(filling)
 
     def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
         """Returns a chunk and the tokens behind it, 0 where the prompt has ended."""
@@ -197,8 +232,32 @@ class Loop:
         self.prefixes.place(filling, self.scheduler)
 
     def _close_gaps(self) -> None:
-        for source, target in self.scheduler.close_gaps():
-            self.prefixes.move(source, target)
+        moved = list[Request]()
+        for source, target, request in self.scheduler.close_gaps():
+            with request.contain():
+                self.prefixes.move(source, target)
+            moved.append(request)
+        if any(request.ended for request in moved):  # their slots are gaps again
+            self.release()
+            self._close_gaps()
+
+
+def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """Run a program; what it raises is the engine's failure."""
+    try:
+        return program(*given, **named)
+    except Exception as error:
+        raise step_failure(error) from error
+
+
+def step_failure(error: BaseException) -> EngineError:
+    """Return the engine's failure for what a step raised."""
+    if isinstance(error, RankError | StepError):
+        return error
+    what = "" if isinstance(error, EngineError) else "a step failed: "
+    failure = StepError(what + first_line(error))
+    failure.__cause__ = error
+    return failure
 
 
 def _not_finite(where: str) -> NotFiniteError:

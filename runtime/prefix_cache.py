@@ -35,7 +35,17 @@ class PrefixCache:
         self._refilled = programs.lookahead if carried - MADE_ANEW else 0
 
     def place(self, filling: Filling, scheduler: Scheduler) -> None:
-        """The request has got a slot: make the rows that are known of its prompt its own."""
+        """Give a request's slot the rows that are known of its prompt.
+
+        If that raises, nobody knows which rows the slots hold: all are forgotten.
+        """
+        try:
+            self._place(filling, scheduler)
+        except BaseException:
+            self.forget_slots()
+            raise
+
+    def _place(self, filling: Filling, scheduler: Scheduler) -> None:
         request, slot = filling.request, filling.slot
         scored = request.params.prompt_logprobs is not None  # all of such a prompt is filled in
         prompt, salt = [] if scored else request.prompt, request.params.cache_salt or ""
@@ -81,11 +91,15 @@ class PrefixCache:
             self.slots.keep(slot, tokens[:rows], salt)
 
     def move(self, source: int, target: int) -> None:
-        """A request that runs goes on in another slot."""
-        if self.slots is not None and self.slots.holds(target):
-            cast(Keeping, self._programs).swap(source, target)
-        else:
-            self._programs.move(source, target)
+        """Let a request that runs go on in another slot; rows are forgotten if that raises."""
+        try:
+            if self.slots is not None and self.slots.holds(target):
+                cast(Keeping, self._programs).swap(source, target)
+            else:
+                self._programs.move(source, target)
+        except BaseException:
+            self.forget_slots()
+            raise
         if self.slots is not None:
             self.slots.exchange(source, target)
 

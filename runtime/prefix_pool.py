@@ -1,5 +1,6 @@
 """Keeps rows and recurrent states of earlier prompts beside the slots, in a tree of tokens."""
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -93,7 +94,8 @@ class PrefixPool:
             if not self._make_room(size):
                 return None
             number = next(self._numbers)
-            self._programs.save_rows(number, slot, start, start + count)
+            with self._discarding(number):
+                self._programs.save_rows(number, slot, start, start + count)
             return Block(parent, number, size, tokens=own)
 
         rows = min(rows, len(tokens) - self.lookahead)
@@ -103,9 +105,19 @@ class PrefixPool:
             return
         if self._make_room(self._states_size):
             kept = Kept(last, next(self._numbers), self._states_size, self._clock)
-            self._programs.save_states(kept.number, slot)
+            with self._discarding(kept.number):
+                self._programs.save_states(kept.number, slot)
             last.states[behind] = kept
             self._kept(kept, behind)
+
+    @contextlib.contextmanager
+    def _discarding(self, number: int) -> Iterator[None]:
+        """Let the programs keep nothing under a number if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self._programs.discard(number)
+            raise
 
     def pin(
         self,

@@ -1,15 +1,23 @@
 """A request in flight: its tokens so far, its text, and when it ends."""
 
+import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, Self
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
-from mtpbuild.runtime.errors import MtpbuildError, RequestError
+from mtpbuild.runtime.errors import (
+    MtpbuildError,
+    RankError,
+    RequestError,
+    RequestFailedError,
+    StepError,
+)
 from mtpbuild.runtime.grammar import Grammar
 from mtpbuild.runtime.reasoning import ThinkingSplitter, Thought
 from mtpbuild.runtime.sampling import SamplingParams
@@ -18,6 +26,7 @@ from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
+log = logging.getLogger("mtpbuild")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,20 @@ class Observer(Protocol):
 
     def end(self, request: "Request", reason: FinishReason) -> None:
         """Sees that the request has all its tokens; not called for one that failed."""
+
+
+def failed(error: BaseException) -> RequestFailedError:
+    """Return the error of a request that the host's own code failed at; log the code's."""
+    log.error("a request failed in the host's own code", exc_info=error)
+    failure = RequestFailedError(f"the request failed: {first_line(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    line = str(error).partition("\n")[0] or type(error).__name__
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 class Request:
@@ -211,8 +234,25 @@ class Request:
         return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:
+        """End the request with an error, and wake whoever waits for it."""
         self.error = error
-        self.listener()
+        with contextlib.suppress(Exception):  # the waiter is gone
+            self.listener()
+
+    @contextlib.contextmanager
+    def contain(self) -> Iterator[None]:
+        """Fail this request alone if the block raises; one that has its answer keeps it.
+
+        What ends everybody passes: a program's own failure, a rank that is gone, Ctrl-C.
+        """
+        try:
+            yield
+        except (StepError, RankError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of Rust's code, too, which is no Exception
+            failure = error if isinstance(error, MtpbuildError) else failed(error)
+            if self.finish_reason is None:
+                self.fail(failure)
 
     def result(self) -> Result:
         """Returns the result of a request that has ended."""

@@ -69,15 +69,15 @@ class Scheduler:
         found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
         return [(s, r) for s, r in found if self.active[s]]
 
-    def release(self) -> Iterator[tuple[int, Request, int]]:
-        """Free the slots of requests that have ended; yield those, and how many rows they have."""
+    def release(self) -> list[tuple[int, Request, int]]:
+        """Free the slots of requests that have ended; return these, and how many rows they have."""
         self.end_cancelled()
         filled = {f.slot: f.at for f in self._filling if f}
-        for slot, request in enumerate(self.slots):
-            if request is not None and request.ended:
-                self.slots[slot], self.active[slot] = None, False
-                yield slot, request, filled.get(slot, request.length)
-        self._filling = [None if f is None or f.request.ended else f for f in self._filling]
+        seats = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
+        for slot, _ in seats:
+            self.slots[slot], self.active[slot] = None, False
+        self._filling = [f if f and self.slots[f.slot] else None for f in self._filling]
+        return [(slot, request, filled.get(slot, request.length)) for slot, request in seats]
 
     def turns(self) -> Iterator[Filling]:
         """Yield whose prompts may go on now, by a chunk each: one of each rank at most.
@@ -98,11 +98,13 @@ class Scheduler:
         self.active[filling.slot] = True
 
     def drop(self, filling: Filling) -> None:
-        """The prompt is whole, and its request has ended with it."""
+        """Fill in no more of a prompt whose request has ended."""
         self._filling[self._rank_of(filling.slot)] = None
 
-    def close_gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield moves (source, target) that leave a rank no free slot below one that steps advance.
+    def close_gaps(self) -> Iterator[tuple[int, int, Request]]:
+        """Yield moves that leave a rank no free slot below one that steps advance.
+
+        Each has the slot that a request leaves, its new one, and the request.
 
         A step computes every slot up to the last one, so a move pays for itself in a step or two.
         """
@@ -110,10 +112,11 @@ class Scheduler:
             taken = [slot for slot in rank if self.active[slot]]
             for target in rank[: len(taken)]:
                 if self.slots[target] is None:
-                    source = taken.pop()
-                    self.slots[target], self.slots[source] = self.slots[source], None
+                    request = self.slots[source := taken.pop()]
+                    assert request is not None
+                    self.slots[target], self.slots[source] = request, None
                     self.active[target], self.active[source] = True, False
-                    yield source, target
+                    yield source, target, request
 
     def fail(self, error: EngineError) -> None:
         """End all requests, running and waiting, with an error."""
@@ -159,4 +162,5 @@ class Scheduler:
             if not request.ended:
                 with contextlib.suppress(ValueError):  # it is running
                     self.waiting.remove(request)
-                request.end("cancelled")
+                with request.contain():
+                    request.end("cancelled")

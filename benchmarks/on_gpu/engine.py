@@ -79,6 +79,9 @@ class Eager:
     def move(self, source: int, target: int) -> None:
         raise AssertionError("there is one slot")
 
+    def finite(self, slot: int, rows: int) -> bool:
+        return all(bool(tensor[slot].isfinite().all()) for tensor in self.state.values())
+
     def clear(self, slot: int) -> None:
         for tensor in self.state.values():
             tensor[slot] = 0

@@ -93,6 +93,10 @@ class Programs(Protocol):
         Between steps, for a slot that has begun.
         """
 
+    def finite(self, slot: int, rows: int) -> bool:
+        """Tell whether a slot's first rows, and its recurrent states, are finite."""
+        ...
+
     def clear(self, slot: int) -> None:
         """Make all that a free slot holds finite: masked rows count as zeros only if they are."""
 

@@ -73,10 +73,14 @@ class Channel:
         return bool(self.receive()[1][0])
 
     def send(self, name: str, *arguments: Any) -> None:
-        self._say([name, self.digest, *arguments])
+        self.tell(self.encode(name, *arguments))
 
-    def _say(self, message: list[Any]) -> None:
-        text = json.dumps(message, default=_plain).encode()
+    def encode(self, name: str, *arguments: Any) -> bytes:
+        """Return a message, which also says which tokens rank 0 got last."""
+        return _encode([name, self.digest, *arguments])
+
+    def tell(self, text: bytes) -> None:
+        """Send an encoded message to all ranks."""
         with self._lock, self.unbroken():
             if len(text) > HEAD:
                 self._broadcast(str(len(text)).encode().ljust(HEAD))
@@ -176,7 +180,7 @@ class Channel:
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # whoever calls next is told
             while not self._closed.wait(self.limit / 4):
-                self._say(["wait", None])  # perhaps in the middle of a step
+                self.tell(_encode(["wait", None]))  # perhaps in the middle of a step
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:
@@ -196,6 +200,10 @@ def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
         wait_for_workers=False,
         master_listen_fd=os.dup(int(listener)) if listener else None,
     )
+
+
+def _encode(message: list[Any]) -> bytes:
+    return json.dumps(message, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,9 @@
-"""Rank 0 leads: what is called of its programs, the other ranks' programs do too."""
+"""Rank 0 leads: what is called of its programs, the other ranks' programs do too.
+
+A call that runs a program, and fails on one rank, leaves the ranks apart: nothing can be done then.
+Any other call is the host's work for one request. All ranks tell each other how it ended, so that
+all of them drop what one of them failed at.
+"""
 
 import itertools
 import weakref
@@ -7,13 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Programs, StepOutput
-from mtpbuild.runtime.errors import EngineError, UsageError
+from mtpbuild.runtime.errors import EngineError, RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
+
+RUNS = frozenset({"prefill", "step", "launch", "land"})  # calls that run programs
+DONE, REFUSED, FAILED = range(3)  # how the host's work ended: also with False, or by raising
 
 LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
 
@@ -44,6 +54,24 @@ class Calls:
             self._channel.note(result)
         return result
 
+    def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
+        """Do the host's work on all ranks; return an error if it failed on any of them.
+
+        Else tell whether none of them has answered False.
+        """
+        failure = None
+        try:
+            ended = REFUSED if getattr(self._own, name)(*arguments) is False else DONE
+        except RankError:
+            raise
+        except Exception as error:
+            ended, failure = FAILED, error
+        every = self._channel.gather(np.array([ended], np.uint8))[:, 0]
+        if failure is None and FAILED in every:
+            rank = every.tolist().index(FAILED)
+            failure = RequestFailedError(f"the request failed: rank {rank} failed to {name}")
+        return failure or REFUSED not in every
+
 
 class LeadingPrograms:
     """Are rank 0's programs; each call is told to the other ranks first."""
@@ -69,6 +97,9 @@ class LeadingPrograms:
 
     def move(self, source: int, target: int) -> None:
         self._call("move", source, target)
+
+    def finite(self, slot: int, rows: int) -> bool:
+        return bool(self._call("finite", slot, rows))
 
     def clear(self, slot: int) -> None:
         self._call("clear", slot)
@@ -105,9 +136,15 @@ class LeadingPrograms:
         return partial(self._call, "land", number)
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        call = self._channel.encode(name, *arguments)  # if this raises, nobody has been told
         with self._channel.unbroken():
-            self._channel.send(name, *arguments)
-            return self._calls.make(name, arguments)
+            self._channel.tell(call)
+            if name in RUNS:
+                return self._calls.make(name, arguments)
+            result = self._calls.work(name, arguments)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
@@ -142,5 +179,7 @@ def _repeat(own: Programs, channel: Channel) -> None:
     channel.ready()
     calls = Calls(own, channel)
     while (call := channel.receive())[0] != "end":
-        if call[0] != "wait":
+        if call[0] in RUNS:
             calls.make(*call)
+        elif call[0] != "wait":
+            calls.work(*call)  # if it failed, rank 0 knows

@@ -58,6 +58,11 @@ class AttentionDP(Slots):
         if rank == self._rank:
             super().move(source % self._batch, to)
 
+    def finite(self, slot: int, rows: int) -> bool:
+        self._fill()
+        rank, own = divmod(slot, self._batch)
+        return rank != self._rank or super().finite(own, rows)
+
     def clear(self, slot: int) -> None:
         rank, own = divmod(slot, self._batch)
         if rank == self._rank:

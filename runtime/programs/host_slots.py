@@ -22,7 +22,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
+from mtpbuild.runtime.programs.slots import Caches, Slots, finite, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
 GROWTH = 1.25  # of the rows of several slots, when one of them outgrows them
@@ -53,7 +53,6 @@ class HostSlots(Slots):
         super().__init__(manifest, HostMemory(), caches, copies)
         if manifest.pools and caches.device == "cpu":
             self.features |= {Feature.POOL}
-        self._recurrent = [s.name for s in manifest.state if s.role == "recurrent"]
         self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}
         self._outputs = {
             name: self._zeros(own_outputs(program))
@@ -126,13 +125,6 @@ class HostSlots(Slots):
 def rounded(rows: int, capacity: int) -> int:
     """Returns how many rows a program is given that wants `rows` of them."""
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
-
-
-def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which are neither NaN nor infinite; bfloat16 is held as bits."""
-    if numbers.dtype == np.uint16:
-        return (numbers & 0x7F80) != 0x7F80
-    return np.isfinite(numbers)
 
 
 class Pages:
@@ -244,6 +236,12 @@ class PackedCaches(Caches):
             self._unpack(slot)
         self._relocate([(self.start(source), self.start(slot))], rows)
         self._parked[slot] = rows
+
+    def finite(self, slot: int, rows: int) -> bool:
+        start = self.start(slot)
+        end = start + min(rows, self.rows if slot < self.packed else self._capacity)
+        with self._on_host():
+            return all(finite(flat[start:end]).all() for flat in self._flat.values())
 
     def clear(self, slot: int) -> None:
         """Leave no NaN where no slot has rows: a later one may read it behind its own, masked.

@@ -31,6 +31,13 @@ JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
 
+def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which numbers are neither NaN nor infinite; bfloat16 is held as bits."""
+    if numbers.dtype == np.uint16:
+        return (numbers & 0x7F80) != 0x7F80
+    return np.isfinite(numbers)
+
+
 class Memory(Protocol):
     """Declares memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
 
@@ -73,6 +80,11 @@ class Caches:
         for array in self.tensors.values():
             self._memory.copy(array[source : source + 1], array[slot : slot + 1])
 
+    def finite(self, slot: int, rows: int) -> bool:
+        """Tell whether a slot's first rows are finite."""
+        own = (self._memory.host(array[slot : slot + 1]) for array in self.tensors.values())
+        return all(finite(array[:, :, :rows]).all() for array in own)
+
     def clear(self, slot: int) -> None:
         """Make the slot's rows zeros."""
         for name, array in self.tensors.items():
@@ -107,6 +119,7 @@ class Slots:
         self._batch, self._capacity = manifest.build.max_batch, manifest.build.capacity
         carried = {s.name: (s.shape, s.dtype) for s in manifest.state if s.role != "rows"}
         self._carried = carried
+        self._recurrent = [s.name for s in manifest.state if s.role == "recurrent"]
         self._carries = [
             {name: memory.zeros(*kind) for name, kind in carried.items()} for _ in range(copies)
         ]
@@ -150,6 +163,11 @@ class Slots:
     def move(self, source: int, target: int) -> None:
         self._caches.move(source, target, self._carries[self._now]["lengths"])
         self._carry(source, target)
+
+    def finite(self, slot: int, rows: int) -> bool:
+        carries = self._carries[self._now]
+        own = (self._memory.host(carries[name][slot : slot + 1]) for name in self._recurrent)
+        return self._caches.finite(slot, rows) and all(finite(array).all() for array in own)
 
     def clear(self, slot: int) -> None:
         self._caches.clear(slot)

@@ -8,7 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import EngineError, RankError, RequestError
+from mtpbuild.runtime.errors import (
+    EngineError,
+    NotFiniteError,
+    RankError,
+    RequestError,
+    RequestFailedError,
+    StepError,
+)
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
@@ -120,6 +127,9 @@ class Service:
             raise ApiError(408, late, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
+        except (NotFiniteError, RequestFailedError) as error:  # its own: the engine goes on
+            reason = "error"
+            raise ApiError(500, str(error)) from None
         except EngineError as error:
             reason = "error"
             self._probe(error)
@@ -189,8 +199,10 @@ class Service:
         try:
             async for _ in self.engine.astream([0], params):
                 pass
-        except EngineError as error:
+        except (StepError, RankError) as error:
             self.fail(error)
+        except Exception:  # the trial's own, such as no memory for it: only a step fails the engine
+            log.exception("the engine could not be tried")
         else:
             log.warning("the engine goes on: %s", failure)
 
@@ -199,7 +211,7 @@ class Service:
         assert self.engine is not None
         while self.failed is None:
             if reason := self.engine.failure:
-                self.fail(RankError(reason))
+                self.fail(EngineError(reason))
             await asyncio.sleep(every)
 
     def fail(self, error: EngineError) -> None:

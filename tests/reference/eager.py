@@ -66,6 +66,11 @@ class EagerPrograms:
         for tensor in self.tensors.values():
             tensor[target] = tensor[source]
 
+    def finite(self, slot: int, rows: int) -> bool:
+        return all(
+            bool(self.tensors[name][slot, :, :rows].isfinite().all()) for name in self.caches
+        )
+
     def clear(self, slot: int) -> None:
         for tensor in self.tensors.values():
             tensor[slot] = 0

@@ -228,7 +228,7 @@ def test_logits_that_are_no_numbers_end_their_request(prefix_cache: bool) -> Non
     engine.generate(asked, ten)
     programs.damage = 299
     other, damaged = engine.stream(asked[:5], ten), engine.stream([*asked, 299, 7], ten)
-    with pytest.raises(NotFiniteError, match="behind 0 tokens of the answer are NaN or infinite"):
+    with pytest.raises(NotFiniteError, match="after 0 tokens of the answer are NaN or infinite"):
         damaged.result()
     assert other.result().token_ids == continuation(asked[:5], 10)
     result = engine.generate(asked, ten)

@@ -160,6 +160,9 @@ class FakePrograms:
         self.drafts[target], self.drafts[source] = self.drafts[source], []
         self.controls[target] = self.controls[source]
 
+    def finite(self, slot: int, rows: int) -> bool:
+        return self.damage not in self.history[slot][:rows]
+
     def clear(self, slot: int) -> None:
         self.cleared.append(slot)
         self.history[slot] = []

@@ -73,12 +73,43 @@ def loads_no_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostSlots, "load_rows", lambda self, slot, pieces: None)
 
 
+UNLUCKY = 13  # a prompt that ends with this token meets the two bugs below
+
+
+def fails_to_begin(patch: pytest.MonkeyPatch) -> None:
+    """Raises as the host begins an unlucky request."""
+    begin: Callable[..., None] = HostSlots.begin
+
+    def begin_or_fail(self: HostSlots, slot: int, length: int, newest: int, *given: Any) -> None:
+        if newest == UNLUCKY:
+            raise MemoryError("no memory left")
+        begin(self, slot, length, newest, *given)
+
+    patch.setattr(HostSlots, "begin", begin_or_fail)
+
+
+def fails_to_save(patch: pytest.MonkeyPatch) -> None:
+    """Raises as the first rows are kept."""
+    save: Callable[..., None] = HostSlots.save_rows
+    numbers = list[int]()
+
+    def save_or_fail(self: HostSlots, number: int, *given: int) -> None:
+        numbers.append(number)
+        if len(numbers) == 1:
+            raise MemoryError("no memory left")
+        save(self, number, *given)
+
+    patch.setattr(HostSlots, "save_rows", save_or_fail)
+
+
 BUGS = (
     captures_in_another_order,
     captures_nothing,
     computes_one_slot_more,
     runs_prompts_behind_steps,
     loads_no_rows,
+    fails_to_begin,
+    fails_to_save,
 )
 
 

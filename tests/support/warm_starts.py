@@ -54,6 +54,9 @@ class Counted:
     def move(self, source: int, target: int) -> None:
         self._own.move(source, target)
 
+    def finite(self, slot: int, rows: int) -> bool:
+        return self._own.finite(slot, rows)
+
     def clear(self, slot: int) -> None:
         self._own.clear(slot)
 
