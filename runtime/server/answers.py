@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
@@ -177,6 +177,8 @@ class Answer:
     id: str | None = None
     reasoning: bool = True  # whether it shows its thoughts
     usage_in: Literal["never", "last", "always"] = "never"  # which of a stream's events have it
+    form_field: str = ""  # which asks for the form of the answer
+    requests: list[Request] = field(default_factory=list)  # one for each choice
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"

@@ -14,7 +14,7 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import forced_calls
+from mtpbuild.runtime.server.structured import forced_calls, form_field
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
@@ -58,6 +58,7 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
         id=body.request_id,
         reasoning=body.include_reasoning is not False,
         usage_in=body.usage_in,
+        form_field=form_field(body),
     )
 
 

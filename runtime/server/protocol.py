@@ -3,12 +3,14 @@
 A field that nobody knows is ignored; one that would change the answer elsewhere is refused.
 """
 
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
 Id = Annotated[int, Field(ge=0)]
 FORM = "structured_outputs has it as `{}`"
 REFUSED = {  # what a client means who sends it, or what does it here
@@ -42,6 +44,11 @@ class StreamedBody(Body):
     model: str | None = None
     stream: bool | None = None
 
+    @property
+    def count(self) -> int:
+        """Count the choices that the body asks for."""
+        return 1
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -73,6 +80,10 @@ class Sampled(StreamedBody):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
+
+    @property
+    def count(self) -> int:
+        return self.n or 1
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
@@ -110,14 +121,14 @@ class Tool(Body):
 class ChatBody(Sampled):
     """Is the body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -144,14 +155,19 @@ class TokensBody(Body):
     """Is the body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Many[Id]
 
 
 class CompletionBody(Sampled):
     """Is the body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: str | Many[str] | Many[Id] | Many[Many[Id]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    @property
+    def count(self) -> int:
+        several = isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
+        return super().count * (len(self.prompt) if several else 1)

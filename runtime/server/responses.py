@@ -10,7 +10,7 @@ from mtpbuild.runtime.server.answers import Block
 from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat
 from mtpbuild.runtime.server.chat import call_of, read_as
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 STATELESS = "the server keeps no responses: send the whole conversation as input"
@@ -41,15 +41,15 @@ class ResponsesBody(StreamedBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    input: str | list[Json]
+    input: str | Many[Json]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[Json] | None = None
+    tools: Many[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
 
 
 def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":

@@ -66,10 +66,15 @@ def read_sampled(
         params = SamplingParams(
             max_tokens=room if most is None else most, logprobs=logprobs, **asked
         )
-        engine.check(params)
+        engine.check(params, form=False)  # the form is compiled once the request is prepared
     except (RequestError, MissingDependencyError) as error:
-        message = str(error)
-        if message.startswith("structured_outputs"):
-            message = field + message.removeprefix("structured_outputs")
-        raise ApiError(400, message, message.partition(" ")[0].rstrip(":")) from None
+        raise field_error(error, field) from None
     return params
+
+
+def field_error(error: Exception, form_field: str) -> ApiError:
+    """Return the client's error for a setting; form_field: the one that asked for a form."""
+    message = str(error)
+    if message.startswith("structured_outputs"):
+        message = form_field + message.removeprefix("structured_outputs")
+    return ApiError(400, message, message.partition(" ")[0].rstrip(":"))
