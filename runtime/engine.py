@@ -252,10 +252,10 @@ class Engine:
         """Raise RequestError for settings that this engine can't do, whatever the prompt.
 
         MissingDependencyError for a grammar, if nothing is installed that could follow it. form:
-        whether to compile the form of the answer, which may take a second.
+        whether to compile what its steps are held to, which may take a second.
         """
         controls = controls_of([0], params, self.manifest)
-        if form or params.structured_outputs is None:
+        if form:
             self._grammars.holding(params, controls)
 
     @property

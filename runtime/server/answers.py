@@ -27,7 +27,16 @@ class Block:
     kind: str  # reasoning, content or call
     id: str  # of a call
     name: str = ""  # of the tool
-    text: str = ""  # a call's are its arguments
+    _parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Join the text so far; a call's are its arguments."""
+        self._parts[:] = ["".join(self._parts)]
+        return self._parts[0]
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
 
 
 @dataclass(eq=False)
@@ -49,6 +58,7 @@ class Choice:
     reason: str | None = None
     stop_reason: str | int | None = None
     reasoning_tokens: int = 0
+    offset: int = 0  # characters of the tokens whose log-probabilities a stream has shown
 
     def take(self, chunk: Chunk) -> list[Piece]:
         """Take a chunk; returns the pieces of the answer that are certain."""
@@ -98,7 +108,7 @@ class Choice:
         if piece.kind == "name":
             self.blocks[-1].name = piece.text
         else:
-            self.blocks[-1].text += piece.text
+            self.blocks[-1].add(piece.text)
         return piece._replace(block=len(self.blocks) - 1)
 
     def _count(self, ids: Sequence[int]) -> None:

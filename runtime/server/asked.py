@@ -14,6 +14,7 @@ from mtpbuild.runtime.server.sampled import field_error
 from mtpbuild.runtime.server.service import Service
 
 log = logging.getLogger("mtpbuild")
+FEW = 4  # choices that are made on the event loop
 Read = Callable[[Service, Engine, Any], Answer]
 
 
@@ -31,7 +32,7 @@ class Asked:
         Prompts are read in one pool and forms compiled in another, so that nobody's form keeps a
         prompt waiting.
         """
-        if self.long:
+        if self.long or self.body.count > FEW:
             answer = await service.reading.run(object(), self._begin, service, engine)
         else:
             answer = self._begin(service, engine)

@@ -16,7 +16,7 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.pool import Pool
 
 LONG = 16 * 1024  # bytes of a body that is read in a thread
-MOST_VALUES = 500_000  # which take up to 60 MB, and a tenth of a second
+MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects, which take most memory and time
 DEEPEST = 128
 MOST_DIGITS = 309  # of a whole number: as many as a float can have
 NO_JSON = "the body is not JSON"
@@ -80,7 +80,9 @@ def _check_size(raw: bytes) -> None:
     code = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     code = code[np.cumsum(code == ord('"'), dtype=np.uint8) & 1 == 0]  # what is in no string
     opened, closed = ((code == ord(one)) | (code == ord(two)) for one, two in ("[{", "]}"))
-    if np.count_nonzero(opened) + np.count_nonzero(code == ord(",")) > MOST_VALUES:
+    if np.count_nonzero(opened) > MOST_LISTS:
+        raise ApiError(400, f"the body has more than {MOST_LISTS} lists and objects")
+    if np.count_nonzero(code == ord(",")) > MOST_VALUES:
         raise ApiError(400, f"the body has more than {MOST_VALUES} values")
     steps = (opened.astype(np.int8) - closed)[opened | closed]
     if np.cumsum(steps, dtype=np.int32).max(initial=0) > DEEPEST:

@@ -102,9 +102,8 @@ class CompletionAnswer(Answer):
         text = "".join(piece.text for piece in pieces)
         logprobs = None
         if self.with_logprobs and chunk.logprobs:
-            earlier = choice.token_ids[: len(choice.token_ids) - len(chunk.token_ids)]
-            before = sum(len(self.token_text(t)[0]) for t in earlier)
-            logprobs = self._logprobs(chunk.logprobs, before)
+            logprobs = self._logprobs(chunk.logprobs, choice.offset)
+            choice.offset += sum(map(len, logprobs["tokens"]))
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)

@@ -146,9 +146,8 @@ class ResponsesAnswer(BlockAnswer):
 
     def whole(self) -> Json:
         complete = self.choice.reason != "length"
-        output = [
-            self._item(block, complete or block is not self.blocks[-1]) for block in self.blocks
-        ]
+        shown = self.blocks
+        output = [self._item(block, complete or block is not shown[-1]) for block in shown]
         return self._response("completed" if complete else "incomplete", output)
 
     def first_events(self) -> Iterator[Json]:

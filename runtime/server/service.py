@@ -83,7 +83,10 @@ class Service:
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN)
         slots = self.engine.manifest.build.slots
-        if self.open + count > slots + self.settings.max_queue:
+        if count > (most := slots + self.settings.max_queue):
+            much = f"the request has {count} choices, {most} may run and wait (--max-queue)"
+            raise ApiError(429, much, retry=False)
+        if self.open + count > most:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
         return self.engine
