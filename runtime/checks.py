@@ -62,8 +62,11 @@ def text(most: int) -> Check:
     return read
 
 
-def list_of(kind: type, most: float = math.inf) -> Check:
-    """Makes a tuple of at most so many values of a type; a single text is a list of one."""
+def list_of(kind: type, most: float = math.inf, longest: float = math.inf) -> Check:
+    """Makes a tuple of at most so many values of a type; a single text is a list of one.
+
+    longest: characters that a text may have.
+    """
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
@@ -72,6 +75,8 @@ def list_of(kind: type, most: float = math.inf) -> Check:
             raise ValueError(f"must be a list of {kind.__name__}, not {reprlib.repr(values)}")
         if len(items) > most:
             raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
+        if kind is str and (found := max(map(len, items), default=0)) > longest:
+            raise ValueError(f"must have texts of {longest} characters at most, not of {found}")
         return tuple(items)
 
     return read

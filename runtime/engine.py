@@ -177,9 +177,12 @@ class Engine:
         return Stream(self._driver, self._request(prompt, params, observer=observer))
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt | Request, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """`stream` for asyncio; cancelling the task or closing the generator ends the request."""
+        """`stream` for asyncio; cancelling the task or closing the generator ends the request.
+
+        prompt: or what `prepare` made of one.
+        """
         import asyncio  # here: every program would wait for it, few use it
 
         loop, news = asyncio.get_running_loop(), asyncio.Event()
@@ -188,7 +191,8 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(news.set)
 
-        request = self._request(prompt, params, listener)
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
+        request.listener = listener
         self._driver.submit(request, for_asyncio=True)
         try:
             while not request.ended or request.outbox:
@@ -201,6 +205,13 @@ class Engine:
         finally:
             self._driver.cancel(request)
 
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Check a prompt and its settings in any thread, for one call of `astream`.
+
+        This takes as long as the prompt and the form of its answer are, and waits for no step.
+        """
+        return self._request(prompt, params)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; RequestError if the engine was built without a tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
@@ -210,13 +221,15 @@ class Engine:
 
         add_special_tokens: whether a text gets the tokenizer's own, such as the BOS.
         """
+        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
         if not isinstance(prompt, str):
             ids = _plain_ids(prompt)
+        elif prompt and self._text_tokenizer().exceeds(prompt, capacity):
+            raise ContextLengthError(None, capacity)
         else:
             ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         if not ids:
             raise RequestError("the prompt is empty")
-        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
         for id in (min(ids), max(ids)):
             if not 0 <= id < vocabulary:
                 raise RequestError(f"token id {id} is outside the vocabulary 0..{vocabulary - 1}")
@@ -237,13 +250,15 @@ class Engine:
         """`chat_prompt` as checked token ids, with no special tokens but the template's."""
         return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, *, form: bool = True) -> None:
         """Raise RequestError for settings that this engine can't do, whatever the prompt.
 
-        MissingDependencyError for a grammar, if nothing is installed that could follow it.
+        MissingDependencyError for a grammar, if nothing is installed that could follow it. form:
+        whether to compile what its steps are held to, which may take a second.
         """
         controls = controls_of([0], params, self.manifest)
-        self._grammars.holding(params, controls)
+        if form:
+            self._grammars.holding(params, controls)
 
     @property
     def stats(self) -> EngineStats:

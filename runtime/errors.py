@@ -44,10 +44,11 @@ class RequestError(UsageError):
 class ContextLengthError(RequestError):
     """A prompt has more tokens than an engine holds."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
-        """limit: of prompt and answer together."""
+    def __init__(self, tokens: int | None, limit: int) -> None:
+        """tokens: of the prompt; None: more than the limit, of prompt and answer together."""
+        count = f"more than {limit}" if tokens is None else tokens
         super().__init__(
-            f"the prompt has {tokens} tokens, this engine takes at most {limit - 1} (max_seq_len "
+            f"the prompt has {count} tokens, this engine takes at most {limit - 1} (max_seq_len "
             f"{limit} holds prompt and output); build with --max-seq-len"
         )
         self.tokens, self.limit = tokens, limit

@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.settings import (
     MAX_LOGPROBS,
     MAX_SALT,
     MAX_STOPS,
+    MAX_TEXT,
     Setting,
     Wishes,
     annotations,
@@ -100,7 +101,8 @@ class SamplingParams(Wishes):
     max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
     min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
-        Sequence[str], Setting(list_of(str, MAX_STOPS), "End before this text; may be repeated.")
+        Sequence[str],
+        Setting(list_of(str, MAX_STOPS, MAX_TEXT), "End before this text; may be repeated."),
     ] = ()
     include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
     stop_token_ids: Annotated[Sequence[int], Setting(list_of(int))] = ()
@@ -116,7 +118,7 @@ class SamplingParams(Wishes):
         ),
     ] = None
     allowed_token_ids: Annotated[Sequence[int] | None, penalty(list_of(int))] = None
-    bad_words: Annotated[Sequence[str], penalty(list_of(str, MAX_BIASES))] = ()
+    bad_words: Annotated[Sequence[str], penalty(list_of(str, MAX_BIASES, MAX_TEXT))] = ()
     seed: Annotated[
         int | None, Setting(whole_number(0, 2**64 - 1), "Seed for sampling.", everywhere=True)
     ] = None

@@ -65,6 +65,7 @@ class TokenLimits:
 
     def take(self, token: int) -> None:
         self._said.append(token)
+        del self._said[: -max(map(len, self._bad), default=1)]  # the rest decides nothing
 
     def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         ends = [ids[-1] for ids in self._bad if said[1 - len(ids) :] == ids[:-1]]

@@ -16,6 +16,7 @@ from mtpbuild.runtime.checks import Check, above, number, whole_number
 T = TypeVar("T")
 MAX_LOGPROBS = 20  # alternatives that a row reports, as many as OpenAI's API takes
 MAX_STOPS = 64  # stop strings; each token's text is searched for all of them
+MAX_TEXT = 1024  # characters of a stop string or of a text that is not to be said
 MAX_SALT = 256  # characters of a request's cache_salt
 MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API takes
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
@@ -27,7 +27,16 @@ class Block:
     kind: str  # reasoning, content or call
     id: str  # of a call
     name: str = ""  # of the tool
-    text: str = ""  # a call's are its arguments
+    _parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Join the text so far; a call's are its arguments."""
+        self._parts[:] = ["".join(self._parts)]
+        return self._parts[0]
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
 
 
 @dataclass(eq=False)
@@ -101,7 +110,7 @@ class Choice:
         if piece.kind == "name":
             self.blocks[-1].name = piece.text
         else:
-            self.blocks[-1].text += piece.text
+            self.blocks[-1].add(piece.text)
         self.chars += len(piece.text) if kind == "content" else 0
         return piece._replace(block=len(self.blocks) - 1)
 
@@ -175,6 +184,8 @@ class Answer:
     id: str | None = None
     reasoning: bool = True  # whether it shows its thoughts
     usage_in: Literal["never", "last", "always"] = "never"  # which of a stream's events have it
+    form_field: str = ""  # which asks for the form of the answer
+    requests: list[Request] = field(default_factory=list)  # one for each choice
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, Block, Choice
+from mtpbuild.runtime.server.bodies import first_error
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
 
@@ -35,8 +36,7 @@ def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
     try:
         return ChatBody.model_validate(given)
     except ValidationError as error:
-        found = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(found) from None
+        raise RequestValidationError(first_error(error)) from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from mtpbuild.runtime.server.protocol import ChatBody
 from mtpbuild.runtime.server.roles import with_known_roles
 from mtpbuild.runtime.server.sampled import check_refused, field_of, read_sampled
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import forced_calls
+from mtpbuild.runtime.server.structured import forced_calls, form_field
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
@@ -71,6 +71,7 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
         id=body.request_id,
         reasoning=body.include_reasoning is not False,
         usage_in=body.usage_in,
+        form_field=form_field(body),
     )
 
 
@@ -132,7 +133,7 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
     except ContextLengthError as error:
         raise TooLongError("messages", error.limit, error.tokens) from None
     except MtpbuildError as error:
-        raise ApiError(400, str(error), field_of(str(error), body) or "messages") from None
+        raise ApiError(400, str(error), field_of(str(error)) or "messages") from None
 
 
 def _message(number: int, message: Json) -> Json:

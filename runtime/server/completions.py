@@ -14,6 +14,7 @@ from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.structured import form_field
 
 Json = dict[str, Any]
 DEFAULT_TOKENS = 16
@@ -54,6 +55,7 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         ids_as_texts=bool(body.return_tokens_as_token_ids),
         id=body.request_id,
         usage_in=body.usage_in,
+        form_field=form_field(body),
     )
 
 

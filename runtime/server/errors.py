@@ -75,9 +75,15 @@ class ApiError(Exception):
 class TooLongError(ApiError):
     """A prompt that leaves no room for its answer, in the words by which clients know it."""
 
-    def __init__(self, param: str, limit: int, prompt: int, most: int | None = None) -> None:
-        """limit, prompt and most: tokens of both together, of the prompt and of the answer."""
-        asked = f"the prompt has {prompt} tokens, this engine takes at most {limit - 1}"
+    def __init__(self, param: str, limit: int, prompt: int | None, most: int | None = None) -> None:
+        """limit, prompt and most: tokens of both together, of the prompt and of the answer.
+
+        prompt None: more than the limit.
+        """
+        count = f"more than {limit}" if prompt is None else prompt
+        asked = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
+        if prompt is None:
+            prompt = limit + 1
         if most is not None:
             both = f"{prompt} in the prompt, {most} for the answer"
             asked = f"{prompt + most} were asked for ({both})"

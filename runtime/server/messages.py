@@ -12,7 +12,7 @@ from mtpbuild.runtime.server.answers import Block
 from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
 from mtpbuild.runtime.server.chat import call_of, prompt_ids, read_as
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -28,7 +28,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 class Turn(Body):
     role: str
-    content: str | list[Json]
+    content: str | Many[Json]
 
 
 class Tool(Body):
@@ -63,9 +63,9 @@ class MessagesPrompt(StreamedBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: list[Turn]
-    system: str | list[Json] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Turn]
+    system: str | Many[Json] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -75,13 +75,15 @@ class MessagesBody(MessagesPrompt):
     """Is the body of POST /v1/messages."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
 
 
 def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
     """Makes the answer that a body asks for; raises ApiError."""
     with _in_its_words(body):
-        return read_as(MessagesAnswer, service, engine, chat_of(body))
+        answer = read_as(MessagesAnswer, service, engine, chat_of(body))
+    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
+    return answer
 
 
 def counted(service: Service, body: MessagesPrompt) -> Json:
@@ -249,6 +251,6 @@ def _shown(block: Block) -> Json:
             return {"type": "text", "text": block.text}
     try:
         asked = json.loads(block.text or "{}")
-    except ValueError:  # the answer was cut off inside the call
+    except (ValueError, RecursionError):  # the answer was cut off inside the call
         asked = {}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": asked}

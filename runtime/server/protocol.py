@@ -4,13 +4,15 @@ A field that nobody knows is ignored; one that would change the answer elsewhere
 """
 
 import reprlib
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
 Id = Annotated[int, Field(ge=0)]
 TOKEN = "a token id, which is a whole number from 0"
 FORM = "structured_outputs has it as `{}`"
@@ -112,6 +114,11 @@ class StreamedBody(Body):
     model: str | None = None
     stream: bool | None = None
 
+    @property
+    def count(self) -> int:
+        """Count the choices that the body asks for."""
+        return 1
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -155,6 +162,10 @@ class Sampled(StreamedBody):
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
     @property
+    def count(self) -> int:
+        return self.n or 1
+
+    @property
     def usage_in(self) -> Literal["never", "last", "always"]:
         """Says which of a stream's events have the usage."""
         options = self.stream_options or StreamOptions()
@@ -190,14 +201,14 @@ class Tool(Body):
 class ChatBody(Sampled):
     """Is the body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -225,7 +236,7 @@ class TokensBody(Body):
     """Is the body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Many[Id]
 
 
 def _first_wrong_item(prompt: Any) -> Any:
@@ -259,9 +270,14 @@ class CompletionBody(Sampled):
     """Is the body of POST /v1/completions."""
 
     prompt: Annotated[
-        str | list[str] | list[Id] | list[list[Id]], BeforeValidator(_first_wrong_item)
+        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_first_wrong_item)
     ]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    @property
+    def count(self) -> int:
+        several = isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
+        return super().count * (len(self.prompt) if several else 1)

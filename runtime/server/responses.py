@@ -10,7 +10,7 @@ from mtpbuild.runtime.server.answers import Block
 from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
 from mtpbuild.runtime.server.chat import call_of, read_as
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 STATELESS = "the server keeps no responses: send the whole conversation as input"
@@ -45,21 +45,22 @@ class ResponsesBody(StreamedBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    input: str | list[Json]
+    input: str | Many[Json]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[Json] | None = None
+    tools: Many[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
 
 
 def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
     """Makes the answer that a body asks for; an ApiError names the field that is wrong."""
     with told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
         answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
+    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
     answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
     return answer
 
@@ -203,9 +204,8 @@ class ResponsesAnswer(BlockAnswer):
 
     def whole(self) -> Json:
         complete = self.choice.reason != "length"
-        output = [
-            self._item(block, complete or block is not self.blocks[-1]) for block in self.blocks
-        ]
+        shown = self.blocks
+        output = [self._item(block, complete or block is not shown[-1]) for block in shown]
         return self._response("completed" if complete else "incomplete", output)
 
     def first_events(self) -> Iterator[Json]:

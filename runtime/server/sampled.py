@@ -7,7 +7,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.sampling import SamplingParams, as_fields, http_settings
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.protocol import Sampled
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import read_structured
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -65,13 +65,9 @@ def read_sampled(
     try:
         limit = min(room, usual or room) if most is None else most
         params = SamplingParams(max_tokens=limit, logprobs=logprobs, **asked, **own)
-        engine.check(params)
+        engine.check(params, form=False)  # the form is compiled once the request is prepared
     except (RequestError, MissingDependencyError) as error:
-        message, setting = str(error), field_of(str(error), body)
-        if setting is None:
-            raise ApiError(400, message) from None
-        field = named.get(setting, setting)
-        raise ApiError(400, field + message.removeprefix(setting), field) from None
+        raise field_error(error, named) from None
     return params
 
 
@@ -82,8 +78,17 @@ def check_refused(body: Sampled) -> None:
         raise ApiError(400, f"{name} is not supported: {reason}", name)
 
 
-def field_of(message: str, body: Sampled) -> str | None:
+def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Return the client's error for a setting; names: settings by the fields that ask for them."""
+    message, setting = str(error), field_of(str(error))
+    if setting is None:
+        return ApiError(400, message)
+    field = names.get(setting, setting)
+    return ApiError(400, field + message.removeprefix(setting), field)
+
+
+def field_of(message: str) -> str | None:
     """Return the field that a message begins with, if it is one."""
     first = message.split()[0].rstrip(":")
-    fields = {*type(body).model_fields, *http_settings()}
+    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
     return first if first.partition(".")[0] in fields else None

@@ -35,6 +35,12 @@ def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
     return None
 
 
+def form_field(body: Sampled) -> str:
+    """Name the field that asks for the answer's form."""
+    given = (name for name in ("response_format", "structured_outputs") if getattr(body, name))
+    return next(given, "tool_choice")
+
+
 def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     """Translates OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
