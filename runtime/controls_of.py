@@ -14,11 +14,19 @@ from mtpbuild.runtime.reasoning import opens_thought
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.synthetic import conditional, synthetic_rates
 from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.tokenizer import Tokenizer
 
 
-def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
+def controls_of(
+    prompt: list[int],
+    params: SamplingParams,
+    manifest: Manifest,
+    tokenizer: Tokenizer | None = None,
+) -> Controls:
     """Makes the controls of a request; raises RequestError for one that the engine can't do."""
     marks = thinking_ids(params, manifest)
+    if marks != manifest.model.thinking_token_ids:  # the template knows nothing of the request's
+        tokenizer = None
     banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
@@ -33,7 +41,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         synthetic=conditional(rates_of(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         thinking_ids=marks,
-        thinking=opens_thought(prompt, marks),
+        thinking=opens_thought(prompt, marks, tokenizer),
         banned_ids=banned,
         banned_until=len(prompt) + params.min_tokens if banned else 0,
         bias_ids=tuple(bias),

@@ -160,8 +160,11 @@ class Engine:
         shown = [special[mark] for mark in (BEGIN, END) if mark in special]
         shown = [*params.shown_tokens, *shown]
         params = replace(params, shown_tokens=shown, split_thought=True)
-        splitter = ThinkingSplitter(opens_thought(ids, marks))
-        return ChatResult.of(self.stream(ids, params).result(), splitter)
+        splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
+        with self.stream(ids, params) as stream:
+            spans = [span for chunk in stream for span in chunk.spans]
+            pieces = [piece for span in spans for piece in splitter.feed(span)]
+            return ChatResult.of(stream.result(), [*pieces, *splitter.finish()])
 
     def stream(
         self,

@@ -17,8 +17,11 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
 from mtpbuild.runtime.form_limits import check_form
+from mtpbuild.runtime.grammar_tokens import GrammarTokens
+from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
+from mtpbuild.runtime.json_schema import prepared
 from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.structured import StructuredOutputs, closed
+from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.threads import call_with_stack
 from mtpbuild.runtime.token_limits import TokenLimits
@@ -171,9 +174,9 @@ class Grammars:
         if self._vocabulary is None:
             assert self._tokenizer is not None
             model = self._manifest.model
-            self._vocabulary = llguidance.LLTokenizer(
-                self._tokenizer.to_json(), model.vocab_size, list(model.eos_token_ids)
-            )
+            ends = list(model.eos_token_ids)
+            tokens = GrammarTokens(self._tokenizer, model.vocab_size, ends)
+            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=ends)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         source = _source(asked)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
@@ -197,10 +200,12 @@ def _source(asked: StructuredOutputs) -> str:
     check_form(kind, text)
     try:
         if kind == "json":
-            text = closed(text)
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+            schema = prepared(text)
+            if has_large_numbers(schema):
+                return grammar_from("lark", json_rules(schema, "start"))
+            return LLMatcher.grammar_from_json_schema(dumps(schema))
         return grammar_from(kind, text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_line(str(error))}") from None
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from mtpbuild.runtime.text import held_back
+from mtpbuild.runtime.text import Span
+from mtpbuild.runtime.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 Kind = Literal["reasoning", "content", "name", "arguments"]
@@ -24,72 +25,58 @@ class Piece(NamedTuple):
     block: int = 0
 
 
-def opens_thought(prompt: Sequence[int], marks: tuple[int, int]) -> bool:
-    """Tells whether a prompt ends within a thought; marks: the tokens that begin and end one."""
-    return next((token == marks[0] for token in reversed(prompt) if token in marks), False)
+def opens_thought(
+    prompt: Sequence[int], marks: tuple[int, int], tokenizer: Tokenizer | None = None
+) -> bool:
+    """Tell whether a prompt ends within a thought; marks: the tokens that begin and end one.
+
+    Texts of users may contain both. So a thought begins where the chat template puts it: right
+    after the tokens that begin an answer, of which no other follows. Without a template, at the
+    prompt's end. Without a tokenizer nobody's text is in the prompt, and the last mark counts.
+    """
+    at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in marks), -1)
+    if at < 0 or prompt[at] != marks[0]:
+        return False
+    if tokenizer is None:
+        return True
+    before, after = tokenizer.rstrip(prompt[:at]), prompt[at + 1 :]
+    if not (head := tokenizer.answer_head):
+        return not tokenizer.rstrip(after)
+    return before[-len(head) :] == head and tokenizer.special_ids.values().isdisjoint(after)
 
 
 @dataclass(slots=True)
 class ThinkingSplitter:
     """Splits one answer: a thought begins with the answer or `<think>`, and ends at `</think>`.
 
-    thinking: whether the prompt has opened the thought.
+    marks: these two tokens. The same text of other tokens is text. thinking: whether the prompt has
+    opened the thought.
     """
 
+    marks: tuple[int, int]
     thinking: bool
-    certain: bool = field(default=False, init=False)  # whether it is known how the answer begins
-    _held: str = field(default="", init=False)
+    _begun: bool = field(default=False, init=False)
+    _space: list[Piece] = field(default_factory=list, init=False)  # before what comes first
 
-    def feed(self, text: str, *, last: bool = False) -> list[Piece]:
-        """Returns the pieces that are certain, or with `last` all that are left."""
-        text, self._held = self._held + text, ""
-        if not self.certain:
-            start = text.lstrip()
-            if not last and BEGIN.startswith(start) and start != BEGIN:
-                self._held = text
-                return []
-            self.certain = True
-            if start.startswith(BEGIN):
-                self.thinking, text = True, start.removeprefix(BEGIN)
-        if not self.thinking:
-            return [Piece("content", text)] if text else []
-        thought, mark, said = text.partition(END)
-        if mark:
+    def feed(self, span: Span) -> list[Piece]:
+        """Return the pieces that are certain."""
+        begin, end = self.marks
+        if span.mark == begin and not self._begun:
+            self._begun = self.thinking = True
+            self._space.clear()
+            return []
+        if span.mark == end and self.thinking:
             self.thinking = False
-            pieces = Piece("reasoning", thought), Piece("content", said)
-        else:
-            kept = 0 if last else held_back(text, END)
-            self._held = text[len(text) - kept :]
-            pieces = Piece("reasoning", text[: len(text) - kept]), Piece("content", "")
-        return [piece for piece in pieces if piece.text]
+            return self.finish()
+        kind: Kind = "reasoning" if self.thinking else "content"
+        piece = Piece(kind, span.text, from_draft=span.from_draft)
+        if not (self._begun or span.text.strip()):
+            self._space.append(piece)
+            return []
+        return [*self.finish(), piece]
 
-
-@dataclass(slots=True)
-class Thought:
-    """Follows an answer token by token: which of its tokens are a thought, where the rest begins.
-
-    tokens: of the thought so far, with the marks that begin and end it.
-    """
-
-    splitter: ThinkingSplitter
-    tokens: int = 0
-    _taken: int = 0
-
-    def take(self, text: str) -> int | None:
-        """Take a token's text; returns how many characters at the end of all are no thought.
-
-        None: it is not known yet whether there is a thought.
-        """
-        self._taken += 1
-        thinks = self.splitter.thinking
-        pieces = self.splitter.feed(text)
-        if thinks or self.splitter.thinking or any(piece.kind == "reasoning" for piece in pieces):
-            self.tokens = self._taken
-        if not self.splitter.certain:
-            return None
-        return sum(len(piece.text) for piece in pieces if piece.kind == "content")
-
-    @property
-    def over(self) -> bool:
-        """Tells whether the thought has ended, or that there is none."""
-        return self.splitter.certain and not self.splitter.thinking
+    def finish(self) -> list[Piece]:
+        """Return the pieces that were held back, as the answer does not begin with `<think>`."""
+        self._begun = True
+        pieces, self._space = self._space, []
+        return pieces

@@ -19,10 +19,11 @@ from mtpbuild.runtime.errors import (
     StepError,
 )
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.reasoning import ThinkingSplitter, Thought
+from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
+from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -86,13 +87,15 @@ class ChatResult(Result):
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
-    def of(cls, result: Result, splitter: ThinkingSplitter | None = None) -> Self:
-        """Split a result's text; without a splitter all of it is content."""
+    def of(cls, result: Result, pieces: Sequence[Piece] | None = None) -> Self:
+        """Join a result's pieces by their kind; without any all of its text is content."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
-        if splitter is None:
+        if pieces is None:
             return cls(**found, content=result.text)
-        said = {piece.kind: piece.text for piece in splitter.feed(result.text, last=True)}
-        thought, content = said.get("reasoning", ""), said.get("content", "")
+        thought, content = (
+            "".join(piece.text for piece in pieces if piece.kind == kind)
+            for kind in ("reasoning", "content")
+        )
         return cls(**found, content=content, reasoning_content=thought)
 
     @property
@@ -155,19 +158,20 @@ class Request:
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.controls = controls_of(prompt, params, manifest)
+        self.controls = controls_of(prompt, params, manifest, tokenizer)
         self.synthetic = rates_of(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
-        splitter = ThinkingSplitter(self.controls.thinking) if params.split_thought else None
-        self._thought = Thought(splitter) if splitter else None
+        marks = manifest.model.thinking_token_ids if params.split_thought else None
+        self._thought = Thought(marks, self.controls.thinking) if marks else None
         self._starts: list[int] = []
         self._text = TextStream(
             tokenizer,
             params.stop,
             params.shown_tokens,
             with_stop=params.include_stop_str_in_output,
+            marks=manifest.model.thinking_token_ids or (),
             thought=self._thought,
             stop_in_thought=params.stop_in_thought,
         )
@@ -304,9 +308,9 @@ class Request:
 
     def _reasoning_tokens(self) -> int:
         """Returns how many tokens are a thought: all, if it has begun and not ended."""
-        if self._thought is None or not self._thought.splitter.thinking:
-            return self._thought.tokens if self._thought else 0
-        return len(self.token_ids)
+        if self._thought is None:
+            return 0
+        return len(self.token_ids) if self._thought.thinking else self._thought.tokens
 
     def _stop_reason(self) -> str | int | None:
         newest = self.token_ids[-1]

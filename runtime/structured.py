@@ -1,15 +1,11 @@
 """StructuredOutputs says what form an answer must have, under vLLM's names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from json import dumps, loads
+from json import dumps
 from typing import Any
 
 from mtpbuild.runtime.errors import RequestError
-
-NAMED = ("properties", "$defs", "definitions")  # keywords that hold schemas by names
-PARTS = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")  # one, or a list
-JOINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +46,3 @@ class StructuredOutputs:
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise RequestError("structured_outputs: choice must be a list of texts")
             object.__setattr__(self, "choice", tuple(texts))
-
-
-def closed(text: str) -> str:
-    """Returns a schema whose objects have no properties but those that it lists.
-
-    Else a model can go on inventing them. What fits the result fits the schema. One that joins
-    properties from several places stays as it is, and so does a text that is no schema.
-    """
-    try:
-        schema = loads(text)
-        every = [*_within(schema)]
-    except (ValueError, RecursionError):
-        return text
-    if any("allOf" in one or ("properties" in one and JOINED & one.keys()) for one in every):
-        return text
-    for one in every:
-        if "properties" in one:
-            one.setdefault("additionalProperties", False)
-    return dumps(schema, ensure_ascii=False)
-
-
-def _within(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields a schema and all schemas in it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    named = [schema[name] for name in NAMED if isinstance(schema.get(name), dict)]
-    parts = [schema[name] for name in PARTS if name in schema]
-    inner = [one for found in named for one in found.values()]
-    inner += [one for found in parts for one in (found if isinstance(found, list) else [found])]
-    for one in inner:
-        yield from _within(one)

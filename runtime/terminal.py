@@ -292,7 +292,8 @@ def _ask() -> str | None:
 def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
     """Give a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
     ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
-    spans: Iterable[tuple[str, bool]] = chunk.spans if engine.tokenizer else ids
+    own = ((span.text, span.from_draft) for span in chunk.spans)
+    spans: Iterable[tuple[str, bool]] = own if engine.tokenizer else ids
     return "".join(f"{GREEN}{text}{RESET}" if colour and draft else text for text, draft in spans)
 
 

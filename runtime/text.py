@@ -2,27 +2,21 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
 class Span(NamedTuple):
-    """Is the text that one token completed."""
+    """The text that one token completed.
+
+    mark: the token, if it is one of those that the stream was told to tell from their text.
+    """
 
     text: str
     from_draft: bool
-
-
-class Prelude(Protocol):
-    """Declares what knows how much of a text is a thought."""
-
-    def take(self, text: str) -> int | None:
-        """Take a token's text; returns how many characters at the end of all are no thought."""
-
-    @property
-    def over(self) -> bool:
-        """Tells whether all that follows is no thought."""
+    mark: int | None = None
 
 
 def held_back(text: str, *markers: str) -> int:
@@ -50,16 +44,18 @@ class TextStream:
         shown: Sequence[int] = (),
         *,
         with_stop: bool = False,
-        thought: Prelude | None = None,
+        marks: Sequence[int] = (),
+        thought: Thought | None = None,
         stop_in_thought: bool = False,
     ) -> None:
         """shown: special tokens whose names become part of the text.
 
-        with_stop: whether the stop string that ends the text is a part of it. thought: in which
-        stop strings do not count, unless `stop_in_thought`.
+        with_stop: whether the stop string that ends the text is a part of it. marks: tokens that
+        have spans of their own, so that nobody takes the same text of other tokens for them.
+        thought: in which stop strings do not count, unless `stop_in_thought`.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
-        self._stop, self._with_stop = stop, with_stop
+        self._stop, self._with_stop, self._marks = stop, with_stop, frozenset(marks)
         self.stopped_by: str | None = None
         self.length, self._thought = 0, thought
         self._stop_in_thought = stop_in_thought
@@ -74,55 +70,59 @@ class TextStream:
         raw = self._tokenizer.token_bytes(token)
         if token in self._shown:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
+        mark = token if token in self._marks else None
+        rest = "" if mark is None else self._utf8.decode(b"", final=True)
+        if rest:  # half a character
+            self._held.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
-            self._held.append(Span(text, from_draft))
-            self.length += len(text)
-        if self._thought is not None and not self._follow(self._thought, text):
-            return False
+            self._held.append(Span(text, from_draft, mark))
+        self.length += len(rest) + len(text)
+        if self._thought is not None:
+            belongs = self._thought.take(token, text)
+            if belongs is not False and not self._stop_in_thought:
+                if belongs:
+                    self._free()
+                return False
         if self._stop and may_stop:
             return self._scan()
-        self._ready += self._held
-        self._held.clear()
+        self._free()
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
         """Take the text since the last call; with `everything` also the text that is held back."""
         if everything:
-            self._ready += self._held
-            self._held.clear()
+            self._free()
             if rest := self._utf8.decode(b"", final=True):  # half a character
                 self._ready.append(Span(rest, False))
         spans = tuple(self._ready)
         self._ready.clear()
         return spans
 
-    def _follow(self, thought: Prelude, text: str) -> bool:
-        """Release what is a thought; returns whether stop strings count in the rest."""
-        content = thought.take(text)
-        if thought.over:
-            self._thought = None
-        if self._stop_in_thought:
-            return True
-        if content is not None:
-            self._release(sum(len(span.text) for span in self._held) - content)
-        return thought.over
+    def _free(self) -> None:
+        self._ready += self._held
+        self._held.clear()
 
     def _scan(self) -> bool:
         tail = "".join(span.text for span in self._held)
         if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
             at, self.stopped_by = min(found)
-            self._release(at + (len(self.stopped_by) if self._with_stop else 0))
+            self._release(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
             self._held.clear()
             self._utf8.reset()
             return True
         self._release(len(tail) - held_back(tail, *self._stop))
         return False
 
-    def _release(self, chars: int) -> None:
-        """Make the first `chars` held characters ready."""
+    def _release(self, chars: int, *, cut_marks: bool = False) -> None:
+        """Make the first `chars` held characters ready; a mark stays whole, or is one no more."""
         while chars > 0:
-            text, from_draft = self._held.pop(0)
-            self._ready.append(Span(text[:chars], from_draft))
-            if len(text) > chars:
-                self._held.insert(0, Span(text[chars:], from_draft))
-            chars -= len(text)
+            span = self._held.pop(0)
+            if span.mark is not None and len(span.text) > chars:
+                if not cut_marks:
+                    self._held.insert(0, span)
+                    return
+                span = span._replace(mark=None)
+            self._ready.append(span._replace(text=span.text[:chars]))
+            if len(span.text) > chars:
+                self._held.insert(0, span._replace(text=span.text[chars:]))
+            chars -= len(span.text)

@@ -1,5 +1,6 @@
 """The engine's tokenizer: text to token ids, a token's bytes, and prompts of conversations."""
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -80,10 +81,6 @@ class Tokenizer:
         most = max(map(len, vocabulary), default=1)
         return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
 
-    def to_json(self) -> str:
-        """Write it as a tokenizer.json, with the tokens that other files add."""
-        return self._backend.to_str()
-
     @property
     def added_tokens(self) -> dict[str, int]:
         """Map the text of each token that was added to the vocabulary to its id."""
@@ -108,6 +105,32 @@ class Tokenizer:
         """Map the name of each special token that was added to the vocabulary to its id."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items() if token.special}
+
+    def spell(self, text: str) -> list[int]:
+        """Turn `text` into ordinary tokens, also where it has the names of added ones."""
+        split = self._backend.pre_tokenizer
+        pieces = [piece for piece, _ in split.pre_tokenize_str(text)] if split else [text]
+        return [token.id for piece in pieces for token in self._backend.model.tokenize(piece)]
+
+    def rstrip(self, ids: Sequence[int]) -> list[int]:
+        """Drop the tokens of white space at the end."""
+        end = len(ids)
+        while end and (raw := self.token_bytes(ids[end - 1])) and not raw.strip():
+            end -= 1
+        return list(ids[:end])
+
+    @cached_property
+    def answer_head(self) -> list[int]:
+        """The tokens that the chat template puts before an answer; [] if that is not known."""
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            without = self.chat_prompt(asked, add_generation_prompt=False)
+            opened = self.chat_prompt(asked)
+        except (RequestError, EngineFileError):
+            return []
+        head = re.split("</?think>", opened.removeprefix(without))[0]
+        known = opened.startswith(without) and head
+        return self.rstrip(self.encode(head, add_special_tokens=False)) if known else []
 
     def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
         """Turn tokens into text, with the names of those special tokens that are `shown`."""

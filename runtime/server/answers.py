@@ -14,7 +14,6 @@ from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.stats import RequestMetrics
-from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 CALL = {"name": "call", "arguments": "call"}
@@ -69,14 +68,11 @@ class Choice:
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         last = chunk.finish_reason is not None
-        spans = (*chunk.spans, Span("", False)) if last else chunk.spans
-        pieces = [Piece("content", span.text, from_draft=span.from_draft) for span in spans]
         if self.splitter is not None:
-            pieces = [
-                found._replace(from_draft=piece.from_draft)
-                for number, piece in enumerate(pieces, 1)
-                for found in self.splitter.feed(piece.text, last=last and number == len(pieces))
-            ]
+            pieces = [piece for span in chunk.spans for piece in self.splitter.feed(span)]
+            pieces += self.splitter.finish() if last else []
+        else:
+            pieces = [Piece("content", s.text, from_draft=s.from_draft) for s in chunk.spans]
         if self.calls is not None:
             text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]

@@ -58,7 +58,7 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
     for choice in choices:
         if marks is not None:
-            choice.splitter = ThinkingSplitter(opens_thought(ids, marks))
+            choice.splitter = ThinkingSplitter(marks, opens_thought(ids, marks, engine.tokenizer))
         choice.calls = ToolCalls(form, schemas) if form else None
     return kind(
         service.model,

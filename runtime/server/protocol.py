@@ -190,7 +190,9 @@ class Function(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, BeforeValidator(lambda given: {} if given is True else given)
+    ] = None
 
 
 class Tool(Body):

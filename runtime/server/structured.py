@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.json_rules import json_rules
+from mtpbuild.runtime.json_schema import object_schema, prepared
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, Sampled, Tool
 from mtpbuild.runtime.server.tools import Form
-from mtpbuild.runtime.structured import StructuredOutputs, closed
+from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -96,20 +97,30 @@ def forced_calls(
 def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool) -> str:
     """Writes a Lark grammar for calls of these tools: one call, or several unless `once`."""
     before, between, after = form.spelled
+    opening, inner, closing = (
+        _literal(text, tokenizer) for text in (form.begin + before, between, after + form.end)
+    )
     rules = []
     for number, tool in enumerate(tools):
-        name, schema = tool.function.name, tool.function.parameters
-        if schema is None:
-            schema = NO_PARAMETERS
+        name = tool.function.name
         if form.head is None:  # the call is JSON
             name = json.dumps(name, ensure_ascii=False)[1:-1]
-        opening = _literal(form.begin + before + name + between, tokenizer)
-        closing = _literal(after + form.end, tokenizer)
-        arguments = closed(json.dumps(schema | NO_WHITE_SPACE))
-        rules.append(f"call_{number}: {opening} %json {arguments} {closing}")
+        parts = opening, json.dumps(name), inner, f"arguments_{number}", closing
+        rules.append(f"call_{number}: {' '.join(parts)}")
+        rules.append(_arguments(tool, f"arguments_{number}"))
     first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     return "\n".join([f"start: {first} call{'' if once else '+'} {last}", f"call: {call}", *rules])
+
+
+def _arguments(tool: Tool, rule: str) -> str:
+    """Write the rules of a tool's arguments, which are an object; raises ApiError."""
+    schema = tool.function.parameters
+    try:
+        asked = NO_PARAMETERS if schema is None else object_schema(schema)
+        return json_rules(prepared(json.dumps(asked)), rule)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ApiError(400, f"tools: {tool.function.name:.60}: {error}", "tools") from None
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:

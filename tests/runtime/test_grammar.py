@@ -26,7 +26,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.grammar import Grammars, Matcher
-from mtpbuild.runtime.structured import closed
+from mtpbuild.runtime.json_schema import closed
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 

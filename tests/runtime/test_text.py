@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.text import TextStream
+from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer, fake_tokenizer
 
@@ -93,7 +93,7 @@ def test_what_only_looked_like_a_stop_string_is_released_with_its_origin() -> No
     assert not stream.push(y, False)
     assert stream.take() == ()
     assert not stream.push(a, True)
-    assert stream.take() == (("X", True), ("Y", False), ("a", True))
+    assert stream.take() == (Span("X", True), Span("Y", False), Span("a", True))
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

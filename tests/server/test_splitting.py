@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
+from mtpbuild.runtime.text import Span
 
 V3 = (
     "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
@@ -62,7 +64,7 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def fed(machine: ThinkingSplitter | ToolCalls, parts: list[str]) -> list[Piece]:
+def fed(machine: ToolCalls, parts: list[str]) -> list[Piece]:
     pieces = [p for part in parts for p in machine.feed(part)]
     return pieces + machine.feed("", last=True)
 
@@ -173,7 +175,22 @@ THOUGHTS = [
     (False, "", ("", "")),
     (True, "a</think>b</think>c", ("a", "b</think>c")),
     (True, "<think>a</think>b", ("a", "b")),
+    (False, "[think]a[/think]b", ("", "<think>a</think>b")),
+    (True, "a[/think]b</think>c[think]", ("a</think>b", "c<think>")),
+    (False, " [think]<think>a", ("", " <think><think>a")),
 ]
+MARKS = {"<think>": 2, "</think>": 3}
+
+
+def spans(text: str, data: st.DataObject) -> list[Span]:
+    """Cuts a text: its marks are tokens of their own, [think] is the same text of other tokens."""
+    found = []
+    for part in re.split("(</?think>)", text):
+        if part in MARKS:
+            found.append(Span(part, False, MARKS[part]))
+        elif part := part.replace("[think]", "<think>").replace("[/think]", "</think>"):
+            found += [Span(piece, False) for piece in cut(part, data)]
+    return found
 
 
 @pytest.mark.parametrize(("open_thought", "text", "wanted"), THOUGHTS)
@@ -182,13 +199,14 @@ THOUGHTS = [
 def test_thoughts(
     open_thought: bool, text: str, wanted: tuple[str, str], data: st.DataObject
 ) -> None:
-    texts, _ = joined(fed(ThinkingSplitter(open_thought), cut(text, data)))
+    splitter = ThinkingSplitter((2, 3), open_thought)
+    pieces = [piece for span in spans(text, data) for piece in splitter.feed(span)]
+    texts, _ = joined([*pieces, *splitter.finish()])
     assert (texts["reasoning"], texts["content"]) == wanted
 
 
-def test_a_marker_in_the_middle_of_a_step() -> None:
-    splitter = ThinkingSplitter(True)
-    assert splitter.feed("so it is 5.</think>The ans") == [
-        Piece("reasoning", "so it is 5."),
-        Piece("content", "The ans"),
-    ]
+def test_a_piece_is_there_as_soon_as_its_token() -> None:
+    splitter = ThinkingSplitter((2, 3), True)
+    assert splitter.feed(Span("it is 5.", True)) == [Piece("reasoning", "it is 5.", 0, True)]
+    assert splitter.feed(Span("</think>", True, 3)) == []
+    assert splitter.feed(Span("The ans", False)) == [Piece("content", "The ans")]

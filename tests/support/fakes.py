@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.state import rows_spec
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
-THINKING = 300, 301
+THINKING = 298, 299  # `<think>` and `</think>` of the tokenizer
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"
@@ -312,7 +312,7 @@ def backend_tokenizer() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(["def hello(world): return 1 + 2  # größer, 你好, 🙂"] * 3, trainer)
-    backend.add_tokens(["<think>", "｜end｜"])
+    backend.add_tokens(["<think>", "</think>", "｜end｜"])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )

@@ -1,0 +1,125 @@
+"""Patterns of JSON schemas in the syntax of Rust's regex crate, which llguidance reads."""
+
+import re
+
+LABEL = "[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"
+HOST = rf"{LABEL}(?:\.{LABEL})*"
+ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
+DATE = (
+    "(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{ZONE}"
+POINTER = "(?:/(?:[^/~]|~[01])*)*"
+# Formats that are enforced; all others are annotations. A text is a pattern that replaces one of
+# llguidance's, a list such patterns that all hold, and a name without `^` one of llguidance's own.
+PATTERNS = {
+    "date": [f"^{DATE}$"],
+    "time": [f"^{TIME}$"],
+    "date-time": [f"^{DATE}T{TIME}$"],
+    "hostname": [f"^{HOST}$", r"^[^.]{1,63}(?:\.[^.]{1,63})*$", "^.{1,253}$"],
+    "email": [rf"^{ATOM}(?:\.{ATOM})*@{HOST}$", r"^[^@]{1,64}@[^.]{1,63}(?:\.[^.]{1,63})*$"],
+    "json-pointer": [f"^{POINTER}$"],
+    "relative-json-pointer": [f"^(?:0|[1-9][0-9]{{0,8}})(?:#|{POINTER})$"],
+}
+FORMATS = {name: name for name in ("ipv4", "ipv6", "uuid", "uri", "duration", *PATTERNS)} | {
+    "idn-email": "email",
+    "idn-hostname": "hostname",
+    "uri-reference": "uri",
+    "iri": "uri",
+    "iri-reference": "uri",
+}
+SPACE = r"\t-\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+CLASSES = {"d": "0-9", "w": "0-9a-zA-Z_", "s": SPACE}
+CONTROLS = {"n": 10, "r": 13, "t": 9, "v": 11, "f": 12, "0": 0}
+CODE = re.compile(
+    r"u\{([0-9a-fA-F]{1,6})\}|u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|c([a-zA-Z])"
+)
+PROPERTY = re.compile(r"[pP](?:\{[^}]*\}|[A-Z])")
+REPEAT = re.compile(r"\{\d+(?:,\d*)?\}")
+
+
+def format_patterns(name: str) -> list[str]:
+    """Return the patterns that all hold for a format; [] if llguidance's own is right."""
+    return [translate(pattern) for pattern in PATTERNS.get(FORMATS[name], ())]
+
+
+def translate(pattern: str) -> str:
+    """Write an ECMAScript pattern in Rust's syntax; what is in neither stays, to be refused.
+
+    No class has the NUL character: llguidance takes `"` and a backslash, escaped, for members of
+    a class that has all control characters.
+    """
+    found, at, quantified = list[str](), 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if quantified and char == "?":  # lazy: the same texts match
+            at, quantified = at + 1, False
+            continue
+        quantified = False
+        if char == "\\":
+            piece, _, at = _escape(pattern, at + 1)
+        elif char == "[":
+            piece, at = _class(pattern, at + 1)
+        elif char == "{" and (repeat := REPEAT.match(pattern, at)):
+            piece, at, quantified = repeat[0], repeat.end(), True
+        else:
+            piece = {".": r"[^\n\r\x{2028}\x{2029}]", "{": r"\{", "}": r"\}"}.get(char, char)
+            at, quantified = at + 1, char in "*+?" and found[-1:] != ["("]
+        found.append(piece)
+    return "".join(found)
+
+
+def _class(pattern: str, at: int) -> tuple[str, int]:
+    """Read a class from behind its bracket; returns it and where it ends."""
+    negated, items = pattern.startswith("^", at), list[str]()
+    at += negated
+    while at < len(pattern) and pattern[at] != "]":
+        item, code, at = _member(pattern, at)
+        if code is not None and pattern.startswith("-", at) and pattern[at + 1 : at + 2] != "]":
+            last, end, after = _member(pattern, at + 1)
+            if end is not None:
+                item, at = f"{item}-{last}", after
+        items.append(item)
+    inner = "".join(items) or r"&&a"  # an empty class has no members
+    return f"[[{'^' * negated}{inner}]&&[^\\x00]]", at + 1
+
+
+def _member(pattern: str, at: int) -> tuple[str, int | None, int]:
+    if pattern[at] != "\\":
+        return _char(ord(pattern[at])), ord(pattern[at]), at + 1
+    if pattern.startswith("b", at + 1):
+        return _char(8), 8, at + 2
+    return _escape(pattern, at + 1)
+
+
+def _escape(pattern: str, at: int) -> tuple[str, int | None, int]:
+    """Read what follows a backslash; returns it in Rust's syntax, its code, and where it ends."""
+    char = pattern[at : at + 1]
+    if char.lower() in CLASSES and char:
+        members = CLASSES[char.lower()]
+        return (f"[{members}]" if char.islower() else f"[^\\x00{members}]"), None, at + 1
+    if found := PROPERTY.match(pattern, at):
+        return f"[\\{found[0]}&&[^\\x00]]", None, found.end()
+    if found := CODE.match(pattern, at):
+        long, high, low, four, two, control = found.groups()
+        if control:
+            code = ord(control) % 32
+        elif high:
+            code = 0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF)
+        else:
+            code = int(long or four or two, 16)
+        return _char(code), code, found.end()
+    if char in CONTROLS:
+        return _char(CONTROLS[char]), CONTROLS[char], at + 1
+    if char and not char.isalnum():
+        return _char(ord(char)), ord(char), at + 1
+    return f"\\{char}", None, at + 1
+
+
+def _char(code: int) -> str:
+    return chr(code) if code < 128 and chr(code).isalnum() else f"\\x{{{code:x}}}"
