@@ -311,4 +311,5 @@ def _invalid(error: RequestValidationError) -> ApiError:
     place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
     if first["type"] == "json_invalid" or not place:
         return ApiError(400, f"the body is not JSON: {first['msg']}")
-    return ApiError(400, f"{place}: {first['msg']}", place)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {message}", place)

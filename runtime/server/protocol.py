@@ -7,7 +7,6 @@ import reprlib
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
-from pydantic_core import PydanticCustomError
 
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
@@ -246,9 +245,9 @@ def _first_wrong_item(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise PydanticCustomError("prompt", "a text, token ids, or a list of these")
-    first = type(prompt[0]) if prompt else int
-    wanted = {str: "a text", list: "a list of token ids"}.get(first, TOKEN)
+        raise ValueError("a prompt is a text, token ids, or a list of these")
+    first: type = type(prompt[0]) if prompt else int
+    wanted = "a text" if first is str else "a list of token ids" if first is list else TOKEN
     for number, item in enumerate(prompt):
         fits = _is_id(item) if wanted is TOKEN else isinstance(item, first)
         _check_item(number, item, fits, wanted)
@@ -263,9 +262,7 @@ def _is_id(value: Any) -> bool:
 
 def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
     if not fits:
-        told = {"number": number, "wanted": wanted, "given": reprlib.repr(value)}
-        message = "item {number} must be {wanted}, not {given}"
-        raise PydanticCustomError("prompt", message, told)
+        raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
 
 
 class CompletionBody(Sampled):
