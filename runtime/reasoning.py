@@ -42,7 +42,7 @@ def opens_thought(
     before, after = tokenizer.rstrip(prompt[:at]), prompt[at + 1 :]
     if not (head := tokenizer.answer_head):
         return not tokenizer.rstrip(after)
-    return before[-len(head) :] == head and tokenizer.special_ids.values().isdisjoint(after)
+    return before[-len(head) :] == head and {*tokenizer.special_ids.values()}.isdisjoint(after)
 
 
 @dataclass(slots=True)
