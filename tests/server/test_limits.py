@@ -11,13 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.engine import Prompt
+from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.server.answers import Choice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
@@ -26,8 +30,8 @@ from mtpbuild.runtime.server.pool import Pool
 from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import LONG, Tokenizer
-from tests.support.fakes import backend_tokenizer, fake_tokenizer
-from tests.support.live_server import url_of
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
+from tests.support.live_server import live, until, url_of
 from tests.support.nasty_bodies import BODIES, QUICK
 from tests.support.served import ASK, fails, served
 
@@ -185,6 +189,45 @@ def test_jobs_of_a_pool() -> None:
         assert done == ["a", "c"]
 
     asyncio.run(asked())
+
+
+def test_forms_of_clients_that_have_gone_are_dropped() -> None:
+    """Two threads compile, the rest waits: it counts as load, and ends with its client."""
+    go, begun = threading.Event(), list[str | None]()
+
+    class Compiling(Engine):
+        def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+            if params is not None and (form := params.structured_outputs):
+                begun.append(form.regex)
+                assert go.wait(30)
+                params = replace(params, structured_outputs=None)
+            return super().prepare(prompt, params)
+
+    manifest = fake_manifest(max_batch=2, max_seq_len=5000, prefill_chunk=64)
+    engine = Compiling(FakePrograms(manifest), manifest, fake_tokenizer())
+
+    def ask(form: str, seconds: float) -> int:
+        brief = httpx2.Timeout(20, read=seconds)
+        body = ASK | {"structured_outputs": {"regex": form}}
+        with server.client() as client:
+            return client.post("/v1/completions", json=body, timeout=brief).status_code
+
+    with engine, live(engine) as server, ThreadPoolExecutor() as pool:
+        gone = [pool.submit(ask, f"{i}", 1.0) for i in range(4)]
+        until(lambda: server.service.open == 4)
+        with server.client() as client:
+            assert client.get("/load").json() == {"server_load": 4}
+            assert client.post("/v1/completions", json=ASK).status_code == 200
+        for each in gone:
+            with pytest.raises(httpx2.ReadTimeout):
+                each.result()
+        until(lambda: server.service.open == 0)
+        last = pool.submit(ask, "last", 20.0)
+        until(lambda: server.service.open == 1)
+        go.set()
+        assert last.result() == 200
+    assert len(begun) == 3, "two had begun, and two were dropped"
+    assert begun[-1] == "last"
 
 
 def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,10 @@ def form(**asked: Any) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1, "structured_outputs": asked}).encode()
 
 
-CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)} | {"d3000": {}}
+# Names that name the next one: as deep as no thread's usual stack is.
+CHAIN: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)} | {
+    "d3000": {}
+}
 HI = '"messages": [{"role": "user", "content": "hi"}]'
 QUICK: dict[str, tuple[str, bytes]] = {
     "prompts times n": (COMPLETIONS, filled('{"n": 128, "prompt": [', "[1],", "[1]]}", 400_000)),
