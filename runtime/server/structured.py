@@ -45,13 +45,12 @@ def form_field(body: Sampled) -> str:
 def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     """Translates OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        schema = given.get("schema")
-        if not isinstance(schema, dict | bool | None):
-            raise ApiError(400, f"{field}.schema must be a JSON schema", field)
-        return {"json_object": True} if schema is None else {"json": schema}
+    if kind in ("text", "json_object"):
+        for name in ("schema", "json_schema"):
+            if given.get(name) is not None:
+                message = f"{field}.{name} is not supported: type json_schema has it"
+                raise ApiError(400, message, field)
+        return {"json_object": True} if kind == "json_object" else None
     if kind != "json_schema":
         message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
         raise ApiError(400, message, field)

@@ -192,3 +192,12 @@ def test_values_that_look_like_nothing(field: dict[str, Any]) -> None:
             body = HELLO | {"prompt": "x"} | field
             fails(client.post(f"/v1/{route}", json=body), 400, f"{name} is not supported", name)
         fails(client.post("/tokenize", json=HELLO | field), 400, "is not supported", name)
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+@pytest.mark.parametrize("name", ["schema", "json_schema"])
+def test_a_schema_of_another_type(kind: str, name: str) -> None:
+    with served() as (server, _), server.client() as client:
+        form = {"type": kind, name: {}}
+        response = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
+        fails(response, 400, f"response_format.{name} is not supported", "response_format")
