@@ -7,11 +7,13 @@ JSON values.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, NoReturn, TypedDict, Unpack
 
+from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.sampling import SETTINGS
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template reads
 
@@ -56,6 +58,7 @@ class ChatTemplates:
 
     def render(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """Render the prompt; raises RequestError for bad options, or if the template refuses."""
+        _check_names(options)
         tools, continued = options.get("tools"), options.get("continue_final_message")
         opened = options.get("add_generation_prompt")
         if continued and opened:
@@ -96,6 +99,17 @@ def _render(source: TemplateText, chat: list[dict[str, Any]], variables: dict[st
     except Exception as error:  # a template is a program: it can fail in any way
         raise RequestError(f"the chat template refuses these messages: {error}") from None
     return text
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Raise RequestError for an option that is not one of `ChatOptions`."""
+    known = ChatOptions.__annotations__
+    for name in options:
+        if name in SETTINGS:
+            raise RequestError(f"{name} is no option of a chat: give SamplingParams({name}=...)")
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise RequestError(f"unknown option {name}; known: {', '.join(known)}{near}")
 
 
 def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:

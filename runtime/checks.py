@@ -7,77 +7,89 @@ import contextlib
 import difflib
 import itertools
 import json
-import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from mtpbuild.runtime.errors import UsageError
 
 T = TypeVar("T")
 Check = Callable[[object], Any]
+NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
+LARGEST = 2**31 - 1  # of counts and token ids: kernels, tokenizers and masks may have 32 bits
 
 
-def number(least: int, most: float = math.inf, *, kind: type[int] | type[float] = float) -> Check:
-    name = "a whole number" if kind is int else "a number"
-    span = f"from {least}" if most == math.inf else f"in {least}..{most}"
+def shown(value: object) -> str:
+    """Show the beginning of a value that can't be."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def number(least: float, most: float, *, kind: type[int] | type[float] = float) -> Check:
+    name, kinds = ("a whole number", Integral) if kind is int else ("a number", Real)
 
     def read(value: Any) -> float:
-        fits = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not fits or not least <= value <= most or value == math.inf:
-            raise ValueError(f"must be {name} {span}, not {reprlib.repr(value)}")
-        return kind(value)
+        fits = type(value) is kind or (isinstance(value, kinds) and not isinstance(value, bool))
+        if fits and least <= value <= most:
+            return kind(value)
+        endless = most == LARGEST and not (fits and value > most)
+        span = f"from {least}" if endless else f"in {least}..{most}"
+        raise ValueError(f"must be {name} {span}, not {shown(value)}")
 
     return read
 
 
-def whole_number(least: int, most: float = math.inf) -> Check:
+def whole_number(least: int, most: int = LARGEST) -> Check:
     return number(least, most, kind=int)
 
 
 def switch(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {reprlib.repr(value)}")
+        raise ValueError(f"must be true or false, not {shown(value)}")
     return value
 
 
 def choice(*names: str) -> Check:
     def read(value: object) -> str:
-        if value not in names:
-            raise ValueError(f"must be one of {', '.join(names)}, not {reprlib.repr(value)}")
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}, not {shown(value)}")
         return str(value)
 
     return read
 
 
-def text(most: int) -> Check:
-    """Checks a text of 1 to so many characters."""
+def text(least: int, most: int) -> Check:
+    """Check a text of so many characters that can be written as UTF-8."""
 
     def read(value: object) -> str:
-        if not isinstance(value, str) or not 1 <= len(value) <= most:
-            raise ValueError(f"must be a text of 1 to {most} characters")
-        return value
+        if not isinstance(value, str) or not least <= len(value) <= most:
+            raise ValueError(f"must be a text of {least} to {most} characters")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"must be valid Unicode text ({error})") from None
+        return str(value)
 
     return read
 
 
-def list_of(kind: type, most: float = math.inf, longest: float = math.inf) -> Check:
-    """Makes a tuple of at most so many values of a type; a single text is a list of one.
-
-    longest: characters that a text may have.
-    """
+def list_of(name: str, item: Check, most: int) -> Check:
+    """Make a tuple of at most so many values, each checked; a single text is a list of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
-        listed = isinstance(items, list | tuple | set | frozenset)
-        if not listed or not all(type(item) is kind for item in items):
-            raise ValueError(f"must be a list of {kind.__name__}, not {reprlib.repr(values)}")
+        if not isinstance(items, list | tuple | set | frozenset):
+            raise ValueError(f"must be a list of {name}, not {shown(values)}")
         if len(items) > most:
             raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
-        if kind is str and (found := max(map(len, items), default=0)) > longest:
-            raise ValueError(f"must have texts of {longest} characters at most, not of {found}")
-        return tuple(items)
+        try:
+            return tuple(map(item, items))
+        except ValueError as error:
+            raise ValueError(f"must be a list of {name}, each of which {error}") from None
 
     return read
 
@@ -93,19 +105,9 @@ def instance_of(kind: type) -> Check:
 
 def object_of(value: object) -> dict[str, Any]:
     """Checks an object of values by name, as JSON has it."""
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"must map names to values, not {reprlib.repr(value)}")
-    return dict(value)
-
-
-def above(least: int) -> Check:
-    def read(value: object) -> float:
-        with contextlib.suppress(ValueError):
-            if (found := number(least)(value)) > least:
-                return float(found)
-        raise ValueError(f"must be a number above {least}, not {reprlib.repr(value)}")
-
-    return read
+    if isinstance(value, Mapping) and all(isinstance(n, str) and n.isidentifier() for n in value):
+        return dict(value)
+    raise ValueError(f"must map names to values, not {shown(value)}")
 
 
 def biases(most: int) -> Check:
@@ -113,14 +115,14 @@ def biases(most: int) -> Check:
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
-            raise ValueError(f"must map token ids to numbers, not {reprlib.repr(values)}")
+            raise ValueError(f"must map token ids to numbers, not {shown(values)}")
         if len(values) > most:
             raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
         return dict(bias(*item) for item in values.items())
 
     def bias(id: object, value: object) -> tuple[int, float]:
         if isinstance(id, bool) or not re.fullmatch("[0-9]{1,9}", str(id)):
-            raise ValueError(f"must map token ids to numbers, and {reprlib.repr(id)} is no id")
+            raise ValueError(f"must map token ids to numbers, and {shown(id)} is no id")
         try:
             return int(str(id)), number(-100, 100)(value)
         except ValueError as error:
@@ -131,15 +133,12 @@ def biases(most: int) -> Check:
 
 def rates(values: object) -> tuple[float, ...]:
     """Checks rates; entry i is the share of steps whose first i + 1 drafts are all accepted."""
-    if not isinstance(values, list | tuple) or not values:
-        raise ValueError(f"must be a list of rates, not {reprlib.repr(values)}")
+    if not isinstance(values, list | tuple) or not 1 <= len(values) <= NEXTN_LIMIT:
+        raise ValueError(f"must be a list of rates, not {shown(values)}")
     found: Sequence[float] = [number(0, 1)(rate) for rate in values]
     if any(later > earlier for earlier, later in itertools.pairwise(found)):
-        raise ValueError(f"must not increase, as in {reprlib.repr(values)}")
+        raise ValueError(f"must not increase, as in {shown(values)}")
     return tuple(found)
-
-
-NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:

@@ -1,17 +1,26 @@
 """Turns a request's settings into controls, which an engine's steps take."""
 
+import contextlib
 import secrets
 from dataclasses import replace
 
-from mtpbuild.runtime.contract.controls import CONTROLS, MAX_BANNED, Control, Controls
+import numpy as np
+
+from mtpbuild.runtime.contract.controls import (
+    CONTROLS,
+    MAX_BANNED,
+    Control,
+    Controls,
+    control_shapes,
+)
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
-from mtpbuild.runtime.contract.settings import Wishes, defaults_of
+from mtpbuild.runtime.contract.settings import Wishes, controls_in, defaults_of
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.reasoning import opens_thought
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
 from mtpbuild.runtime.synthetic import conditional, synthetic_rates
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -24,16 +33,14 @@ def controls_of(
     tokenizer: Tokenizer | None = None,
 ) -> Controls:
     """Makes the controls of a request; raises RequestError for one that the engine can't do."""
+    check_tokens(params, manifest)
     marks = thinking_ids(params, manifest)
     if marks != manifest.model.thinking_token_ids:  # the template knows nothing of the request's
         tokenizer = None
     banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
-    bias, last = params.logit_bias or {}, manifest.model.vocab_size - 1
-    for id in bias:
-        if id > last:
-            raise RequestError(f"logit_bias: token id {id} is outside the vocabulary 0..{last}")
+    bias = params.logit_bias or {}
     controls = Controls(
         **{name: getattr(params, name) for name in defaults_of(Wishes)},
         rejection=params.acceptance == "rejection",
@@ -59,6 +66,16 @@ def controls_of(
         if control.setting and controls.counts(control.name):
             check_control(manifest, control)
     return controls
+
+
+def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
+    """Raise RequestError for a setting with a token id that the vocabulary does not have."""
+    last = manifest.model.vocab_size - 1
+    for name, setting in SETTINGS.items():
+        value = getattr(params, name) if setting.tokens else None
+        ids = (value,) if isinstance(value, int) else value or ()
+        if (id := max(ids, default=0)) > last:
+            raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}")
 
 
 def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
@@ -97,8 +114,8 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     begin, end = (o if g is None else g for g, o in zip(given, own, strict=True))
     if params.relaxed_topk > 1 and -1 in (begin, end):
         raise RequestError(
-            "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
-            "know: give begin_thinking_phase_token and end_thinking_phase_token"
+            "relaxed_topk: relaxed acceptance needs the tokens of the thinking phase, which this "
+            "engine does not know: give begin_thinking_phase_token and end_thinking_phase_token"
         )
     return begin, end
 
@@ -113,7 +130,23 @@ def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
             f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
             f"build it with --acceptance-rule {rule.name}"
         )
-    return {rule.name: True, **(params.acceptance_settings or {})}
+    asked = dict(params.acceptance_settings or {})
+    controls = controls_in(rule.settings)
+    places = control_shapes(manifest.build.nextn, table=controls)
+    for control in controls:
+        if not fits(asked[control.name], places[control.name], control.dtype):
+            raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
+    return {rule.name: True, **asked}
+
+
+def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
+    """Tell whether a control's place can hold a value, which a rule's own check let through."""
+    with contextlib.suppress(ValueError), np.errstate(all="ignore"):
+        given = np.asarray(value)
+        if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
+            held = given.astype(dtype)
+            return bool(np.isfinite(held).all() and np.allclose(given, held, 1e-6, 1e-30))
+    return False
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:

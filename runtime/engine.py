@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, TypeAlias, Unpack, cast, overload
+from typing import Any, Self, SupportsIndex, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.checks import shown
 from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
@@ -152,14 +153,14 @@ class Engine:
 
         options: as for `chat_prompt`. To go on, append the result's `message` to `messages`.
         """
-        ids, params = self.chat_ids(messages, **options), params or SamplingParams()
+        ids, params = self.chat_ids(messages, **options), _checked(params)
         marks = self.manifest.model.thinking_token_ids
         if marks is None:
             return ChatResult.of(self.stream(ids, params).result())
-        special = self._text_tokenizer().special_ids
-        shown = [special[mark] for mark in (BEGIN, END) if mark in special]
-        shown = [*params.shown_tokens, *shown]
-        params = replace(params, shown_tokens=shown, split_thought=True)
+        special = self.special_ids
+        named = [special[mark] for mark in (BEGIN, END) if mark in special]
+        named = [*params.shown_tokens, *named]
+        params = replace(params, shown_tokens=named, split_thought=True)
         splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
         with self.stream(ids, params) as stream:
             spans = [span for chunk in stream for span in chunk.spans]
@@ -219,6 +220,12 @@ class Engine:
         """Token ids of a text; RequestError if the engine was built without a tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Map the names of the special tokens that the model can emit to their ids."""
+        named = self.tokenizer.special_ids if self.tokenizer else {}
+        return {name: id for name, id in named.items() if id < self.manifest.model.vocab_size}
+
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError.
 
@@ -235,7 +242,8 @@ class Engine:
             raise RequestError("the prompt is empty")
         for id in (min(ids), max(ids)):
             if not 0 <= id < vocabulary:
-                raise RequestError(f"token id {id} is outside the vocabulary 0..{vocabulary - 1}")
+                wrong = f"token id {shown(id)} is outside the vocabulary"
+                raise RequestError(f"{wrong} 0..{vocabulary - 1}")
         if len(ids) >= capacity:
             raise ContextLengthError(len(ids), capacity)
         return ids
@@ -318,7 +326,7 @@ class Engine:
         listener: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> Request:
-        ids, params = self.token_ids(prompt), params or SamplingParams()
+        ids, params = self.token_ids(prompt), _checked(params)
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
@@ -331,8 +339,21 @@ class Engine:
         return self.tokenizer
 
 
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    """Return the settings, by default those of nobody's wishes; raises RequestError."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(f"settings are given as SamplingParams, not {shown(params)}")
+    return SamplingParams() if params is None else params
+
+
 def _plain_ids(prompt: Sequence[int]) -> list[int]:
     with contextlib.suppress(TypeError):
-        if not isinstance(prompt, bytes):
-            return [operator.index(id) for id in prompt]
-    raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}")
+        if not isinstance(prompt, bytes | Mapping | Set):
+            return [_plain_id(id) for id in prompt]
+    raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
+
+
+def _plain_id(id: object) -> int:
+    if isinstance(id, bool):
+        raise TypeError
+    return operator.index(cast(SupportsIndex, id))

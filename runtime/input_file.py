@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.checks import shown
 from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -106,12 +107,28 @@ def _parse(kind: type[Kind], text: bytes) -> Kind:
         raise RequestError(f"not JSON ({error})") from None
 
 
+BATCH = ("custom_id", "method", "url", "body")  # the keys of a line of OpenAI's batch files
+BATCH_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+LENGTHS = ("output_tokens", "max_tokens", "max_completion_tokens")  # names of one field
+# Fields of batch files that are left out where they ask for what a line gets anyway, as JSON.
+DONE = {
+    "n": "1",
+    "stream": "false",
+    "logprobs": "false",
+    "echo": "false",
+    "best_of": "1",
+    "tool_choice": '"auto"',
+    "response_format": '{"type": "text"}',
+}
+
+
 class Line(AskingLine):
     """Is a line of the file; settings that it leaves out come from the command line."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
 
     input_ids: list[int] | None = None
+    model: str | None = None  # not compared: the engine is chosen for the whole file
     settings: dict[str, Any] = {}  # the ones that the line gives, each as a key of its own
 
     @model_validator(mode="before")
@@ -122,12 +139,35 @@ class Line(AskingLine):
             return raw
         if "settings" in raw:
             raise ValueError("settings: unknown; each setting is a key of the line")
-        if "max_tokens" in raw:
-            if "output_tokens" in raw:
-                raise ValueError("output_tokens and max_tokens are the same: give one")
-            raw = {"output_tokens" if n == "max_tokens" else n: v for n, v in raw.items()}
+        if not raw.keys().isdisjoint(BATCH):
+            raw = _of_batch(raw)
+        lengths = {name: raw[name] for name in LENGTHS if raw.get(name) is not None}
+        if len(lengths) > 1:
+            raise ValueError(f"{' and '.join(lengths)} are the same: give one")
         settings = {name: value for name, value in raw.items() if name in http_settings()}
-        return {n: v for n, v in raw.items() if n not in settings} | {"settings": settings}
+        rest = {n: v for n, v in raw.items() if n not in (*settings, *LENGTHS)}
+        most = next(iter(lengths.values()), None)
+        return rest | {"output_tokens": most, "settings": settings}
+
+
+def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line of OpenAI's batch files as those of one of ours."""
+    for name in sorted(line.keys() ^ set(BATCH)):
+        wrong = "unknown" if name in line else "missing"
+        raise ValueError(f"{name:.60}: {wrong}; a line of a batch has {', '.join(BATCH)}")
+    name, method, url, body = (line[key] for key in BATCH)
+    if method != "POST" or not isinstance(url, str) or url not in BATCH_PROMPTS:
+        known, asked = " or ".join(BATCH_PROMPTS), f"{shown(method)} {shown(url)}"
+        raise ValueError(f"a line of a batch is a POST to {known}, not {asked}")
+    if not isinstance(body, dict):
+        raise ValueError(f"body: must be an object, not {shown(body)}")
+    if BATCH_PROMPTS[url] not in body or "task_id" in body:
+        raise ValueError(f"body: {url} has {BATCH_PROMPTS[url]}, and no task_id")
+    given = {n: value for n, value in body.items() if value is not None}
+    found = {n: value for n, value in given.items() if json.dumps(value) != DONE.get(n)}
+    if isinstance(found.get("prompt"), list):
+        found["input_ids"] = found.pop("prompt")
+    return found | {"task_id": name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +180,18 @@ class FileRequest:
 
 
 def read_requests(
-    path: Path, engine: Engine, defaults: SamplingParams, flag: str = "--input", hint: str = ""
+    path: Path,
+    engine: Engine,
+    defaults: SamplingParams,
+    flag: str = "--input",
+    hint: str = "",
+    *,
+    check: bool = False,
 ) -> list[FileRequest]:
-    """Reads all requests of a file; raises UsageError that names file and line."""
+    """Read all requests of a file; raises UsageError that names file and line.
+
+    check: whether this engine must be able to do what each asks for.
+    """
 
     def take(line: Line, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
@@ -150,6 +199,8 @@ def read_requests(
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        if check:
+            engine.check(params)
         return FileRequest(index if line.task_id is None else line.task_id, ids, params)
 
     return read_lines(path, f"{flag} {path}", Line, take, hint)

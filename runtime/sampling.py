@@ -1,9 +1,10 @@
 """Defines SamplingParams, whose fields are the table of all settings of a request."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from mtpbuild.runtime.checks import (
     NEXTN_LIMIT,
@@ -25,8 +26,11 @@ from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
     MAX_SALT,
+    MAX_STOP,
+    MAX_STOP_IDS,
     MAX_STOPS,
-    MAX_TEXT,
+    MAX_TOKENS,
+    MAX_WORD,
     Setting,
     Wishes,
     annotations,
@@ -40,6 +44,8 @@ from mtpbuild.runtime.synthetic import check_synthetic
 
 judging = partial(noted, everywhere=True)
 private = partial(Setting, http=False)
+token = whole_number(0)
+token_ids = partial(list_of, "int", token)
 
 
 def rule_name(value: object) -> str:
@@ -75,7 +81,7 @@ class SamplingParams(Wishes):
     non-increasing) or with a mean acceptance length: its text is meaningless.
 
     `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count the output's tokens,
-    `repetition_penalty` (above 0, 1: off) those of prompt and output; `logit_bias` adds -100..100
+    `repetition_penalty` (0.01..100, 1: off) those of prompt and output; `logit_bias` adds -100..100
     to the logits of token ids. They are vLLM's, act before temperature and filters, and act on
     each token as if those before it had been decoded one by one, whatever nextn is.
 
@@ -92,6 +98,8 @@ class SamplingParams(Wishes):
     where the engine was built with `--score`, and then `max_tokens` may be 0. A special token adds
     nothing to the text, unless it is one of `shown_tokens`: then its name is text.
 
+    `seed` is -2**63..2**64 - 1; a negative one is the same as that of 2**64 more.
+
     Of earlier prompts' rows a request finds those alone that were left with the same `cache_salt`.
 
     `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
@@ -102,10 +110,12 @@ class SamplingParams(Wishes):
     min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
         Sequence[str],
-        Setting(list_of(str, MAX_STOPS, MAX_TEXT), "End before this text; may be repeated."),
+        Setting(
+            list_of("str", text(0, MAX_STOP), MAX_STOPS), "End before this text; may be repeated."
+        ),
     ] = ()
     include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
-    stop_token_ids: Annotated[Sequence[int], Setting(list_of(int))] = ()
+    stop_token_ids: Annotated[Sequence[int], Setting(token_ids(MAX_STOP_IDS), tokens=True)] = ()
     split_thought: Annotated[bool, private(switch)] = False
     stop_in_thought: Annotated[bool, private(switch)] = False
     ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
@@ -115,12 +125,16 @@ class SamplingParams(Wishes):
             biases(MAX_BIASES),
             """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
             parse=typed_biases,
+            tokens=True,
         ),
     ] = None
-    allowed_token_ids: Annotated[Sequence[int] | None, penalty(list_of(int))] = None
-    bad_words: Annotated[Sequence[str], penalty(list_of(str, MAX_BIASES, MAX_TEXT))] = ()
+    allowed_token_ids: Annotated[
+        Sequence[int] | None, penalty(token_ids(MAX_TOKENS), tokens=True)
+    ] = None
+    bad_words: Annotated[Sequence[str], penalty(list_of("str", text(0, MAX_WORD), MAX_BIASES))] = ()
     seed: Annotated[
-        int | None, Setting(whole_number(0, 2**64 - 1), "Seed for sampling.", everywhere=True)
+        int | None,
+        Setting(whole_number(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
     ] = None
     acceptance: Annotated[
         Literal["strict", "rejection"] | str,
@@ -153,8 +167,8 @@ class SamplingParams(Wishes):
         float | None,
         judging(number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
     ] = None
-    begin_thinking_phase_token: Annotated[int | None, private(whole_number(0))] = None
-    end_thinking_phase_token: Annotated[int | None, private(whole_number(0))] = None
+    begin_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
+    end_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
     logprobs: Annotated[
         int | None,
         private(
@@ -166,8 +180,8 @@ class SamplingParams(Wishes):
     structured_outputs: Annotated[
         StructuredOutputs | None, private(instance_of(StructuredOutputs))
     ] = None
-    cache_salt: Annotated[str | None, Setting(text(MAX_SALT))] = None
-    shown_tokens: Annotated[Sequence[int], private(list_of(int))] = ()
+    cache_salt: Annotated[str | None, Setting(text(1, MAX_SALT))] = None
+    shown_tokens: Annotated[Sequence[int], private(token_ids(MAX_TOKENS), tokens=True)] = ()
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
@@ -185,7 +199,8 @@ class SamplingParams(Wishes):
         if self.top_p == 0:
             raise RequestError("top_p must be above 0")
         if self.relaxed_topk > 1 and self.temperature > 0:
-            raise RequestError("relaxed acceptance is for greedy requests: set temperature to 0")
+            wrong = "relaxed acceptance is for greedy requests: set temperature to 0"
+            raise RequestError(f"relaxed_topk: {wrong}")
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
@@ -208,6 +223,12 @@ class SamplingParams(Wishes):
         elif said:
             name = next(iter(said))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
+
+    def with_seed(self, seed: int) -> Self:
+        """Return the same settings with another seed; they are not checked again."""
+        own = copy(self)
+        object.__setattr__(own, "seed", seed)
+        return own
 
     @property
     def held(self) -> str:

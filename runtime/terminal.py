@@ -82,7 +82,8 @@ def answer_file(
     engine: Engine, path: Path, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
     """Answer a file's requests in their order."""
-    for request, result in generate_all(engine, read_requests(path, engine, params), trace):
+    requests = read_requests(path, engine, params, check=True)
+    for request, result in generate_all(engine, requests, trace):
         if json:
             print(json_line(request.task_id, result), flush=True)
         else:

@@ -28,16 +28,19 @@ class TokenLimits:
         self._window, self._said = manifest.window, list[int]()
         self._free = np.ones(size, bool)  # [V] by what does not depend on the answer
         if (allowed := params.allowed_token_ids) is not None:
-            if not 0 <= min(allowed) <= max(allowed) < size:
-                raise RequestError(f"allowed_token_ids: the vocabulary's are 0..{size - 1}")
-            self._free = np.isin(np.arange(size), allowed)
+            self._free[:] = False
+            self._free[[*allowed]] = True
         if params.bad_words and tokenizer is None:
             raise RequestError("bad_words: this engine was built without a tokenizer")
         found = [ids for text in params.bad_words for ids in spellings(text, tokenizer)]
+        if (id := max((id for ids in found for id in ids), default=0)) >= size:
+            raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
         self._free[[ids[0] for ids in found if len(ids) == 1]] = False
         self._bad = [ids for ids in found if len(ids) > 1]
-        late = end_ids(params, manifest) if params.min_tokens else frozenset[int]()
-        if late.issuperset(np.flatnonzero(self._free).tolist()):
+        # Steps forbid these too, but what is left must be known before one runs.
+        self._early, self._least = self._free.copy(), params.min_tokens
+        self._early[[id for id in end_ids(params, manifest) if id < size]] = False
+        if not self._behind([]).any():
             name = "allowed_token_ids" if allowed is not None else "bad_words"
             raise RequestError(f"{name}: no token is left that an answer could begin with")
         self.kept = 0
@@ -68,10 +71,11 @@ class TokenLimits:
         del self._said[: -max(map(len, self._bad), default=1)]  # the rest decides nothing
 
     def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        free = self._early if len(said) < self._least else self._free
         ends = [ids[-1] for ids in self._bad if said[1 - len(ids) :] == ids[:-1]]
         if not ends:
-            return self._free
-        free = self._free.copy()
+            return free
+        free = free.copy()
         free[ends] = False
         return free
 
@@ -83,4 +87,4 @@ def spellings(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     plain, spaced = (tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))
     if not plain:
         raise RequestError("bad_words: a text is empty")
-    return [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
+    return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]

@@ -102,8 +102,10 @@ class Controls(Wishes):
 
         So the numbers never depend on batch, step or nextn.
         """
-        keys = (np.random.Philox(key=[self.seed, stream]) for stream in range(streams))
-        return np.stack([np.random.Generator(key).random(count, np.float32) for key in keys])
+        # In a list, numbers from 2**63 on would become floats.
+        keys = [np.array([self.seed % 2**64, stream], np.uint64) for stream in range(streams)]
+        numbers = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
+        return np.stack([each.random(count, np.float32) for each in numbers])
 
     def rows(
         self, places: Mapping[str, tuple[tuple[int, ...], Any]]

@@ -76,7 +76,7 @@ class Rule:
                 raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
             try:
                 values[name] = self.known[name].check(value)
-            except ValueError as error:
+            except (ValueError, TypeError, ArithmeticError) as error:
                 raise RequestError(f"{name} {error}") from None
         return values
 

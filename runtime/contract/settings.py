@@ -11,14 +11,26 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from mtpbuild.runtime.checks import Check, above, number, whole_number
+from mtpbuild.runtime.checks import Check, number, whole_number
 
 T = TypeVar("T")
 MAX_LOGPROBS = 20  # alternatives that a row reports, as many as OpenAI's API takes
 MAX_STOPS = 64  # stop strings; each token's text is searched for all of them
-MAX_TEXT = 1024  # characters of a stop string or of a text that is not to be said
+MAX_STOP = 1024  # characters of one
 MAX_SALT = 256  # characters of a request's cache_salt
 MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API takes
+MAX_WORD = 256  # characters of one of its bad_words
+MAX_STOP_IDS = 1024
+MAX_TOKENS = 2**18  # of a vocabulary
+# The logits that a float32 can tell apart are far apart at this temperature: all that is left is
+# the most probable token. Quotients by a lower one would overflow.
+COLDEST = 1e-20
+
+
+def read_temperature(value: object) -> float:
+    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    found: float = number(0, 100)(value)
+    return max(found, COLDEST) if found else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,8 @@ class Setting:
     flag; a setting without help has no flag. everywhere: whether bench and eval have the flag, not
     run alone. parse: makes the value of the flag's name and text, where the text is not the value.
     http: whether bodies of the server and lines of input files have it. differs: what `diff` does
-    with two traces that differ in it: it refuses them, notes it, or ("") ignores it.
+    with two traces that differ in it: it refuses them, notes it, or ("") ignores it. tokens:
+    whether its values are token ids, which an engine's vocabulary must have.
     """
 
     check: Check
@@ -38,6 +51,7 @@ class Setting:
     parse: Callable[[str, str], Any] | None = None
     http: bool = True
     differs: Literal["refused", "noted", ""] = ""
+    tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ SAMPLED = Needs(("temperature",))
 class Wishes:
     """Holds the settings of a request that its steps are given as they are."""
 
-    temperature: Annotated[float, shaping(number(0, 100), "0: greedy."), Control("float32")] = 0.0
+    temperature: Annotated[float, shaping(read_temperature, "0: greedy."), Control("float32")] = 0.0
     top_k: Annotated[
         int,
         shaping(whole_number(-1), "Sample from so many tokens, the most probable; 0: all."),
@@ -114,7 +128,7 @@ class Wishes:
     ] = 0.0
     repetition_penalty: Annotated[
         float,
-        penalty(above(0), "Above 1: tokens of prompt and output become less probable."),
+        penalty(number(0.01, 100), "Above 1: tokens of prompt and output become less probable."),
         Control("float32", core=False),
     ] = 1.0
 

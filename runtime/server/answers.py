@@ -5,7 +5,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
@@ -117,10 +117,10 @@ def finite(logprob: float) -> float:
 
 
 def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Give each choice its settings: the seeds count up."""
+    """Give each choice its settings: the seeds count up, and after 2**64 - 1 comes 0."""
     if params.seed is None:
         return [params] * count
-    return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
+    return [params.with_seed((params.seed + i) % 2**64) for i in range(count)]
 
 
 async def merged(

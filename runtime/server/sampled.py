@@ -57,9 +57,9 @@ def read_sampled(
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
     named["structured_outputs"], asked["structured_outputs"] = form or ("tool_choice", calls)
-    special = engine.tokenizer.special_ids if engine.tokenizer else {}
     every = body.skip_special_tokens is False
-    asked["shown_tokens"] = [id for name, id in special.items() if every or name in markers]
+    special = engine.special_ids.items()
+    asked["shown_tokens"] = [id for name, id in special if every or name in markers]
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:

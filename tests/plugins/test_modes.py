@@ -13,6 +13,7 @@ from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
+from mtpbuild.runtime.contract.settings import COLDEST
 from tests.support.acceptance_cases import (
     BANNED,
     BEGIN,
@@ -103,6 +104,16 @@ def test_temperature_sharpens() -> None:
     (p,) = shaped([CLOSE], 0.5, 0, 1.0, 0.0)
     squares = torch.tensor(CLOSE).square()
     assert torch.allclose(p, squares / squares.sum(), atol=1e-6)
+
+
+def test_the_coldest_temperature_leaves_the_most_probable_token() -> None:
+    """Of logits of any size; a forbidden token has none."""
+    for size in (1e-6, 1.0, 1e6):
+        logits = size * torch.tensor([[[1.0, -9.0, 3.0, 2.0, 3.0 - 1e-6, -torch.inf]]])
+        asked = dict(zip(SHAPING, map(torch.tensor, ([COLDEST], [0], [1.0], [0.0])), strict=True))
+        assert shaped_probs(logits, asked)[0, 0].tolist() == [0, 0, 1, 0, 0, 0]
+        asked["top_p"] = torch.tensor([0.5])
+        assert shaped_probs(logits, asked)[0, 0].tolist() == [0, 0, 1, 0, 0, 0]
 
 
 def test_the_margin_is_the_distance_to_the_cell_border() -> None:

@@ -14,6 +14,7 @@ from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.runtime.contract.settings import COLDEST
 from mtpbuild.runtime.ranks import Ranks
 from tests.support import kernels
 from tests.support.acceptance_cases import (
@@ -120,6 +121,7 @@ def test_flags_as_numbers() -> None:
 @pytest.mark.parametrize(("vocab", "tokens"), [(70, 1), (33, 3)])
 def test_laws_without_a_sort(vocab: int, tokens: int) -> None:
     kernels.check_shaped_probs(vocab, vocab, tokens, "cpu")
+    kernels.check_shaped_probs(vocab, vocab, tokens, "cpu", COLDEST)
 
 
 @pytest.mark.full

@@ -183,6 +183,34 @@ def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> Non
     assert plain == flags
 
 
+def batch(url: str, body: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": f"/v1/{url}", "body": body} | others
+
+
+def test_a_line_has_the_names_of_openai(engine_dir: Path, tmp_path: Path) -> None:
+    """`model`, and the lines of batch files; settings stay the command's where they say nothing."""
+    chat = [{"role": "user", "content": "hi"}]
+    idle = {"n": 1, "stream": False, "logprobs": False, "tool_choice": "auto", "stop": None}
+    shaped = {"model": "m", "max_completion_tokens": 3, "max_tokens": None, "seed": -1}
+    lines = [
+        {"prompt": "hello"} | shaped,
+        batch("completions", {"prompt": "hello"} | shaped | idle),
+        batch("completions", {"prompt": [5, 6], "max_tokens": 3}, custom_id="b"),
+        batch("chat/completions", {"messages": chat, "tools": [{"type": "function"}]} | shaped),
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    flags = SamplingParams(9, temperature=0.5, stop=["flag"], seed=7)
+    with Engine.load(engine_dir) as engine:
+        plain, *batched = read_requests(path, engine, flags)
+        prompts = [engine.token_ids("hello"), [5, 6], engine.chat_ids(chat)]
+    assert plain.token_ids == prompts[0]
+    assert [request.token_ids for request in batched] == prompts
+    assert [request.task_id for request in (plain, *batched)] == [0, "a", "b", "a"]
+    seeds = [request.params for request in (plain, *batched)]
+    assert seeds == [replace(flags, max_tokens=3, seed=seed) for seed in (-1, -1, 7, -1)]
+
+
 SHOW = "{{ [messages, tools, documents, add_generation_prompt, enable_thinking] | tojson }}"
 
 
@@ -246,6 +274,34 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         (
             '{"prompt": "a", "max_tokens": 5, "output_tokens": 5}',
             r":2: output_tokens and max_tokens",
+        ),
+        (
+            '{"prompt": "a", "max_completion_tokens": 5, "max_tokens": 5}',
+            r":2: max_tokens and max_completion_tokens are the same: give one",
+        ),
+        ('{"prompt": "a", "model": 5}', r":2: model: "),
+        (
+            '{"prompt": "a", "stop_token_ids": [320]}',
+            r":2: stop_token_ids: token id 320 is outside",
+        ),
+        ('{"prompt": "a", "repetition_penalty": 2}', r":2: repetition_penalty is not supported by"),
+        *(
+            (json.dumps(line), rf":2: {says}")
+            for line, says in (
+                ({"custom_id": "a", "prompt": "x"}, "body: missing; a line of a batch has "),
+                (
+                    batch("completions", {"prompt": "a"}, max_tokens=5),
+                    "max_tokens: unknown; a line",
+                ),
+                (batch("embeddings", {"input": "a"}), ".* is a POST to .*, not 'POST' '/v1/embed"),
+                (batch("completions", {"prompt": "a"}, method="GET"), ".* is a POST to "),
+                (batch("completions", {"messages": []}), "body: /v1/completions has prompt"),
+                (batch("completions", {"prompt": ["a"]}), "input_ids: "),
+                (batch("completions", {"prompt": "a", "logprobs": 0}), "logprobs: "),
+                (batch("completions", {"prompt": "a", "n": 2}), "n: "),
+                (batch("completions", {"prompt": "a", "top_k": 2**64}), "top_k must be a whole"),
+                (batch("completions", {"prompt": "a"}, custom_id=[]), "task_id"),
+            )
         ),
         ('{"prompt": "a", "stop": [""]}', r"in\.jsonl:2: stop"),
         ('{"prompt": "a", "temprature": 1}', r"in\.jsonl:2: temprature"),

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ def test_a_chats_thought_and_text_are_apart(
         (b"abc", "a prompt is a text or a list of token ids"),
         (7, "a prompt is a text or a list of token ids"),
         ([5.0], "a prompt is a text or a list of token ids"),
+        ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
+        ([5, 10**5000], "token id a number of thousands of digits is outside"),
+        ([True], "a prompt is a text or a list of token ids, not .True."),
+        ({5: 6}, "a prompt is a text or a list of token ids"),
+        (np.array([[5, 6]]), "a prompt is a text or a list of token ids"),
     ],
 )
 def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
@@ -151,8 +157,8 @@ def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
         ({"min_p": -1}, "min_p must be a number in 0..1"),
         ({"presence_penalty": 2.1}, "presence_penalty must be a number in -2..2"),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number in -2..2"),
-        ({"repetition_penalty": -1}, "repetition_penalty must be a number above 0, not -1"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, not 0"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be a number in 0.01..100, not -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number in 0.01..100, not 0"),
         ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be a number in -100..100"),
         ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers, and 'x' is no id"),
         ({"logit_bias": [5]}, "logit_bias must map token ids to numbers"),
@@ -167,7 +173,7 @@ def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
         ({"relaxed_topk": 3, "temperature": 0.6}, "relaxed acceptance is for greedy requests"),
         ({"acceptance": "typical"}, "acceptance must be one of strict, rejection"),
         ({"draft_sample_method": "x"}, "draft_sample_method must be one of"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
@@ -216,6 +222,34 @@ def test_chat_prompts_follow_the_template() -> None:
     for role in ({}, {"role": None}, {"role": 7}):
         with pytest.raises(RequestError, match="messages 1: role must be a text, not "):
             engine.chat_prompt([{"role": "user", "content": "hi"}, role])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
+        ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
+        ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*"),
+    ],
+)
+def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> None:
+    engine, _ = make_engine()
+    messages = [{"role": "user", "content": "hi"}]
+    for ask in (engine.chat, engine.chat_ids, engine.chat_prompt):
+        with pytest.raises(RequestError, match=message):
+            ask(messages, **options)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "x"])
+def test_settings_that_are_none(params: Any) -> None:
+    engine, _ = make_engine()
+    for ask in (
+        lambda: engine.generate([5], params),
+        lambda: engine.stream([5], params),
+        lambda: engine.chat([{"role": "user", "content": "hi"}], params),
+    ):
+        with pytest.raises(RequestError, match="settings are given as SamplingParams, not "):
+            ask()
 
 
 def test_threads_share_the_engine() -> None:

@@ -1,5 +1,6 @@
 """`allowed_token_ids` and `bad_words`: deepseek-tiny under them, beside plain decoding."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,44 @@ def test_drafts_behind_which_nothing_may_follow(tokenizer: Tokenizer) -> None:
         limits.ahead([two, one, two])
 
 
+def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
+    """An end that is forbidden so early is no way out; later it is."""
+    one = tokenizer.encode("Q", add_special_tokens=False)[0]
+    limited: dict[str, Any] = {"allowed_token_ids": [EOS, one], "bad_words": ["QQ"]}
+    for min_tokens, free in ((1, True), (2, False)):
+        params = SamplingParams(9, min_tokens=min_tokens, **limited)
+        limits = TokenLimits(params, manifest(), tokenizer)
+        found = limits.ahead([one, one])
+        assert found.drafts == ([one, one] if free else [])
+        limits.take(one)
+        with contextlib.nullcontext() if free else pytest.raises(RequestError, match="no token is"):
+            masks = limits.ahead([]).allowed.view(np.uint8)
+            assert np.flatnonzero(np.unpackbits(masks[0], bitorder="little")).tolist() == [EOS]
+
+
+def test_texts_beyond_the_vocabulary(tokenizer: Tokenizer) -> None:
+    """A tokenizer may have tokens that the model does not have."""
+    small = fake_manifest(vocab_size=1000, eos=(EOS,))
+    params = SamplingParams(9, bad_words=["the", "return"])
+    most = max(id for text in params.bad_words for ids in spellings(text, tokenizer) for id in ids)
+    assert most >= 1000
+    with pytest.raises(RequestError, match=f"bad_words: token id {most} is outside the voc"):
+        TokenLimits(params, small, tokenizer)
+
+
+@pytest.mark.parametrize("mode", [{}, *MODES[2:]], ids=["strict", "rejection", "block"])
+def test_the_limit_of_temperatures_is_greedy(mode: dict[str, Any], engine: Engine) -> None:
+    """What is forbidden stays so, and log-probabilities are numbers."""
+    tiny = (5e-324, 1e-46, 1e-44, 1e-38, 1e-30, 1e-20, 1e-12)
+    for more in (*SETTINGS[1:], {"min_tokens": 12}, {"repetition_penalty": 100}):
+        greedy = engine.generate(CODE, SamplingParams(12, **more))
+        params = SamplingParams(12, **(mode | more | {"temperature": 1, "seed": 5, "logprobs": 0}))
+        each = [replace(params, temperature=temperature) for temperature in tiny]
+        for found in engine.generate([CODE] * len(each), each):
+            assert found.token_ids == greedy.token_ids
+            assert np.isfinite([one.logprob for one in found.logprobs or ()]).all()
+
+
 def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
     """Plain, and behind a space where that is another token and as many of them."""
 
@@ -158,8 +197,8 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
     ("asked", "says"),
     [
         ({"allowed_token_ids": []}, "allowed_token_ids: the list is empty"),
-        ({"allowed_token_ids": [VOCABULARY]}, "allowed_token_ids: the vocabulary's are 0..2047"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids: the vocabulary's are 0..2047"),
+        ({"allowed_token_ids": [VOCABULARY]}, "allowed_token_ids: token id 2048 is outside"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids must be a list of int"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be a list of int"),
         ({"bad_words": [""]}, "bad_words: a text is empty"),
         ({"bad_words": [7]}, "bad_words must be a list of str"),

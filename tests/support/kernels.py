@@ -337,11 +337,15 @@ def check_flags(case: Mixed, device: str) -> None:
         assert torch.equal(got.to(wanted.dtype), wanted)
 
 
-def check_shaped_probs(seed: int, vocab: int, tokens: int, device: str) -> None:
+def check_shaped_probs(
+    seed: int, vocab: int, tokens: int, device: str, coldest: float | None = None
+) -> None:
     """Checks that the kernel of `shaped_probs` keeps the same tokens and probabilities."""
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
+    if coldest is not None:
+        case.asked["temperature"].fill_(coldest)
     wanted = shaped_probs_op(case.logits, in_order(case.asked))
     moved = case.to(device)
     got = shaped_probs_launches(moved.logits, in_order(moved.asked)).run().cpu()
