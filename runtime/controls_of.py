@@ -82,7 +82,7 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
     """Raises RequestError for log-probabilities that the engine's programs do not report."""
     if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
         raise RequestError(
-            "prompt_logprobs are not supported by this engine: build it anew with --score for "
+            "prompt_logprobs: this engine scores no prompts; build it anew with --score for "
             f"target {targets_with(Feature.SCORE)}"
         )
     mixed = manifest.programs.get(MIXED)

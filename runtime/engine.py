@@ -17,7 +17,13 @@ from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manif
 from mtpbuild.runtime.contract.programs import Programs, Shared
 from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.driver import Driver, Stream
-from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineFileError,
+    MtpbuildError,
+    RequestError,
+)
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
@@ -152,8 +158,9 @@ class Engine:
         if marks is None:
             return ChatResult.of(self.stream(ids, params).result())
         special = self.special_ids
-        shown = [special[mark] for mark in (BEGIN, END) if mark in special]
-        params = replace(params, shown_tokens=[*params.shown_tokens, *shown])
+        named = [special[mark] for mark in (BEGIN, END) if mark in special]
+        named = [*params.shown_tokens, *named]
+        params = replace(params, shown_tokens=named, split_thought=True)
         splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
         with self.stream(ids, params) as stream:
             spans = [span for chunk in stream for span in chunk.spans]
@@ -174,9 +181,12 @@ class Engine:
         return Stream(self._driver, self._request(prompt, params, observer=observer))
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt | Request, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """`stream` for asyncio; cancelling the task or closing the generator ends the request."""
+        """`stream` for asyncio; cancelling the task or closing the generator ends the request.
+
+        prompt: or what `prepare` made of one.
+        """
         import asyncio  # here: every program would wait for it, few use it
 
         loop, news = asyncio.get_running_loop(), asyncio.Event()
@@ -185,7 +195,8 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(news.set)
 
-        request = self._request(prompt, params, listener)
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
+        request.listener = listener
         self._driver.submit(request, for_asyncio=True)
         try:
             while not request.ended or request.outbox:
@@ -198,6 +209,13 @@ class Engine:
         finally:
             self._driver.cancel(request)
 
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Check a prompt and its settings in any thread, for one call of `astream`.
+
+        This takes as long as the prompt and the form of its answer are, and waits for no step.
+        """
+        return self._request(prompt, params)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; RequestError if the engine was built without a tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
@@ -208,21 +226,26 @@ class Engine:
         named = self.tokenizer.special_ids if self.tokenizer else {}
         return {name: id for name, id in named.items() if id < self.manifest.model.vocab_size}
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError."""
-        ids = (prompt and self.encode(prompt)) if isinstance(prompt, str) else _plain_ids(prompt)
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError.
+
+        add_special_tokens: whether a text gets the tokenizer's own, such as the BOS.
+        """
+        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
+        if not isinstance(prompt, str):
+            ids = _plain_ids(prompt)
+        elif prompt and self._text_tokenizer().exceeds(prompt, capacity):
+            raise ContextLengthError(None, capacity)
+        else:
+            ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         if not ids:
             raise RequestError("the prompt is empty")
-        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
         for id in (min(ids), max(ids)):
             if not 0 <= id < vocabulary:
                 wrong = f"token id {shown(id)} is outside the vocabulary"
                 raise RequestError(f"{wrong} 0..{vocabulary - 1}")
         if len(ids) >= capacity:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, this engine takes at most {capacity - 1} "
-                f"(max_seq_len {capacity} holds prompt and output); build with --max-seq-len"
-            )
+            raise ContextLengthError(len(ids), capacity)
         return ids
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
@@ -236,16 +259,17 @@ class Engine:
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
         """`chat_prompt` as checked token ids, with no special tokens but the template's."""
-        prompt = self.chat_prompt(messages, **options)
-        return self.token_ids(self.encode(prompt, add_special_tokens=False))
+        return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, *, form: bool = True) -> None:
         """Raise RequestError for settings that this engine can't do, whatever the prompt.
 
-        MissingDependencyError for a grammar, if nothing is installed that could follow it.
+        MissingDependencyError for a grammar, if nothing is installed that could follow it. form:
+        whether to compile what its steps are held to, which may take a second.
         """
         controls = controls_of([0], params, self.manifest)
-        self._grammars.holding(params, controls)
+        if form:
+            self._grammars.holding(params, controls)
 
     @property
     def stats(self) -> EngineStats:
@@ -260,7 +284,7 @@ class Engine:
             requests_waiting=len(self._loop.scheduler.waiting),
             requests_ended=self._loop.requests - running,
             prompt_tokens=self._loop.prompt_tokens,
-            output_tokens=acceptance.steps + acceptance.accepted,
+            output_tokens=acceptance.tokens,
             speculative_decoding=acceptance.report(),
             prefix_queries=prefixes.queries,
             prefix_hits=prefixes.hits,

@@ -3,6 +3,7 @@
 MtpbuildError
 ├── UsageError               the call itself is wrong: exit code 2
 │   ├── RequestError         a prompt or sampling parameter that the engine can't take
+│   │   ├── ContextLengthError   a prompt that is longer than the engine holds
 │   │   └── TemplateLimitError   a chat template took too much time or memory
 │   └── UnknownRecipeError   a model that is no recipe, folder or repository
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
@@ -43,6 +44,19 @@ class RequestError(UsageError):
 
 class TemplateLimitError(RequestError):
     """A chat template took too much time or memory for these messages."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt has more tokens than an engine holds."""
+
+    def __init__(self, tokens: int | None, limit: int) -> None:
+        """tokens: of the prompt; None: more than the limit, of prompt and answer together."""
+        count = f"more than {limit}" if tokens is None else tokens
+        super().__init__(
+            f"the prompt has {count} tokens, this engine takes at most {limit - 1} (max_seq_len "
+            f"{limit} holds prompt and output); build with --max-seq-len"
+        )
+        self.tokens, self.limit = tokens, limit
 
 
 class UnknownRecipeError(UsageError):

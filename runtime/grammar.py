@@ -4,8 +4,8 @@ llguidance parses the grammars. It is imported for the first request that has on
 """
 
 import threading
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,21 +16,23 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
+from mtpbuild.runtime.form_limits import check_form
 from mtpbuild.runtime.grammar_tokens import GrammarTokens
 from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
 from mtpbuild.runtime.json_schema import prepared
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.threads import call_with_stack
 from mtpbuild.runtime.token_limits import TokenLimits
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LONGEST = 256 * 1024  # characters of a grammar
 LEXER_STATES = 50_000  # of 1 to 2 kB each
 KEPT = 16  # compiled grammars that wait for another request like theirs
+STACK = 256 * 1024 * 1024  # bytes, of which what is used counts: rules that name each other nest
 
 
 class Grammar(Protocol):
@@ -123,7 +125,8 @@ class Grammars:
         self._able = Feature.CONSTRAIN in features
         self._copying = threading.Lock()  # a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
-        self._compiled = lru_cache(KEPT)(self._compile)
+        compiled = partial(call_with_stack, STACK, self._compile)
+        self._compiled: Callable[[StructuredOutputs], LLMatcher] = lru_cache(KEPT)(compiled)
 
     def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
         """Says what a request's steps are held to; raises RequestError as `matcher` does."""
@@ -194,8 +197,7 @@ def _source(asked: StructuredOutputs) -> str:
     }
     ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
     assert isinstance(text, str)
-    if len(text) > LONGEST:
-        raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
+    check_form(kind, text)
     try:
         if kind == "json":
             schema = prepared(text)

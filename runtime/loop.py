@@ -179,10 +179,8 @@ class Loop:
         logprobs = request.params.logprobs
         found = () if logprobs is None else _alternatives(output, slot, logprobs)
         judged = len(tokens) - 1, int(output.num_drafts[slot])
-        self.acceptance.add(*judged)  # whoever gets the tokens may ask for the counts at once
         self._watch.add(*judged)
-        request.receive(tokens, judged[1], found)
-        self._tokens_now += len(tokens)
+        self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
         self._pace.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:

@@ -23,6 +23,7 @@ from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
+from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -52,6 +53,10 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if asked for
     # In the first chunk: of the prompt's tokens behind its first one, if asked for.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    # Per token: how many characters the request's tokens before it have given. A stop string that
+    # is cut off counts, so the text may be shorter.
+    starts: tuple[int, ...] = ()
+    reasoning_tokens: int = 0  # of all tokens so far, where thoughts are split off
 
     @property
     def text(self) -> str:
@@ -158,12 +163,17 @@ class Request:
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
+        marks = manifest.model.thinking_token_ids if params.split_thought else None
+        self._thought = Thought(marks, self.controls.thinking) if marks else None
+        self._starts: list[int] = []
         self._text = TextStream(
             tokenizer,
             params.stop,
             params.shown_tokens,
             with_stop=params.include_stop_str_in_output,
             marks=manifest.model.thinking_token_ids or (),
+            thought=self._thought,
+            stop_in_thought=params.stop_in_thought,
         )
         self._pieces: list[str] = []
         self.cached_tokens = 0  # of the prompt: their cache rows were there already
@@ -185,16 +195,20 @@ class Request:
         self.started = time.perf_counter()
 
     def receive(
-        self, tokens: list[int], drafted: int, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> None:
+        self,
+        tokens: list[int],
+        drafted: int,
+        logprobs: Sequence[TokenLogprobs] = (),
+        totals: Acceptance | None = None,
+    ) -> int:
         """Takes one step's tokens [n]: n - 1 accepted drafts of `drafted`, then the model's own.
 
         If the request ends at one of them, the rest is dropped. logprobs: one for each token, if
-        the request asks for them.
+        the request asks for them. totals: counts the steps of all requests. Returns how many tokens
+        the request has kept.
         """
         assert tokens, "a step of an active slot emits at least one token"
         accepted, had = len(tokens) - 1, len(self.token_ids)
-        self.acceptance.add(accepted, drafted)
         self._last = time.perf_counter()
         self._first = self._first or self._last
         reason: FinishReason | None = None
@@ -206,9 +220,13 @@ class Request:
             if reason:
                 break
             if self.grammar and not self._follow(token):
-                return
-        self.logprobs += logprobs[: len(self.token_ids) - had]
-        self._publish(had, reason)
+                return 0
+        kept = len(self.token_ids) - had
+        for counts in (self.acceptance, *([totals] if totals else [])):
+            counts.add(accepted, drafted, kept)
+        self.logprobs += logprobs[:kept]
+        self._publish(had, reason)  # whoever gets the tokens may ask for the counts at once
+        return kept
 
     def end(self, reason: FinishReason) -> None:
         """Ends the request with the tokens that it has."""
@@ -281,11 +299,18 @@ class Request:
     def _read(self, token: int, from_draft: bool) -> FinishReason | None:
         """Appends the newest token's text; returns why the request ends with it, if it does."""
         count = len(self.token_ids)
+        self._starts.append(self._text.length)
         may_stop = count >= self.params.min_tokens
         ends = may_stop and token in self._end_ids
         if ends or self._text.push(token, from_draft, may_stop=may_stop):
             return "stop"
         return "length" if count >= self._limit else None
+
+    def _reasoning_tokens(self) -> int:
+        """Returns how many tokens are a thought: all, if it has begun and not ended."""
+        if self._thought is None:
+            return 0
+        return len(self.token_ids) if self._thought.thinking else self._thought.tokens
 
     def _stop_reason(self) -> str | int | None:
         newest = self.token_ids[-1]
@@ -307,6 +332,8 @@ class Request:
                 self.metrics() if reason else None,
                 None if self.params.logprobs is None else tuple(self.logprobs[had:]),
                 tuple(self.prompt_logprobs) if had == 0 and self.prompt_logprobs else None,
+                tuple(self._starts[had:]),
+                self._reasoning_tokens(),
             )
         )
         self.finish_reason = reason  # last: other threads read it without a lock

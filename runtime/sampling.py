@@ -90,12 +90,13 @@ class SamplingParams(Wishes):
     behind a space.
 
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
-    string is cut off the text, unless `include_stop_str_in_output`. Before `min_tokens` tokens the
-    former are not emitted and the latter do not end the request. `logprobs` N reports each token's
-    log-probability, before temperature and filters, and the N most probable tokens (0: none of
-    them); `prompt_logprobs` N does so for the prompt's tokens behind the first, where the engine
-    was built with `--score`, and then `max_tokens` may be 0. A special token adds nothing to the
-    text, unless it is one of `shown_tokens`: then its name is text.
+    string is cut off the text, unless `include_stop_str_in_output`. With `split_thought`, which
+    chats set, stop strings count after the thought alone, unless `stop_in_thought`. Before
+    `min_tokens` tokens the former are not emitted and the latter do not end the request. `logprobs`
+    N reports each token's log-probability, before temperature and filters, and the N most probable
+    tokens (0: none of them); `prompt_logprobs` N does so for the prompt's tokens behind the first,
+    where the engine was built with `--score`, and then `max_tokens` may be 0. A special token adds
+    nothing to the text, unless it is one of `shown_tokens`: then its name is text.
 
     `seed` is -2**63..2**64 - 1; a negative one is the same as that of 2**64 more.
 
@@ -115,6 +116,8 @@ class SamplingParams(Wishes):
     ] = ()
     include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
     stop_token_ids: Annotated[Sequence[int], Setting(token_ids(MAX_STOP_IDS), tokens=True)] = ()
+    split_thought: Annotated[bool, private(switch)] = False
+    stop_in_thought: Annotated[bool, private(switch)] = False
     ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
     logit_bias: Annotated[
         Mapping[int, float] | None,

@@ -2,8 +2,8 @@
 
 The words and formulas are vLLM's. A *step* is a decode step, the first one (which has no drafts to
 judge) and those of an engine without drafting included, so whole steps give
-`num_spec_steps + num_accepted_draft_tokens` tokens. Steps are counted whole, also the last one, of
-which a request may keep only a part.
+`num_spec_steps + num_accepted_draft_tokens` tokens. Drafts are counted by whole steps, also by the
+last one, of which a request may keep only a part; the mean length counts the tokens that were kept.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("mtpbuild")
 class SpeculativeDecoding:
     """Says how drafts were accepted over some decode steps."""
 
-    mean_acceptance_length: float | None  # 1 + accepted / steps; None before the first step
+    mean_acceptance_length: float | None  # tokens kept / steps; None before the first step
     draft_acceptance_rate: float | None  # accepted / drafted; None when nothing was drafted
     per_position_acceptance_rates: list[float]  # [nextn] accepted at position i / all steps
     acceptance_histogram: list[int]  # [nextn + 1] entry j: steps that accepted exactly j drafts
@@ -60,7 +60,7 @@ class EngineStats:
     requests_waiting: int
     requests_ended: int
     prompt_tokens: int  # of the requests that were admitted
-    output_tokens: int  # as emitted by whole steps
+    output_tokens: int  # that requests got
     speculative_decoding: SpeculativeDecoding
     prefix_queries: int = 0  # tokens of prompts whose beginning was looked for
     prefix_hits: int = 0  # of those, the ones that were there
@@ -75,14 +75,18 @@ class EngineStats:
 class Acceptance:
     """Counts drafts and what became of them; a histogram holds it all."""
 
-    __slots__ = ("drafted", "drafts", "histogram")
+    __slots__ = ("drafted", "drafts", "histogram", "tokens")
 
     def __init__(self, nextn: int) -> None:
         self.histogram = [0] * (nextn + 1)
-        self.drafted = self.drafts = 0
+        self.drafted = self.drafts = self.tokens = 0
 
-    def add(self, accepted: int, drafted: int) -> None:
-        """Count a decode step of a request, which accepted some of its drafts."""
+    def add(self, accepted: int, drafted: int, kept: int | None = None) -> None:
+        """Count a decode step of a request, which accepted some of its drafts.
+
+        kept: how many of the step's tokens the request got, where it ended within them.
+        """
+        self.tokens += accepted + 1 if kept is None else kept
         self.histogram[accepted] += 1
         self.drafted += drafted
         self.drafts += drafted > 0
@@ -99,7 +103,7 @@ class Acceptance:
         steps, accepted, nextn = self.steps, self.accepted, len(self.histogram) - 1
         reached = [sum(self.histogram[i + 1 :]) for i in range(nextn)]
         return SpeculativeDecoding(
-            mean_acceptance_length=1 + accepted / steps if steps else None,
+            mean_acceptance_length=self.tokens / steps if steps else None,
             draft_acceptance_rate=accepted / self.drafted if self.drafted else None,
             per_position_acceptance_rates=[n / steps if steps else 0.0 for n in reached],
             acceptance_histogram=list(self.histogram),

@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
@@ -29,7 +30,8 @@ def held_back(text: str, *markers: str) -> int:
 class TextStream:
     """Makes the text of one request; the work per token does not grow with its length.
 
-    `stopped_by` is the stop string that has ended it.
+    `stopped_by` is the stop string that has ended it, `length` how many characters its tokens have
+    given, those of the stop string included.
 
     Tokens are bytes, and a character may be spread over several: the decoder holds its beginning
     until the rest is there. The possible beginning of a stop string is held back too.
@@ -43,15 +45,20 @@ class TextStream:
         *,
         with_stop: bool = False,
         marks: Sequence[int] = (),
+        thought: Thought | None = None,
+        stop_in_thought: bool = False,
     ) -> None:
         """shown: special tokens whose names become part of the text.
 
         with_stop: whether the stop string that ends the text is a part of it. marks: tokens that
         have spans of their own, so that nobody takes the same text of other tokens for them.
+        thought: in which stop strings do not count, unless `stop_in_thought`.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop, self._with_stop, self._marks = stop, with_stop, frozenset(marks)
         self.stopped_by: str | None = None
+        self.length, self._thought = 0, thought
+        self._stop_in_thought = stop_in_thought
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
@@ -64,26 +71,36 @@ class TextStream:
         if token in self._shown:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
         mark = token if token in self._marks else None
-        if mark is not None and (rest := self._utf8.decode(b"", final=True)):  # half a character
+        rest = "" if mark is None else self._utf8.decode(b"", final=True)
+        if rest:  # half a character
             self._held.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
             self._held.append(Span(text, from_draft, mark))
+        self.length += len(rest) + len(text)
+        if self._thought is not None:
+            belongs = self._thought.take(token, text)
+            if belongs is not False and not self._stop_in_thought:
+                if belongs:
+                    self._free()
+                return False
         if self._stop and may_stop:
             return self._scan()
-        self._ready += self._held
-        self._held.clear()
+        self._free()
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
         """Take the text since the last call; with `everything` also the text that is held back."""
         if everything:
-            self._ready += self._held
-            self._held.clear()
+            self._free()
             if rest := self._utf8.decode(b"", final=True):  # half a character
                 self._ready.append(Span(rest, False))
         spans = tuple(self._ready)
         self._ready.clear()
         return spans
+
+    def _free(self) -> None:
+        self._ready += self._held
+        self._held.clear()
 
     def _scan(self) -> bool:
         tail = "".join(span.text for span in self._held)

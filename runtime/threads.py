@@ -3,14 +3,19 @@
 import math
 import os
 import re
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from mtpbuild.runtime.free_memory import text_of
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
 VARIABLE = "OMP_NUM_THREADS"  # which programs that compute on several threads obey
+P, R = ParamSpec("P"), TypeVar("R")
+_stack_size = threading.Lock()  # it is one for the process, and read when a thread starts
 
 
 def parse_threads(text: str) -> int | None:
@@ -62,3 +67,23 @@ def _quota(root: Path) -> float:
     """Returns how many processors' time the control group may take; without a limit infinity."""
     said = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max .."
     return math.inf if said is None else math.ceil(int(said[1]) / int(said[2]))
+
+
+def call_with_stack(size: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call it in a thread whose stack has so many bytes, as foreign code may recurse deeply."""
+    future = Future[R]()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with _stack_size:
+        before = threading.stack_size(size)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return future.result()

@@ -68,6 +68,7 @@ class TokenLimits:
 
     def take(self, token: int) -> None:
         self._said.append(token)
+        del self._said[: -max(map(len, self._bad), default=1)]  # the rest decides nothing
 
     def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         free = self._early if len(said) < self._least else self._free

@@ -18,6 +18,7 @@ from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
 LONG = 16 * 1024  # characters
+SPARSE = 8  # characters of a token, beyond which a text is looked at before it is tokenised
 
 
 class Tokenizer:
@@ -56,6 +57,30 @@ class Tokenizer:
             (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
+
+    def exceeds(self, text: str, count: int) -> bool:
+        """Tell whether a text certainly has more than `count` tokens.
+
+        The work grows with the count, and not with the text. A text that is cut into pieces has
+        about as many tokens; if it has twice as many as `count`, it has more in one piece, too.
+        """
+        if len(text) > count * self.longest:
+            return True
+        if len(text) <= count * SPARSE:
+            return False
+        found = 0
+        for begin in range(0, len(text), LONG):
+            found += len(self.encode(text[begin : begin + LONG], add_special_tokens=False))
+            if found > 2 * count:
+                return True
+        return False
+
+    @cached_property
+    def longest(self) -> int:
+        """Return how many characters of a text become one token at most."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)  # a letter stands for a byte
+        most = max(map(len, vocabulary), default=1)
+        return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
 
     @property
     def added_tokens(self) -> dict[str, int]:

@@ -194,6 +194,7 @@ def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
     total = Acceptance(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
+        total.tokens += report.num_spec_steps + report.num_accepted_draft_tokens
         for accepted, steps in enumerate(report.acceptance_histogram):
             total.histogram[accepted] += steps
     return total.report()

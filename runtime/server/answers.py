@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
@@ -26,7 +26,16 @@ class Block:
     kind: str  # reasoning, content or call
     id: str  # of a call
     name: str = ""  # of the tool
-    text: str = ""  # a call's are its arguments
+    _parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Join the text so far; a call's are its arguments."""
+        self._parts[:] = ["".join(self._parts)]
+        return self._parts[0]
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
 
 
 @dataclass(eq=False)
@@ -38,11 +47,13 @@ class Choice:
     params: SamplingParams
     splitter: ThinkingSplitter | None = None
     calls: ToolCalls | None = None
-    end_of_thought: int = -1  # the token
     echo: str = ""  # the prompt, where the answer repeats it
     blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # where each token's text begins
+    chars: int = 0  # of the content
+    told: int = 0  # log-probabilities of tokens that a stream has told
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     metrics: RequestMetrics | None = None
     reason: str | None = None
@@ -51,8 +62,9 @@ class Choice:
 
     def take(self, chunk: Chunk) -> list[Piece]:
         """Take a chunk; returns the pieces of the answer that are certain."""
-        self._count(chunk.token_ids)
+        self.reasoning_tokens = chunk.reasoning_tokens
         self.token_ids += chunk.token_ids
+        self.starts += chunk.starts
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         last = chunk.finish_reason is not None
@@ -94,15 +106,9 @@ class Choice:
         if piece.kind == "name":
             self.blocks[-1].name = piece.text
         else:
-            self.blocks[-1].text += piece.text
+            self.blocks[-1].add(piece.text)
+        self.chars += len(piece.text) if kind == "content" else 0
         return piece._replace(block=len(self.blocks) - 1)
-
-    def _count(self, ids: Sequence[int]) -> None:
-        """Count the tokens of a thought, including the one that ends it."""
-        if self.splitter is None or not self.splitter.thinking:
-            return
-        ended = self.end_of_thought in ids
-        self.reasoning_tokens += ids.index(self.end_of_thought) + 1 if ended else len(ids)
 
 
 def finite(logprob: float) -> float:
@@ -169,10 +175,13 @@ class Answer:
     tokenizer: Tokenizer | None = None
     with_logprobs: bool = False
     with_ids: bool = False
+    ids_as_texts: bool = False  # whether log-probabilities name tokens by their ids
     created: int = field(default_factory=lambda: int(time.time()))
     id: str | None = None
     reasoning: bool = True  # whether it shows its thoughts
     usage_in: Literal["never", "last", "always"] = "never"  # which of a stream's events have it
+    form_field: str = ""  # which asks for the form of the answer
+    requests: list[Request] = field(default_factory=list)  # one for each choice
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
@@ -289,9 +298,9 @@ class Answer:
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Give a token's text for logprobs, and its bytes; a special token has none."""
-        if self.tokenizer is None:
-            return f"token_id:{token}", None
-        raw = self.tokenizer.token_bytes(token)
+        raw = self.tokenizer.token_bytes(token) if self.tokenizer else b""
+        if self.tokenizer is None or self.ids_as_texts:
+            return f"token_id:{token}", list(raw) or None
         if not raw:
             return self.tokenizer.special_name(token) or "", None
         return raw.decode("utf-8", "replace"), list(raw)

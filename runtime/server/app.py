@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.answers import Answer, merged
+from mtpbuild.runtime.server.asked import Asked, Read
+from mtpbuild.runtime.server.bodies import route_of
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
 from mtpbuild.runtime.server.errors import ApiError, Told, as_json
@@ -41,7 +42,6 @@ from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.tokens import text_of, tokens_of
 
 PAGE = Path(__file__).with_name("page.html")
-LONG = 16 * 1024  # bytes of a body that is read in a thread, for its prompt takes time
 NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 log = logging.getLogger("mtpbuild")
 EVENTS = {
@@ -75,10 +75,12 @@ def make_app(service: Service) -> FastAPI:
             (ApiError, RequestValidationError, HTTPException, Exception), _error
         ),
     )
-    _add_generation(app, service)
-    _add_translated(app, service)
+    bodies = APIRouter(route_class=route_of(service.reading))
+    _add_generation(bodies, service)
+    _add_translated(bodies, service)
+    _add_tokens(bodies, service)
+    app.include_router(bodies)
     _add_state(app, service)
-    _add_tokens(app, service)
     app.add_middleware(Gate, settings=service.settings)
     if service.settings.cors:
         app.add_middleware(
@@ -90,37 +92,37 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(bodies: APIRouter, service: Service) -> None:
     responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
 
-    @app.post("/v1/chat/completions", responses=responses)
+    @bodies.post("/v1/chat/completions", responses=responses)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         return await _answer(service, read_chat, body, request)
 
-    @app.post("/v1/completions", responses=responses)
+    @bodies.post("/v1/completions", responses=responses)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
         return await _answer(service, read_completion, body, request)
 
 
-def _add_translated(app: FastAPI, service: Service) -> None:
+def _add_translated(bodies: APIRouter, service: Service) -> None:
     responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
 
-    @app.post("/v1/responses", responses=responses)
+    @bodies.post("/v1/responses", responses=responses)
     async def respond(body: ResponsesBody, request: Request) -> Response:
         """Continue a conversation, as OpenAI's newer API says it."""
         return await _answer(service, read_response, body, request)
 
-    @app.post("/v1/messages", responses=responses)
+    @bodies.post("/v1/messages", responses=responses)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Continue a conversation, as Anthropic's API says it."""
         return await _answer(service, read_message, body, request)
 
-    @app.post("/v1/messages/count_tokens", responses=ERRORS)
-    async def count_tokens(body: MessagesPrompt) -> Response:
+    @bodies.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(body: MessagesPrompt, request: Request) -> Response:
         """Count the tokens of a prompt."""
-        return Told(await asyncio.to_thread(counted, service, body))
+        return Told(await service.reading.run(object(), counted, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -183,50 +185,23 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TextTokensBody | ChatTokensBody) -> Response:
+def _add_tokens(bodies: APIRouter, service: Service) -> None:
+    @bodies.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TextTokensBody | ChatTokensBody, request: Request) -> Response:
         """Turn a text, or a conversation as its prompt, into token ids."""
-        return Told(await asyncio.to_thread(tokens_of, service, body))
+        return Told(await service.reading.run(object(), tokens_of, service, body))
 
-    @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: TokensBody) -> Response:
+    @bodies.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: TokensBody, request: Request) -> Response:
         """Turn token ids into text."""
-        return Told(await asyncio.to_thread(text_of, service, body))
+        return Told(await service.reading.run(object(), text_of, service, body))
 
 
-FORMS = ("response_format", "structured_outputs", "tool_choice", "text", "output_config")
-
-
-def _takes_long(body: StreamedBody, request: Request) -> bool:
-    """Tell whether to read a body in a thread: it has a grammar, or may have a long prompt."""
-    return (
-        any(getattr(body, form, None) for form in FORMS)
-        or int(request.headers.get("content-length", LONG + 1)) > LONG
-    )
-
-
-async def _answer(
-    service: Service,
-    read: Callable[[Service, Engine, Any], Answer],
-    body: StreamedBody,
-    request: Request,
-) -> Response:
-    engine = service.admit(1)
-    if _takes_long(body, request):
-        answer = await asyncio.to_thread(read, service, engine, body)
-    else:
-        answer = read(service, engine, body)
-    service.admit(len(answer.choices))  # nothing else runs until the response holds its places
-    for choice in answer.choices:
-        service.metrics.asked_tokens.observe(choice.params.max_tokens)
-    service.metrics.asked_choices.observe(answer.n)
-    if service.settings.log_requests:
-        log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
-    chunks = merged([service.stream(engine, c.ids, c.params) for c in answer.choices])
-    if not body.stream:
-        return Held(service, answer, chunks)
-    return Events(service, answer, chunks, **NOT_KEPT)
+async def _answer(service: Service, read: Read, body: StreamedBody, request: Request) -> Response:
+    """Return the response, which reads the body's prompts when it is sent."""
+    service.admit(body.count)
+    kind, headers = (Events, NOT_KEPT) if body.stream else (Held, {})
+    return kind(service, Asked(read, body, long=request.state.long), **headers)
 
 
 async def _events(
@@ -247,16 +222,20 @@ async def _events(
 class Held(Response):
     """Is a response that holds its choices' places until it is sent or its client goes away."""
 
-    def __init__(
-        self, service: Service, answer: Answer, chunks: AsyncGenerator[Any, None], **headers: str
-    ) -> None:
+    def __init__(self, service: Service, asked: Asked, **headers: str) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._service, self._answer, self._chunks = service, answer, chunks
+        self._service, self._asked = service, asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.held(len(self._answer.choices)):
-            await _race(self._send(scope, receive, send), receive)
+        with self._service.admitted(self._asked.body.count) as engine:
+            await _race(self._begin(engine, scope, receive, send), receive)
+
+    async def _begin(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the requests, and send what they give."""
+        self._answer = answer = await self._asked.answer(self._service, engine)
+        self._chunks = merged([self._service.stream(engine, r) for r in answer.requests])
+        await self._send(scope, receive, send)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer as one object; an error decides the status."""
@@ -332,4 +311,5 @@ def _invalid(error: RequestValidationError) -> ApiError:
     place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
     if first["type"] == "json_invalid" or not place:
         return ApiError(400, f"the body is not JSON: {first['msg']}")
-    return ApiError(400, f"{place}: {first['msg']}", place)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {message}", place)

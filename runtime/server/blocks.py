@@ -1,6 +1,7 @@
 """Has what the APIs share that are translated into chats and stream an answer block by block."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -10,18 +11,67 @@ from pydantic import ValidationError
 from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, Block, Choice
+from mtpbuild.runtime.server.bodies import first_error
+from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
 
 Json = dict[str, Any]
+CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}
 
 
-def as_chat(body: StreamedBody, **fields: Any) -> ChatBody:
-    """Makes a chat's body of these fields and of those that only the server's own API knows."""
-    given = (body.model_extra or {}) | {"model": body.model, "n": 1, "logprobs": None} | fields
+def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
+    """Makes a chat's body of these fields and of those that only the server's own API knows.
+
+    kwargs: of the chat template, which ignores those that it does not read.
+    """
+    given = dict(body.model_extra or {})
+    given |= {name: value for name, value in fields.items() if value is not None}
+    for name, nothing in CHAT_ALONE.items():
+        if given.pop(name, None) not in (None, nothing):
+            raise ApiError(400, f"{name} is not supported: /v1/chat/completions has it", name)
+    given |= {"model": body.model, "stream_options": None}
+    own = given.get("chat_template_kwargs")
+    if kwargs and isinstance(own, dict | None):
+        given["chat_template_kwargs"] = kwargs | (own or {})
     try:
         return ChatBody.model_validate(given)
     except ValidationError as error:
-        found = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(first_error(error)) from None
+
+
+@contextmanager
+def told_in_words_of(
+    body: StreamedBody, names: Mapping[str, str], places: Callable[[], Sequence[str]]
+) -> Iterator[None]:
+    """Let errors name the fields that the client has sent.
+
+    names: a chat's fields by what the API calls them. places: where each message's content stood.
+    """
+
+    def renamed(place: str) -> str:
+        first, _, rest = place.partition(".")
+        if first in (body.model_extra or {}):
+            return place
+        number, _, content = rest.partition(".")
+        if first == "messages" and content == "content":
+            return places()[int(number)]
+        if first == "tools":
+            return place.replace(".function", "")
+        return names[first] + place.removeprefix(first) if first in names else place
+
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None:
+            told, error.param = error.param, renamed(error.param)
+            if error.message.startswith(told):
+                error.message = error.param + error.message.removeprefix(told)
+        raise
+    except RequestValidationError as error:
+        found = [
+            each | {"loc": ("body", *renamed(".".join(map(str, each["loc"][1:]))).split("."))}
+            for each in error.errors()
+        ]
         raise RequestValidationError(found) from None
 
 

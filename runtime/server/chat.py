@@ -6,15 +6,21 @@ from typing import Any, TypeVar
 
 from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import MtpbuildError, RequestError, TemplateLimitError
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    MtpbuildError,
+    RequestError,
+    TemplateLimitError,
+)
 from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.sampled import read_sampled
+from mtpbuild.runtime.server.roles import with_known_roles
+from mtpbuild.runtime.server.sampled import check_refused, field_of, read_sampled
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import forced_calls
+from mtpbuild.runtime.server.structured import forced_calls, form_field
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
@@ -31,15 +37,27 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     """Does what `read_chat` does, for answers of another kind."""
     form = _form(service, engine, body)
     ids = prompt_ids(engine, body)
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    most, names = body.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
+    if most is None:
+        most, names = body.max_tokens, {}
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     calls = forced_calls(body, form, engine.tokenizer)
     marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
     markers = (*((BEGIN, END) if marks else ()), *(form.tokens if form else ()))
     params = read_sampled(
-        service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
+        service,
+        engine,
+        body,
+        len(ids),
+        most,
+        logprobs=logprobs,
+        calls=calls,
+        markers=markers,
+        names=names,
+        split_thought=marks is not None,
+        stop_in_thought=bool(body.stop_in_thought),
     )
     single = body.parallel_tool_calls is False
     schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
@@ -47,7 +65,6 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     for choice in choices:
         if marks is not None:
             choice.splitter = ThinkingSplitter(marks, opens_thought(ids, marks, engine.tokenizer))
-            choice.end_of_thought = marks[1]
         choice.calls = ToolCalls(form, schemas, single=single) if form else None
     return kind(
         service.model,
@@ -56,9 +73,11 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
         engine.tokenizer,
         with_logprobs=bool(body.logprobs),
         with_ids=bool(body.return_token_ids),
+        ids_as_texts=bool(body.return_tokens_as_token_ids),
         id=body.request_id,
         reasoning=body.include_reasoning is not False,
         usage_in=body.usage_in,
+        form_field=form_field(body),
     )
 
 
@@ -93,6 +112,7 @@ def _template(engine: Engine) -> str:
 
 def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
     """Returns the token ids of a conversation; raises ApiError."""
+    check_refused(body)
     options: ChatOptions = {
         "documents": body.documents,
         "add_generation_prompt": body.add_generation_prompt,
@@ -108,16 +128,24 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
-    try:
+
+    def render(messages: Sequence[Json]) -> str:
         try:
-            return engine.chat_ids([_with_objects(m) for m in messages], **options)
+            return engine.chat_prompt([_with_objects(m) for m in messages], **options)
         except RequestError as error:
             limited = isinstance(error, TemplateLimitError)
             if limited or not any("tool_calls" in message for message in messages):
                 raise
-            return engine.chat_ids(messages, **options)  # a template that wants texts
+            return engine.chat_prompt(messages, **options)  # a template that wants texts
+
+    special = bool(body.add_special_tokens)
+    try:
+        prompt = render(with_known_roles(messages, render))
+        return engine.token_ids(prompt, add_special_tokens=special)
+    except ContextLengthError as error:
+        raise TooLongError("messages", error.limit, error.tokens) from None
     except MtpbuildError as error:
-        raise ApiError(400, str(error), "messages") from None
+        raise ApiError(400, str(error), field_of(str(error)) or "messages") from None
 
 
 def _message(number: int, message: Json) -> Json:
@@ -251,9 +279,11 @@ class ChatAnswer(Answer):
             text, raw = self.token_text(id)
             return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
-        content = [
-            entry(token.token_id, token.logprob)
-            | {"top_logprobs": [entry(*pair) for pair in token.top]}
-            for token in tokens
-        ]
+        content = []
+        for token in tokens:
+            own = entry(token.token_id, token.logprob)
+            top = [entry(*pair) for pair in token.top]
+            if top and token.token_id not in (id for id, _ in token.top):
+                top.append(own)
+            content.append(own | {"top_logprobs": top})
         return {"content": content}

@@ -1,18 +1,20 @@
 """Serves POST /v1/completions, which continues prompts as they are."""
 
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
 from math import isnan, nan
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError
 from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.structured import form_field
 
 Json = dict[str, Any]
 DEFAULT_TOKENS = 16
@@ -27,19 +29,17 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[Choice] = []
     for prompt in _prompts(body.prompt):
-        try:
-            ids = engine.token_ids(prompt)
-        except MtpbuildError as error:
-            raise ApiError(400, str(error), "prompt") from None
-        most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        ids = _ids(engine, prompt, body)
         params = read_sampled(
             service,
             engine,
             body,
             len(ids),
-            most,
+            body.max_tokens,
+            usual=DEFAULT_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
+            names={} if "prompt_logprobs" in body.settings else {"prompt_logprobs": "echo"},
         )
         for own in seeded(params, body.n or 1):
             choices.append(Choice(len(choices), ids, own))
@@ -52,9 +52,24 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         engine.tokenizer,
         with_logprobs=body.logprobs is not None,
         with_ids=bool(body.return_token_ids),
+        ids_as_texts=bool(body.return_tokens_as_token_ids),
         id=body.request_id,
         usage_in=body.usage_in,
+        form_field=form_field(body),
     )
+
+
+def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
+    """Returns a prompt's token ids; an empty text has those that begin each text."""
+    special = body.add_special_tokens is not False
+    try:
+        if prompt == "":
+            prompt = engine.encode(prompt, add_special_tokens=special)
+        return engine.token_ids(prompt, add_special_tokens=special)
+    except ContextLengthError as error:
+        raise TooLongError("prompt", error.limit, error.tokens) from None
+    except MtpbuildError as error:
+        raise ApiError(400, str(error), "prompt") from None
 
 
 def _echo(engine: Engine, prompt: str | list[int], choice: Choice) -> str:
@@ -83,9 +98,13 @@ class CompletionAnswer(Answer):
         told = []
         for choice in self.choices:
             text = choice.echo + choice.said("content")
-            scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
-            tokens = [*(scored if choice.echo else ()), *choice.logprobs]
-            logprobs = self._logprobs(tokens, 0) if self.with_logprobs else None
+            logprobs = None
+            if self.with_logprobs:
+                scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
+                tokens = [*(scored if choice.echo else ()), *choice.logprobs]
+                starts = [*(self._prompt_starts(choice) if choice.echo else ())]
+                starts += (len(choice.echo) + start for start in choice.starts)
+                logprobs = self._logprobs(tokens, starts, len(text))
             own = self._told(choice, text, logprobs, choice.token_ids, first=True)
             told.append(own | choice.end | self.of_prompt(choice))
         return self.said(KIND, told) | self.used()
@@ -98,11 +117,7 @@ class CompletionAnswer(Answer):
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
         text = "".join(piece.text for piece in pieces)
-        logprobs = None
-        if self.with_logprobs and chunk.logprobs:
-            earlier = choice.token_ids[: len(choice.token_ids) - len(chunk.token_ids)]
-            before = sum(len(self.token_text(t)[0]) for t in earlier)
-            logprobs = self._logprobs(chunk.logprobs, before)
+        logprobs = self._certain_logprobs(choice, last=chunk.finish_reason is not None)
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
@@ -123,20 +138,53 @@ class CompletionAnswer(Answer):
             return told
         return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> Json:
-        """Returns four lists with an entry per token; offsets count the text's characters.
+    def _certain_logprobs(self, choice: Choice, *, last: bool) -> Json | None:
+        """Returns what a stream has not told yet; None if it is nothing.
 
-        The first token of a prompt has no log-probability.
+        A token whose text may be cut off, as a part of a stop string, waits.
+        """
+        if not self.with_logprobs:
+            return None
+        told = until = choice.told
+        known = len(choice.logprobs)
+        while until < known and (last or choice.starts[until] <= choice.chars):
+            until += 1
+        choice.told = until
+        if until == told:
+            return None
+        end, starts = len(choice.echo) + choice.chars, choice.starts[told:until]
+        starts = [len(choice.echo) + start for start in starts]
+        return self._logprobs(choice.logprobs[told:until], starts, end)
+
+    def _prompt_starts(self, choice: Choice) -> Iterator[int]:
+        """Yields where in the repeated prompt the text of each of its tokens begins."""
+        assert self.tokenizer is not None
+        at, utf8 = 0, getincrementaldecoder("utf-8")("replace")
+        for id in choice.ids:
+            yield at
+            if raw := self.tokenizer.token_bytes(id):
+                at += len(utf8.decode(raw))
+            elif choice.echo.startswith(name := self.tokenizer.special_name(id) or "", at):
+                at += len(name)
+
+    def _logprobs(
+        self, tokens: Sequence[TokenLogprobs], starts: Sequence[int], length: int
+    ) -> Json:
+        """Returns four lists with an entry per token.
+
+        starts: where the tokens' texts begin in the choice's text, which has this length: a stop
+        string is cut off. The first token of a prompt has no log-probability.
         """
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token in tokens:
+        for token, start in zip(tokens, starts, strict=True):
             text, _ = self.token_text(token.token_id)
             told["tokens"].append(text)
             first = isnan(token.logprob)
             told["token_logprobs"].append(None if first else finite(token.logprob))
-            # Of tokens with the same text the most probable one counts.
-            top = {self.token_text(id)[0]: finite(logprob) for id, logprob in reversed(token.top)}
+            top: dict[str, float] = {}
+            for id, logprob in ((token.token_id, token.logprob), *token.top):
+                # Of others with the same text the most probable one counts.
+                top.setdefault(self.token_text(id)[0], finite(logprob))
             told["top_logprobs"].append(None if first else top)
-            told["text_offset"].append(offset)
-            offset += len(text)
+            told["text_offset"].append(min(start, length))
         return told

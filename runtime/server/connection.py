@@ -15,6 +15,19 @@ access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line of each r
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
+class PathAlone(logging.Filter):
+    """Keeps queries out of the log: a client may have put its key there."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            who, method, path, *rest = record.args
+            record.args = (who, method, str(path).partition("?")[0], *rest)
+        return True
+
+
+access.addFilter(PathAlone())
+
+
 def limited(settings: Settings) -> type[H11Protocol]:
     """Make uvicorn's protocol for HTTP/1.1 with time limits, for `uvicorn.Config(http=..)`.
 

@@ -54,6 +54,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
+        self.code: int | str = status
         self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
         if not retry:
             self.headers["x-should-retry"] = "false"
@@ -64,8 +65,41 @@ class ApiError(Exception):
             kind = ANTHROPIC.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = KINDS.get(self.status, "InternalServerError")
-        said = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        said = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": said}
 
     def response(self, path: str = "") -> Told:
         return Told(self.body(path), self.status, self.headers)
+
+
+class TooLongError(ApiError):
+    """A prompt that leaves no room for its answer, in the words by which clients know it."""
+
+    def __init__(self, param: str, limit: int, prompt: int | None, most: int | None = None) -> None:
+        """limit, prompt and most: tokens of both together, of the prompt and of the answer.
+
+        prompt None: more than the limit.
+        """
+        count = f"more than {limit}" if prompt is None else prompt
+        asked = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
+        if prompt is None:
+            prompt = limit + 1
+        if most is not None:
+            both = f"{prompt} in the prompt, {most} for the answer"
+            asked = f"{prompt + most} were asked for ({both})"
+        super().__init__(
+            400, f"this model's maximum context length is {limit} tokens; {asked}", param
+        )
+        self.code = "context_length_exceeded"
+        self._anthropic = f"prompt is too long: {prompt + (most or 0)} tokens > {limit} maximum"
+        if most is not None:  # clients that read this ask again for fewer
+            self._anthropic += (
+                f" (input length and `max_tokens` exceed context limit: {prompt} + {most} > "
+                f"{limit}, decrease input length or `max_tokens` and try again)"
+            )
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        told = super().body(path)
+        if path.startswith("/v1/messages"):
+            told["error"]["message"] = self._anthropic
+        return told

@@ -2,25 +2,33 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.answers import Block
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
 from mtpbuild.runtime.server.chat import call_of, prompt_ids, read_as
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "include_reasoning": "thinking",
+    "continue_final_message": "messages",
+}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Turn(Body):
     role: str
-    content: str | list[Json]
+    content: str | Many[Json]
 
 
 class Tool(Body):
@@ -55,9 +63,9 @@ class MessagesPrompt(StreamedBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: list[Turn]
-    system: str | list[Json] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Turn]
+    system: str | Many[Json] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -67,30 +75,48 @@ class MessagesBody(MessagesPrompt):
     """Is the body of POST /v1/messages."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
 
 
 def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
     """Makes the answer that a body asks for; raises ApiError."""
-    return read_as(MessagesAnswer, service, engine, chat_of(body))
+    with _in_its_words(body):
+        answer = read_as(MessagesAnswer, service, engine, chat_of(body))
+    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
+    return answer
 
 
 def counted(service: Service, body: MessagesPrompt) -> Json:
     """Counts a prompt's tokens; raises ApiError."""
     engine = service.admit(0)
     service.check_model(body.model)
-    return {"input_tokens": len(prompt_ids(engine, chat_of(body)))}
+    with _in_its_words(body):
+        return {"input_tokens": len(prompt_ids(engine, chat_of(body)))}
+
+
+def _in_its_words(body: MessagesPrompt) -> AbstractContextManager[None]:
+    return told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)])
+
+
+def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
+    """Returns the messages of a chat, each with the place of its content; raises ApiError."""
+    system = [("system", {"role": "system", "content": body.system})] if body.system else []
+    turns = [
+        (f"messages.{number}.content", message)
+        for number, turn in enumerate(body.messages)
+        for message in _turn(number, turn)
+    ]
+    return [*system, *turns]
 
 
 def chat_of(body: MessagesPrompt) -> ChatBody:
     """Translates a body into a chat's; raises ApiError for what a chat can't say."""
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    turns = [message for turn in enumerate(body.messages) for message in _turn(*turn)]
-    fields: Json = {"messages": [*system, *turns]}
+    messages = [message for _, message in _conversation(body)]
+    fields: Json = {"messages": messages}
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stream": body.stream}
         fields["stop"] = body.stop_sequences
-    if turns and turns[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(*tool) for tool in enumerate(body.tools)]
@@ -98,16 +124,16 @@ def chat_of(body: MessagesPrompt) -> ChatBody:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    kwargs: Json = {}
     if config := body.output_config:
         if config.format:
             schema = {"schema": config.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        fields["reasoning_effort"] = config.effort
+        kwargs |= {"reasoning_effort": config.effort} if config.effort else {}
     if body.thinking:
         fields["include_reasoning"] = thinks = body.thinking.type != "disabled"
-        own = (body.model_extra or {}).get("chat_template_kwargs") or {}
-        fields["chat_template_kwargs"] = {"thinking": thinks, "enable_thinking": thinks} | own
-    return as_chat(body, **fields)
+        kwargs |= {"thinking": thinks, "enable_thinking": thinks}
+    return as_chat(body, kwargs, **fields)
 
 
 def _turn(number: int, turn: Turn) -> list[Json]:
@@ -128,12 +154,21 @@ def _turn(number: int, turn: Turn) -> list[Json]:
                 call = call_of(id, name, json.dumps(asked, ensure_ascii=False))
                 said.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                content = block.get("content")
+                content = _result(block.get("content"), failed=block.get("is_error") is True)
                 given.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 where, kind = f"messages.{number}.content", block.get("type")
                 raise ApiError(400, f"{where}: no block of type {kind!r:.60} can be read", where)
     return [*given, said] if len(said) > 2 or said["content"] or not given else given
+
+
+def _result(content: Any, *, failed: bool) -> Any:
+    """Returns what a tool gave; chat templates have no other place to say that it failed."""
+    if not failed:
+        return content
+    if isinstance(content, list):
+        return [{"type": "text", "text": "Error:"}, *content]
+    return f"Error: {content}" if content else "Error"
 
 
 def _tool(number: int, tool: Tool) -> Json:

@@ -128,7 +128,7 @@ class EngineCollector(Collector):
         }
         counters = {
             "prompt_tokens": ("Tokens of prompts.", s.prompt_tokens),
-            "generation_tokens": ("Tokens that steps emitted.", s.output_tokens),
+            "generation_tokens": ("Tokens that requests got.", s.output_tokens),
             "prompt_tokens_cached": (cached, s.prefix_hits),
             "prefix_cache_queries": ("Tokens of prompts that were looked up.", s.prefix_queries),
             "prefix_cache_hits": (cached, s.prefix_hits),

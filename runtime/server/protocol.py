@@ -3,16 +3,32 @@
 A field that nobody knows is ignored; one that would change the answer elsewhere is refused.
 """
 
-from typing import Annotated, Any, Literal, get_type_hints
+import reprlib
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
 Id = Annotated[int, Field(ge=0)]
+TOKEN = "a token id, which is a whole number from 0"
 FORM = "structured_outputs has it as `{}`"
+KWARGS = "chat_template_kwargs has it as `{}`"
+TRIED = "no sampler of that name is there"
 REFUSED = {  # what a client means who sends it, or what does it here
+    "audio": "an answer is text",
+    "best_of": "n is how many answers there are",
     "chat_template": "an engine has its model's own template",
+    "custom_logit_processor": "a server runs no code of its clients",
+    "custom_params": "a server runs no code of its clients",
+    "dry_multiplier": TRIED,
+    "dynatemp_range": TRIED,
+    "ebnf": FORM.format("grammar"),
+    "echo": "/v1/completions has it; continue_final_message goes on from a message",
+    "enable_thinking": KWARGS.format("enable_thinking"),
+    "extra_key": "cache_salt takes its place",
     "function_call": "tool_choice takes its place",
     "functions": "tools take their place",
     "grammar": FORM.format("grammar"),
@@ -20,13 +36,68 @@ REFUSED = {  # what a client means who sends it, or what does it here
     "guided_grammar": FORM.format("grammar"),
     "guided_json": FORM.format("json"),
     "guided_regex": FORM.format("regex"),
+    "guided_whitespace_pattern": "JSON is written without white space",
+    "input_ids": "/v1/completions takes token ids as its prompt",
     "json_schema": FORM.format("json"),
+    "kv_transfer_params": "an engine keeps its caches for itself",
     "length_penalty": "it belongs to beam search, which is not there",
     "logits_processors": "a server runs no code of its clients",
+    "logprob_token_ids": "top_logprobs has the most probable tokens",
+    "lora_path": "an engine has its own weights",
+    "mirostat": TRIED,
+    "modalities": "an answer is text",
     "n_predict": "max_tokens takes its place",
+    "no_stop_trim": "include_stop_str_in_output takes its place",
+    "prompt_embeds": "a prompt is a text or token ids",
+    "reasoning": "chats have reasoning_effort and chat_template_kwargs",
+    "regex": FORM.format("regex"),
     "repeat_penalty": "repetition_penalty takes its place",
+    "repetition_detection": "max_tokens and stop end an answer",
+    "return_hidden_states": "an engine gives tokens alone",
+    "return_prompt_text": "/tokenize and /detokenize give it",
+    "return_prompt_token_ids": "return_token_ids takes its place",
+    "return_routed_experts": "an engine gives tokens alone",
+    "separate_reasoning": "--no-thinking-split leaves thoughts in the text",
+    "session_params": "the server keeps no sessions: send the whole prompt",
+    "stop_regex": "stop has texts",
+    "structural_tag": FORM.format("grammar"),
+    "suffix": "a model continues a prompt, and fills no gaps",
+    "task": "an engine has its model's own template",
+    "thinking": KWARGS.format("thinking"),
+    "thinking_budget": "max_tokens bounds thought and answer together",
+    "thinking_token_budget": "max_tokens bounds thought and answer together",
+    "top_n_sigma": TRIED,
     "truncate_prompt_tokens": "a prompt is taken whole or not at all",
+    "typical_p": TRIED,
     "use_beam_search": "beam search is not there",
+    "vllm_xargs": "a server runs no code of its clients",
+    "watermarking": "it is not there",
+    "web_search_options": "the server has no tools of its own",
+    "xtc_probability": TRIED,
+}
+NOTHING: dict[str, Any] = {  # values that ask for nothing; null does so everywhere
+    "best_of": 1,
+    "dry_multiplier": 0,
+    "dynatemp_range": 0,
+    "echo": False,
+    "functions": [],
+    "length_penalty": 1,
+    "logits_processors": [],
+    "mirostat": 0,
+    "modalities": ["text"],
+    "no_stop_trim": False,
+    "repeat_penalty": 1,
+    "return_hidden_states": False,
+    "return_prompt_text": False,
+    "return_prompt_token_ids": False,
+    "return_routed_experts": False,
+    "separate_reasoning": True,
+    "suffix": "",
+    "top_n_sigma": -1,
+    "typical_p": 1,
+    "use_beam_search": False,
+    "watermarking": False,
+    "xtc_probability": 0,
 }
 
 
@@ -42,6 +113,11 @@ class StreamedBody(Body):
     model: str | None = None
     stream: bool | None = None
 
+    @property
+    def count(self) -> int:
+        """Count the choices that the body asks for."""
+        return 1
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -54,6 +130,14 @@ def _describe(schema: dict[str, Any]) -> None:
     for name, setting in http_settings().items():
         known = TypeAdapter(hints[name]).json_schema() if name in hints else {}
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Tell whether a field that is refused asks for something; false is no 0."""
+    nothing = NOTHING.get(name)
+    return value is not None and (
+        value != nothing or isinstance(value, bool) is not isinstance(nothing, bool)
+    )
 
 
 class Sampled(StreamedBody):
@@ -69,10 +153,16 @@ class Sampled(StreamedBody):
     max_tokens: int | None = None
     user: str | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
+
+    @property
+    def count(self) -> int:
+        return self.n or 1
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
@@ -86,7 +176,7 @@ class Sampled(StreamedBody):
     def refused(self) -> tuple[str, str] | None:
         """Returns a field that the server refuses and that asks for something, with the reason."""
         given = (self.model_extra or {}).items()
-        return next(((n, REFUSED[n]) for n, value in given if n in REFUSED and value), None)
+        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _asks(n, v)), None)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -112,19 +202,20 @@ class Tool(Body):
 class ChatBody(Sampled):
     """Is the body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    stop_in_thought: bool | None = None  # whether stop strings also end a thought
 
 
 class ChatTokensBody(ChatBody):
@@ -146,14 +237,46 @@ class TokensBody(Body):
     """Is the body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Many[Id]
+
+
+def _first_wrong_item(prompt: Any) -> Any:
+    """Say what is wrong with a prompt; the types of a union would each say why they do not fit."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise ValueError("a prompt is a text, token ids, or a list of these")
+    first: type = type(prompt[0]) if prompt else int
+    wanted = "a text" if first is str else "a list of token ids" if first is list else TOKEN
+    for number, item in enumerate(prompt):
+        fits = _is_id(item) if wanted is TOKEN else isinstance(item, first)
+        _check_item(number, item, fits, wanted)
+        for id in item if first is list else ():
+            _check_item(number, id, _is_id(id), TOKEN)
+    return prompt
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
 
 
 class CompletionBody(Sampled):
     """Is the body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: Annotated[
+        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_first_wrong_item)
+    ]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    @property
+    def count(self) -> int:
+        several = isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
+        return super().count * (len(self.prompt) if several else 1)

@@ -1,16 +1,16 @@
 """Serves POST /v1/responses, OpenAI's newer API, without a memory of earlier responses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ConfigDict
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.answers import Block
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
 from mtpbuild.runtime.server.chat import call_of, read_as
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 STATELESS = "the server keeps no responses: send the whole conversation as input"
@@ -19,7 +19,11 @@ REFUSED = {
     "conversation": STATELESS,
     "previous_response_id": STATELESS,
     "prompt": "the server keeps no prompts",
-    "top_logprobs": "/v1/chat/completions has log-probabilities",
+}
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
 }
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
@@ -41,21 +45,23 @@ class ResponsesBody(StreamedBody):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    input: str | list[Json]
+    input: str | Many[Json]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[Json] | None = None
+    tools: Many[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
 
 
 def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
     """Makes the answer that a body asks for; an ApiError names the field that is wrong."""
-    answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
-    answer.asked = body
+    with told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
+        answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
+    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
+    answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
     return answer
 
 
@@ -66,45 +72,63 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         if extra.get(name):
             raise ApiError(400, f"{name} is not supported: {reason}", name)
     if "message.output_text.logprobs" in (body.include or ()):
-        raise ApiError(400, f"include: {REFUSED['top_logprobs']}", "include")
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    given = body.input
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for number, item in enumerate(items):
-        _add(messages, number, item)
+        message = "include: /v1/chat/completions has log-probabilities"
+        raise ApiError(400, message, "include")
+    effort = body.reasoning.effort if body.reasoning else None
+    thinks = effort != "none"
+    kwargs = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
     return as_chat(
         body,
-        messages=messages,
+        kwargs if effort else {},
+        messages=[message for _, message in _conversation(body)],
         max_tokens=body.max_output_tokens,
         stream=body.stream,
-        stream_options=None,
-        tools=[_tool(*tool) for tool in enumerate(body.tools)] if body.tools else None,
+        tools=[_function(tool) for tool in _functions(_tools(body))] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_format(body.text.format) if body.text and body.text.format else None,
     )
 
 
-def _add(messages: list[Json], number: int, item: Json) -> None:
-    """Adds an item to the conversation; a thought, a text and calls are one message."""
-    last = messages[-1] if messages else {}
-    open_turn = last if last.get("role") == "assistant" else None
+def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
+    """Returns the messages of a chat, each with the place of its content; raises ApiError."""
+    said: list[tuple[str, Json]] = []
+    if body.instructions:
+        said.append(("instructions", {"role": "system", "content": body.instructions}))
+    if isinstance(body.input, str):
+        return [*said, ("input", {"role": "user", "content": body.input})]
+    for number, item in enumerate(body.input):
+        _add(said, number, item)
+    return said
+
+
+def _add(said: list[tuple[str, Json]], number: int, item: Json) -> None:
+    """Adds an item to the conversation; thoughts, a text and calls are one message."""
+    last = said[-1][1] if said else {}
+    turn = last if last.get("role") == "assistant" else None
+    begun = turn is not None and "content" not in turn
+    place = f"input.{number}.content"
     match item:
+        case {"type": "additional_tools"}:
+            pass
         case {"type": "reasoning"}:
             thought = _texts(item.get("content")) or _texts(item.get("summary"))
-            messages.append({"role": "assistant", "reasoning_content": thought})
+            if turn is None or not begun:
+                said.append((place, turn := {"role": "assistant"}))
+            earlier = turn.get("reasoning_content")
+            turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(a)}:
-            if open_turn is None:
-                messages.append(open_turn := {"role": "assistant"})
-            open_turn.setdefault("tool_calls", []).append(call_of(id, name, a))
+            if turn is None:
+                said.append((place, turn := {"role": "assistant"}))
+            turn.setdefault("tool_calls", []).append(call_of(id, name, a))
         case {"type": "function_call_output", "call_id": str(id)}:
-            messages.append({"role": "tool", "tool_call_id": id, "content": item.get("output")})
-        case {"role": "assistant", "content": content} if open_turn and "content" not in open_turn:
-            open_turn["content"] = content
+            answer = {"role": "tool", "tool_call_id": id, "content": item.get("output")}
+            said.append((f"input.{number}.output", answer))
+        case {"role": "assistant", "content": content} if turn is not None and begun:
+            turn["content"] = content
+            said[-1] = place, turn
         case {"role": str(role), "content": content}:
-            role = "system" if role == "developer" else role
-            messages.append({"role": role, "content": content})
+            said.append((place, {"role": role, "content": content}))
         case _:
             where, kind = f"input.{number}", item.get("type")
             raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
@@ -116,11 +140,44 @@ def _texts(parts: Any) -> str:
     return "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
 
 
-def _tool(number: int, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        kind = tool.get("type")
-        message = f"tools.{number}: only functions are supported, the server has no {kind!r:.60}"
-        raise ApiError(400, message, "tools")
+def _tools(body: ResponsesBody) -> list[Json]:
+    """Returns the tools of a body; raises ApiError for one that is neither function nor namespace.
+
+    Those of an item `additional_tools` are what the client has, not what it wants: of these others
+    are left out.
+    """
+    for number, tool in enumerate(body.tools or ()):
+        if (kind := tool.get("type")) not in ("function", "namespace"):
+            only = "only functions are supported, the server has no"
+            raise ApiError(400, f"tools.{number}: {only} {kind!r:.60}", "tools")
+    items = body.input if isinstance(body.input, list) else []
+    more = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
+    return [*(body.tools or ()), *(each for found in more for each in _objects(found))]
+
+
+def _functions(tools: Iterable[Json]) -> Iterator[Json]:
+    """Yields the functions among tools and in their namespaces."""
+    for tool in tools:
+        match tool:
+            case {"type": "function"}:
+                yield tool
+            case {"type": "namespace"}:
+                yield from _functions(_objects(tool.get("tools")))
+
+
+def _namespaces(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
+    """Yields the names of functions with those of their namespaces."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            for function in _functions([tool]):
+                yield str(function.get("name")), tool.get("name")
+
+
+def _objects(given: Any) -> list[Json]:
+    return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+
+
+def _function(tool: Json) -> Json:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
@@ -142,13 +199,13 @@ class ResponsesAnswer(BlockAnswer):
 
     kind = "resp"
     asked: ResponsesBody
+    namespaces: dict[str, Any]  # of functions that have one
     _events = 0
 
     def whole(self) -> Json:
         complete = self.choice.reason != "length"
-        output = [
-            self._item(block, complete or block is not self.blocks[-1]) for block in self.blocks
-        ]
+        shown = self.blocks
+        output = [self._item(block, complete or block is not shown[-1]) for block in shown]
         return self._response("completed" if complete else "incomplete", output)
 
     def first_events(self) -> Iterator[Json]:
@@ -204,6 +261,8 @@ class ResponsesAnswer(BlockAnswer):
             case "content":
                 return head | {"type": "message", "role": "assistant", "content": parts}
         call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+        if block.name in self.namespaces:
+            call["namespace"] = self.namespaces[block.name]
         return head | {"type": "function_call"} | call
 
     def _response(self, status: str, output: list[Json]) -> Json:

@@ -1,13 +1,13 @@
 """Makes SamplingParams from a body; a missing field has the model's default, else vLLM's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.sampling import SamplingParams, as_fields
-from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Sampled
+from mtpbuild.runtime.sampling import SamplingParams, as_fields, http_settings
+from mtpbuild.runtime.server.errors import ApiError, TooLongError
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import read_structured
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -22,54 +22,73 @@ def read_sampled(
     prompt: int,
     most: int | None,
     *,
+    usual: int | None = None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
+    **own: Any,
 ) -> SamplingParams:
     """Makes the settings of a request; raises ApiError for one that the engine can't do.
 
-    prompt: the number of its tokens. most: how many tokens the answer may have; None: as many as
-    the engine has room for. prompt_logprobs: where the body has none of its own. calls: the form of
-    an answer that must be tool calls. markers: texts that the answer must show, even where they are
-    special tokens.
+    prompt: the number of its tokens. most: how many tokens the answer may have; None: `usual`, or
+    as many as the engine has room for. prompt_logprobs: where the body has none of its own. calls:
+    the form of an answer that must be tool calls. markers: texts that the answer must show, even
+    where they are special tokens. names: settings by the fields that ask for them. own: fields of
+    SamplingParams that no client gives.
     """
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    if refused := body.refused:
-        name, reason = refused
-        raise ApiError(400, f"{name} is not supported: {reason}", name)
+    check_refused(body)
+    named = dict(names or {})
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
-        message = (
-            f"this model's maximum context length is {prompt + room} tokens; {prompt + most} were "
-            f"asked for ({prompt} in the prompt, {most} for the answer)"
-        )
-        raise ApiError(400, message, "max_tokens")
+        raise TooLongError(named.get("max_tokens", "max_tokens"), prompt + room, prompt, most)
     asked = DEFAULTS | service.settings.defaults | as_fields(body.settings)
     asked.setdefault("prompt_logprobs", prompt_logprobs)
     if body.stream and asked["prompt_logprobs"] is not None:
-        raise ApiError(400, "prompt_logprobs can't go with stream", "prompt_logprobs")
+        field = named.get("prompt_logprobs", "prompt_logprobs")
+        raise ApiError(400, f"{field} can't go with stream", field)
     if asked.get("stop") and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
     form = read_structured(body)
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
-    field, asked["structured_outputs"] = form or ("tool_choice", calls)
+    named["structured_outputs"], asked["structured_outputs"] = form or ("tool_choice", calls)
     every = body.skip_special_tokens is False
     special = engine.special_ids.items()
     asked["shown_tokens"] = [id for name, id in special if every or name in markers]
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
-        params = SamplingParams(
-            max_tokens=room if most is None else most, logprobs=logprobs, **asked
-        )
-        engine.check(params)
+        limit = min(room, usual or room) if most is None else most
+        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **asked, **own)
+        engine.check(params, form=False)  # the form is compiled once the request is prepared
     except (RequestError, MissingDependencyError) as error:
-        message = str(error)
-        if message.startswith("structured_outputs"):
-            message = field + message.removeprefix("structured_outputs")
-        raise ApiError(400, message, message.partition(" ")[0].rstrip(":")) from None
+        raise field_error(error, named) from None
     return params
+
+
+def check_refused(body: Sampled) -> None:
+    """Raise ApiError for a field that the server refuses."""
+    if refused := body.refused:
+        name, reason = refused
+        raise ApiError(400, f"{name} is not supported: {reason}", name)
+
+
+def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
+    """Return the client's error for a setting; names: settings by the fields that ask for them."""
+    message, setting = str(error), field_of(str(error))
+    if setting is None:
+        return ApiError(400, message)
+    field = names.get(setting, setting)
+    return ApiError(400, field + message.removeprefix(setting), field)
+
+
+def field_of(message: str) -> str | None:
+    """Return the field that a message begins with, if it is one."""
+    first = message.split()[0].rstrip(":")
+    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
+    return first if first.partition(".")[0] in fields else None

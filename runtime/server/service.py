@@ -16,13 +16,18 @@ from mtpbuild.runtime.errors import (
     RequestFailedError,
     StepError,
 )
-from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.request import Chunk, Request
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
+from mtpbuild.runtime.server.pool import Pool
 
 log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
+READERS, COMPILERS = 4, 2  # threads
+FORMS = 32  # forms that are compiled or wait for it
+READ_BUSY = "too many long bodies are being read already (--max-queue)"
+COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
 CUT = 0.5  # seconds in which clients may read that their requests were cut off
 
 
@@ -60,6 +65,8 @@ class Service:
         self.failed: EngineError | None = None  # why the engine can't go on
         self.on_failure: Callable[[], None] = lambda: None
         self.open = 0  # choices that were let in and have not been answered
+        self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
+        self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # of the chunks that are waited for
         self._cut = False  # requests are over, however far they have come
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +90,10 @@ class Service:
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN)
         slots = self.engine.manifest.build.slots
-        if self.open + count > slots + self.settings.max_queue:
+        if count > (most := slots + self.settings.max_queue):
+            much = f"the request has {count} choices, {most} may run and wait (--max-queue)"
+            raise ApiError(429, much, retry=False)
+        if self.open + count > most:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
         return self.engine
@@ -94,22 +104,21 @@ class Service:
             raise ApiError(404, f"The model `{name}` does not exist.", "model")
 
     @contextlib.contextmanager
-    def held(self, count: int) -> Iterator[None]:
-        """Count so many choices as open while the block runs; `admit` has let them in."""
+    def admitted(self, count: int) -> Iterator[Engine]:
+        """Count so many choices as open while the block runs; raises ApiError as `admit` does."""
+        engine = self.admit(count)
         self.open += count
         try:
-            yield
+            yield engine
         finally:
             self.open -= count
 
-    async def stream(
-        self, engine: Engine, ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, engine: Engine, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks; leaving the stream ends the request. Raises ApiError."""
         began, last = time.perf_counter(), 0.0
         reason, m = "abort", self.metrics
         try:
-            async with contextlib.aclosing(engine.astream(ids, params)) as chunks:
+            async with contextlib.aclosing(engine.astream(request)) as chunks:
                 while (chunk := await self._next(chunks, began)) is not None:
                     now = time.perf_counter()
                     if chunk.token_ids:

@@ -40,13 +40,21 @@ def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
     return None
 
 
+def form_field(body: Sampled) -> str:
+    """Name the field that asks for the answer's form."""
+    given = (name for name in ("response_format", "structured_outputs") if getattr(body, name))
+    return next(given, "tool_choice")
+
+
 def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     """Translates OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
+    if kind in ("text", "json_object"):
+        for name in ("schema", "json_schema"):
+            if given.get(name) is not None:
+                message = f"{field}.{name} is not supported: type json_schema has it"
+                raise ApiError(400, message, field)
+        return {"json_object": True} if kind == "json_object" else None
     if kind != "json_schema":
         message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
         raise ApiError(400, message, field)

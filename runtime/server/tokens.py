@@ -9,6 +9,8 @@ from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, Tok
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.tokenizer import Tokenizer
 
+LOOKED_AT = 4  # contexts that a text may be long whose tokens are told
+
 
 def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
     """Returns the ids and their number, as vLLM does; raises ApiError."""
@@ -17,6 +19,9 @@ def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[s
         ids = prompt_ids(engine, body)
     else:
         special = body.add_special_tokens is not False
+        most = LOOKED_AT * engine.manifest.build.max_seq_len
+        if tokenizer.exceeds(body.prompt, most):
+            raise ApiError(400, f"the text has more than {most} tokens", "prompt")
         try:
             ids = tokenizer.encode(body.prompt, add_special_tokens=special)
         except MtpbuildError as error:

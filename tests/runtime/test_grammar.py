@@ -29,6 +29,7 @@ from mtpbuild.runtime.grammar import Grammars, Matcher
 from mtpbuild.runtime.json_schema import closed
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
+from tests.support.nasty_bodies import CHAIN, schema
 
 pytestmark = pytest.mark.xdist_group("tiny")  # it has the engine
 EOS, THINK, END_OF_THOUGHT, VOCABULARY = 1, 2, 3, 2048
@@ -195,6 +196,15 @@ WIDE = {"enum": [f"{i:x}" * 9 for i in range(6000)]}
         ({"grammar": "root ::= ("}, "structured_outputs: "),
         ({"grammar": "x" * 300_000}, "longer than 262144 characters"),
         ({"json": WIDE}, None),
+        ({"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}, None),
+        ({"json": {"items": schema(10_000)}}, "10000 properties, at most 3000 are compiled"),
+        ({"json": {"anyOf": [schema(1000)] * 10}}, "10000 properties, at most 3000"),
+        ({"json": {"pattern": "(a?)" * 3000}}, "12000 characters of patterns, at most 8192"),
+        ({"regex": "(a?)" * 50_000}, "200000 characters of patterns, at most 8192"),
+        ({"grammar": "start: /" + "a?" * 9000 + "/"}, "characters of patterns, at most 8192"),
+        ({"grammar": 'start: "a"' + ' "a"?' * 9000}, "characters of rules, at most 32768"),
+        ({"grammar": "root ::= " + '"a" ' * 3000}, "characters of rules, at most 8192"),
+        ({"grammar": f"start: %json {json.dumps(schema(5000))}"}, "5000 properties, at most 3000"),
     ],
 )
 def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars: Grammars) -> None:

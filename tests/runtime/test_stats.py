@@ -20,6 +20,7 @@ def test_formulas() -> None:
     assert report.num_draft_tokens == 14
     assert report.num_spec_tokens == 3
     assert report.mean_acceptance_length == 1 + 9 / 6
+    assert counts.tokens == 6 + 9
     assert report.draft_acceptance_rate == 9 / 14
     assert report.per_position_acceptance_rates == [4 / 6, 3 / 6, 2 / 6]
 
@@ -42,7 +43,8 @@ def test_before_the_first_step_nothing_is_claimed() -> None:
     assert report.per_position_acceptance_rates == [0.0]
 
 
-def test_steps_count_whole_also_when_the_request_ends_within_one() -> None:
+def test_a_request_that_ends_within_a_step() -> None:
+    """Drafts are counted by whole steps, tokens as far as the request got them."""
     manifest = fake_manifest(nextn=3)
     engine = Engine(FakePrograms(manifest), manifest)
     result = engine.generate([5], SamplingParams(max_tokens=3))  # 1 token, then 4, of which 2 stay
@@ -51,7 +53,8 @@ def test_steps_count_whole_also_when_the_request_ends_within_one() -> None:
     assert report.acceptance_histogram == [1, 0, 0, 1]
     assert report.num_accepted_draft_tokens == report.num_draft_tokens == 3
     assert engine.stats.speculative_decoding == report
-    assert engine.stats.output_tokens == 5
+    assert report.mean_acceptance_length == 3 / 2
+    assert engine.stats.output_tokens == 3
 
 
 def test_times() -> None:

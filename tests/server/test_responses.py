@@ -111,7 +111,20 @@ def test_an_answer_that_is_cut(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'", "input.0"),
         ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
         ({"chat_template_kwargs": 7}, "chat_template_kwargs", "chat_template_kwargs"),
-        ({"max_output_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be", "max_output_tokens"),
+        ({"max_output_tokens": 9000}, "maximum context length", "max_output_tokens"),
+        ({"input": "x" * 9000}, "maximum context length", "input"),
+        ({"input": []}, "input is empty", "input"),
+        ({"input": [{"role": "user", "content": 5}]}, "input.0.content is", "input.0.content"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]},
+            "input.0.output is",
+            "input.0.output",
+        ),
+        ({"text": {"format": {"type": "x"}}}, "text.format.type must", "text.format"),
+        ({"tools": [{"type": "function", "name": 5}]}, "tools.0.name: ", "tools.0.name"),
+        ({"n": 2}, "chat/completions has it", "n"),
+        ({"top_logprobs": 2}, "chat/completions has it", "top_logprobs"),
     ],
 )
 def test_what_can_not_be(client: openai.OpenAI, more: Any, says: str, param: str) -> None:
@@ -168,7 +181,7 @@ def test_what_a_conversation_becomes() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat.messages == [
         {"role": "system", "content": "be brief"},
-        {"role": "system", "content": "in German"},
+        {"role": "developer", "content": "in German"},
         {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
         {
             "role": "assistant",

@@ -1,6 +1,7 @@
 """Runs a server over fake programs: `python -m tests.support.fake_server LOADING STEP DRAIN`.
 
-These are the seconds that loading, a step and `--drain-timeout` take; requests are logged.
+These are the seconds that loading, a step and `--drain-timeout` take; requests are logged, unless
+`quiet` follows.
 """
 
 import sys
@@ -12,7 +13,8 @@ from mtpbuild.runtime.server.server import Address, serve
 from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
-LOADING, STEP, DRAIN = map(float, sys.argv[1:])
+LOADING, STEP, DRAIN = map(float, sys.argv[1:4])
+QUIET = sys.argv[4:] == ["quiet"]
 
 
 def load() -> Engine:
@@ -22,4 +24,4 @@ def load() -> Engine:
 
 
 if __name__ == "__main__":
-    serve(Path("nowhere"), load, Settings(log_requests=True), Address("127.0.0.1", 0, DRAIN))
+    serve(Path("nowhere"), load, Settings(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN))

@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.state import rows_spec
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
-THINKING = 298, 299  # of the tokenizer
+THINKING = 298, 299  # `<think>` and `</think>` of the tokenizer
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"

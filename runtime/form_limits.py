@@ -1,0 +1,94 @@
+"""Bounds what it costs to compile a form, before it is compiled: about a second and 150 MB."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mtpbuild.runtime.errors import RequestError
+
+LONGEST = 256 * 1024  # characters of a form
+LONGEST_GRAMMAR = 32 * 1024  # of a Lark grammar without the schemas in it
+LONGEST_GBNF = 8 * 1024  # its translation takes time by the square
+# What compiles in time by the square of its size is bounded by the sum of the squares.
+MOST_PROPERTIES = 3000
+LONGEST_PATTERN = 8 * 1024
+SCHEMA = re.compile(r"%json\s*")
+PATTERN = re.compile(r"/(?:[^/\\\n]|\\.)+/")
+
+
+def check_form(kind: str, text: str) -> None:
+    """Raise RequestError for a form that would take too long to compile.
+
+    kind: json, regex, choice or grammar. A text that is no JSON or no grammar passes: whoever
+    compiles it says what is wrong.
+    """
+    if len(text) > LONGEST:
+        raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
+    if kind == "json":
+        _check_schemas([_read(text)])
+    elif kind == "regex":
+        _limit("characters of patterns", len(text), LONGEST_PATTERN)
+    elif kind == "grammar":
+        rest, schemas = _split(text)
+        gbnf = "::=" in text
+        _limit("characters of rules", len(rest), LONGEST_GBNF if gbnf else LONGEST_GRAMMAR)
+        _limit_square("characters of patterns", map(len, PATTERN.findall(rest)), LONGEST_PATTERN)
+        _check_schemas(schemas)
+
+
+def _check_schemas(schemas: list[Any]) -> None:
+    found = [each for schema in schemas for each in _objects(schema)]
+    named, matched = (
+        [each[name] for each in found if isinstance(each.get(name), dict)]
+        for name in ("properties", "patternProperties")
+    )
+    _limit_square("properties", map(len, named), MOST_PROPERTIES)
+    patterns = [each["pattern"] for each in found if isinstance(each.get("pattern"), str)]
+    patterns += [pattern for each in matched for pattern in each]
+    _limit_square("characters of patterns", map(len, patterns), LONGEST_PATTERN)
+
+
+def _split(grammar: str) -> tuple[str, list[Any]]:
+    """Return a Lark grammar without the JSON schemas in it, and these."""
+    rest, schemas, begin = list[str](), list[Any](), 0
+    while found := SCHEMA.search(grammar, begin):
+        rest.append(grammar[begin : found.end()])
+        try:
+            schema, begin = json.JSONDecoder().raw_decode(grammar, found.end())
+            schemas.append(schema)
+        except (ValueError, RecursionError):
+            begin = found.end()
+    return "".join([*rest, grammar[begin:]]), schemas
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield each object within a JSON value."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
+def _limit(what: str, found: int, most: int) -> None:
+    if found > most:
+        raise RequestError(f"structured_outputs: {found} {what}, at most {most} are compiled")
+
+
+def _limit_square(what: str, sizes: Iterable[int], most: int) -> None:
+    each = list(sizes)
+    if sum(size**2 for size in each) > most**2:
+        raise RequestError(
+            f"structured_outputs: {sum(each)} {what}, at most {most} are compiled in one place"
+        )

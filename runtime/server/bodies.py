@@ -1,0 +1,109 @@
+"""Reads the bodies of requests: strict JSON within limits, in a thread if a body is long."""
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, get_type_hints
+
+import numpy as np
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.responses import Response
+
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.pool import Pool
+
+LONG = 16 * 1024  # bytes of a body that is read in a thread
+MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects, which take most memory and time
+DEEPEST = 128
+MOST_DIGITS = 309  # of a whole number: as many as a float can have
+NO_JSON = "the body is not JSON"
+
+
+def route_of(pool: Pool) -> type[APIRoute]:
+    """Make the routes whose functions take a `body` and the request: long ones are read in a pool.
+
+    FastAPI would read a body on the event loop, and collect the errors of all its parts.
+    """
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            answer: Callable[..., Awaitable[Response]] = self.endpoint
+            kind = TypeAdapter[Any](get_type_hints(answer)["body"])
+
+            async def handle(request: Request) -> Response:
+                raw = b"".join([piece async for piece in request.stream()])
+                request.state.long = len(raw) > LONG
+                if request.state.long:
+                    body = await pool.run(object(), read_body, raw, kind)
+                else:
+                    body = read_body(raw, kind)
+                return await answer(body=body, request=request)
+
+            return handle
+
+    return BodyRoute
+
+
+def read_body(raw: bytes, kind: TypeAdapter[Any]) -> Any:
+    """Return a body of this kind; raises ApiError or RequestValidationError."""
+    given = read_json(raw)
+    try:
+        return kind.validate_python(given)
+    except ValidationError as error:
+        raise RequestValidationError(first_error(error)) from None
+
+
+def first_error(error: ValidationError) -> list[dict[str, Any]]:
+    """Return the first error as FastAPI has it, without the value that is wrong."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return [{**first, "loc": ("body", *first["loc"])}]
+
+
+def read_json(raw: bytes) -> Any:
+    """Return the value that UTF-8 says in JSON; raises ApiError for one that is too much."""
+    if not json.detect_encoding(raw).startswith("utf-8"):
+        raise ApiError(400, f"{NO_JSON}: it must be UTF-8")
+    _check_size(raw)
+    try:
+        return STRICT.decode(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise ApiError(400, f"{NO_JSON}: {error}") from None
+
+
+def _check_size(raw: bytes) -> None:
+    """Count values and levels before any is made: lists of one number take 30 times their text."""
+    if sum(map(raw.count, (b",", b"[", b"{"))) <= DEEPEST:
+        return
+    code = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    code = code[np.cumsum(code == ord('"'), dtype=np.uint8) & 1 == 0]  # what is in no string
+    opened, closed = ((code == ord(one)) | (code == ord(two)) for one, two in ("[{", "]}"))
+    if np.count_nonzero(opened) > MOST_LISTS:
+        raise ApiError(400, f"the body has more than {MOST_LISTS} lists and objects")
+    if np.count_nonzero(code == ord(",")) > MOST_VALUES:
+        raise ApiError(400, f"the body has more than {MOST_VALUES} values")
+    steps = (opened.astype(np.int8) - closed)[opened | closed]
+    if np.cumsum(steps, dtype=np.int32).max(initial=0) > DEEPEST:
+        raise ApiError(400, f"the body is nested deeper than {DEEPEST} levels")
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text:.60} is too large")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, {MOST_DIGITS} at most can be read")
+    return int(text)
+
+
+STRICT = json.JSONDecoder(parse_constant=_constant, parse_float=_float, parse_int=_int)

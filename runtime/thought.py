@@ -1,0 +1,33 @@
+"""Tells the tokens of a thought from those of the answer after it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Thought:
+    """Follows an answer token by token.
+
+    marks: the tokens that begin and end a thought. thinking: whether it is one, first whether the
+    prompt has opened it. tokens: of the thought so far, with its marks.
+    """
+
+    marks: tuple[int, int]
+    thinking: bool
+    tokens: int = 0
+    _begun: bool = False
+    _taken: int = 0
+
+    def take(self, token: int, text: str) -> bool | None:
+        """Take a token and its text; returns whether it belongs to the thought; None: unknown."""
+        self._taken += 1
+        begin, end = self.marks
+        belongs = self.thinking
+        if token == begin and not self._begun:
+            belongs = self.thinking = self._begun = True
+        elif belongs and token == end:
+            self.thinking, self._begun = False, True
+        elif text.strip():
+            self._begun = True
+        if belongs:
+            self.tokens = self._taken
+        return belongs if belongs or self._begun else None

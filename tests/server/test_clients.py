@@ -1,0 +1,203 @@
+"""What clients send, and what they look for in answers and errors."""
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from mtpbuild.runtime.server.messages import MessagesBody
+from mtpbuild.runtime.server.messages import chat_of as chat_of_message
+from mtpbuild.runtime.server.protocol import NOTHING, REFUSED
+from mtpbuild.runtime.server.responses import ResponsesBody
+from mtpbuild.runtime.server.responses import chat_of as chat_of_response
+from tests.support.fakes import TEMPLATE
+from tests.support.served import HELLO, TOOL_TEMPLATE, fails, saying, served
+
+USER: Any = {"role": "user", "content": "hi"}
+DROPS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
+    "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+FIRST_ALONE = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}S: {{ messages[0].content }}\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}U: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+KNOWS = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+STRICT = TEMPLATE.replace("['user'", "['system', 'user'")
+
+
+def rendered(client: httpx2.Client, messages: list[Any], **more: Any) -> str:
+    tokens = client.post("/tokenize", json={"messages": messages} | more).json()["tokens"]
+    said: str = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    return said
+
+
+EFFORT = DROPS + "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "wanted"),
+    [
+        (DROPS, ["developer"], "<s>system: text 0\nuser: hi\n"),
+        (DROPS, ["system", "developer"], "<s>system: text 0\nsystem: text 1\nuser: hi\n"),
+        (STRICT, ["developer"], "<s>system: text 0\nuser: hi\nassistant: "),
+        (KNOWS, ["developer"], "<s>developer: text 0\nuser: hi\n"),
+        (FIRST_ALONE, ["developer"], "<s>S: text 0\nU: hi\n"),
+        (FIRST_ALONE, ["system", "developer"], "<s>S: text 0\n\ntext 1\nU: hi\n"),
+    ],
+)
+def test_what_a_developer_says_is_in_the_prompt(
+    template: str, roles: list[str], wanted: str
+) -> None:
+    messages = [{"role": role, "content": f"text {n}"} for n, role in enumerate(roles)]
+    with served(**saying("x", template)) as (server, _), server.client() as client:
+        assert rendered(client, [*messages, USER]) == wanted
+
+
+@pytest.mark.parametrize(("template", "more"), [(DROPS, ""), (EFFORT, "effort low")])
+def test_an_effort_reaches_templates_that_ask_for_it(template: str, more: str) -> None:
+    """Claude Code and Codex name one to every model."""
+    said = {"role": "user", "content": "hi"}
+    message = {"messages": [said], "output_config": {"effort": "low"}, "max_tokens": 3}
+    response = {"input": "hi", "reasoning": {"effort": "low"}, "max_output_tokens": 3}
+    with served(**saying("x", template)) as (server, _), server.client() as client:
+        plain = client.post("/tokenize", json={"messages": [said]}).json()["count"]
+        count = plain + len(server.service.admit(0).encode(more, add_special_tokens=False))
+        usage = client.post("/v1/messages", json=message).json()["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+        usage = client.post("/v1/responses", json=response).json()["usage"]
+        assert usage["input_tokens"] == count
+        chat = {"messages": [said], "reasoning_effort": "low"}
+        assert client.post("/tokenize", json=chat).status_code == (200 if more else 400)
+
+
+def test_no_effort_is_no_thought() -> None:
+    body = ResponsesBody.model_validate({"input": "hi", "reasoning": {"effort": "none"}})
+    kwargs = {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}
+    assert chat_of_response(body).chat_template_kwargs == kwargs
+
+
+@pytest.mark.parametrize(
+    ("content", "failed", "given"),
+    [
+        ("no such file", True, "Error: no such file"),
+        ("no such file", False, "no such file"),
+        (None, True, "Error"),
+        ([{"type": "text", "text": "x"}], True, [{"type": "text", "text": "Error:"}, "..."]),
+    ],
+)
+def test_that_a_tool_failed_is_in_the_prompt(content: Any, failed: bool, given: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": failed}
+    asked = {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
+    (message,) = chat_of_message(MessagesBody.model_validate(asked)).messages
+    if isinstance(given, list):
+        given = [given[0], *content]
+    assert message == {"role": "tool", "tool_call_id": "a", "content": given}
+
+
+def test_tools_of_an_item() -> None:
+    """Codex gives its tools so; those that are no functions it has beside ours."""
+    function = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    space = {"type": "namespace", "name": "home", "tools": [function, {"type": "custom"}]}
+    item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom"}, space]}
+    body = {"input": [item, {"role": "user", "content": "hi"}], "temperature": 0, "stop": "｜end｜"}
+    body |= {"top_logprobs": 0, "max_output_tokens": 100}
+    said = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>｜end｜'
+    with served(**saying(said, TOOL_TEMPLATE)) as (server, _), server.client() as client:
+        told = client.post("/v1/responses", json=body)
+        assert told.status_code == 200, told.text
+        (call,) = told.json()["output"]
+        assert (call["type"], call["name"], call["namespace"]) == (
+            "function_call",
+            "weather",
+            "home",
+        )
+
+
+def test_thoughts_and_a_text_are_one_message() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
+    said = {"role": "assistant", "content": "b"}
+    body = {"input": [thought, thought, said, thought]}
+    chat = chat_of_response(ResponsesBody.model_validate(body))
+    assert chat.messages == [
+        {"role": "assistant", "reasoning_content": "x\nx", "content": "b"},
+        {"role": "assistant", "reasoning_content": "x"},
+    ]
+
+
+def test_what_is_too_long_is_said_in_the_clients_words() -> None:
+    long = {"messages": [{"role": "user", "content": "x" * 6000}]}
+    short = {"messages": [USER]}
+    with served(max_seq_len=200) as (server, _), server.client() as client:
+
+        def ask(route: str, **body: Any) -> httpx2.Response:
+            return client.post(f"/v1/{route}", json=body)
+
+        says = "maximum context length is 200 tokens"
+        fails(ask("chat/completions", **long), 400, says, "messages")
+        fails(ask("chat/completions", **short, max_tokens=200), 400, says, "max_tokens")
+        asked = ask("chat/completions", **short, max_completion_tokens=200)
+        fails(asked, 400, says, "max_completion_tokens")
+        fails(ask("completions", prompt=[5] * 200), 400, says, "prompt")
+        fails(ask("completions", prompt="x" * 600), 400, says, "prompt")
+        fails(ask("responses", input="x" * 600), 400, says, "input")
+        fails(ask("responses", input="x", max_output_tokens=200), 400, says, "max_output_tokens")
+        for path, body in (("", long | {"max_tokens": 5}), ("/count_tokens", long)):
+            error = ask(f"messages{path}", **body).json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert "prompt is too long: " in error["message"]
+            assert " tokens > 200 maximum" in error["message"]
+        error = ask("messages", **short, max_tokens=200).json()["error"]
+        assert "exceed context limit: " in error["message"]
+        assert ask("completions", prompt=[5] * 195).json()["usage"]["completion_tokens"] == 5
+
+
+def test_an_empty_text_is_the_bos() -> None:
+    with served() as (server, _), server.client() as client:
+        usage = client.post("/v1/completions", json={"prompt": "", "max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == 1
+
+
+def test_special_tokens_are_added_or_not() -> None:
+    with served() as (server, _), server.client() as client:
+        body = {"prompt": "hello", "max_tokens": 1, "return_token_ids": True}
+        (with_bos,) = client.post("/v1/completions", json=body).json()["choices"]
+        bare = client.post("/v1/completions", json=body | {"add_special_tokens": False})
+        (without,) = bare.json()["choices"]
+        assert with_bos["prompt_token_ids"] == [0, *without["prompt_token_ids"]]
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_refused_field_that_asks_for_nothing(name: str) -> None:
+    assert name in REFUSED
+    with served() as (server, _), server.client() as client:
+        body = HELLO | {name: NOTHING[name]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_json": {}},
+        {"enable_thinking": False},
+        {"thinking_token_budget": 0},
+        {"regex": ""},
+        {"separate_reasoning": False},
+    ],
+)
+def test_values_that_look_like_nothing(field: dict[str, Any]) -> None:
+    (name,) = field
+    with served() as (server, _), server.client() as client:
+        for route in ("chat/completions", "completions"):
+            body = HELLO | {"prompt": "x"} | field
+            fails(client.post(f"/v1/{route}", json=body), 400, f"{name} is not supported", name)
+        fails(client.post("/tokenize", json=HELLO | field), 400, "is not supported", name)
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+@pytest.mark.parametrize("name", ["schema", "json_schema"])
+def test_a_schema_of_another_type(kind: str, name: str) -> None:
+    with served() as (server, _), server.client() as client:
+        form = {"type": kind, name: {}}
+        response = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
+        fails(response, 400, f"response_format.{name} is not supported", "response_format")

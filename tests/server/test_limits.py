@@ -1,0 +1,311 @@
+"""What one body may cost: values, levels, choices, threads, and the time of everybody else."""
+
+import asyncio
+import http.client
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.engine import Prompt
+from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
+from mtpbuild.runtime.server.answers import Choice
+from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
+from mtpbuild.runtime.server.completions import CompletionAnswer
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.pool import Pool
+from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.text import Span
+from mtpbuild.runtime.tokenizer import LONG, Tokenizer
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
+from tests.support.live_server import live, until, url_of
+from tests.support.nasty_bodies import BODIES, QUICK
+from tests.support.served import ASK, fails, served
+
+ROOT = Path(__file__).parents[2]
+WAIT = 1.0  # seconds that /health may take while a body is read
+SLOW = 4  # times slower than that is a machine that runs other tests as well
+MEMORY = 200  # MB that a body may take
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b'{"a": NaN}', "NaN is no number in JSON"),
+        (b"[-Infinity]", "-Infinity is no number in JSON"),
+        (b"[1e999]", "the number 1e999 is too large"),
+        (b"[" + b"1" * 310 + b"]", "a number has 310 digits, 309 at most"),
+        (b"[1", "the body is not JSON: Expecting ',' delimiter: line 1 column 3 (char 2)"),
+        (b"", "the body is not JSON: Expecting value"),
+        ('{"a": 1}'.encode("utf-16"), "it must be UTF-8"),
+        (b"\xff\xff\xff\xff", "the body is not JSON"),
+        (b"[" * 200 + b"]" * 200, f"nested deeper than {DEEPEST} levels"),
+        (b'{"a":' * 200, f"nested deeper than {DEEPEST} levels"),
+        (b"[" + b"0," * MOST_VALUES + b"0,0]", f"more than {MOST_VALUES} values"),
+        (b"[" + b"{}," * MOST_LISTS + b"{}]", f"more than {MOST_LISTS} lists"),
+    ],
+)
+def test_bodies_that_are_refused(raw: bytes, says: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_json(raw)
+    assert refused.value.status == 400
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" * 200_000,
+        '\\"[{' * 100_000,
+        ['"' * 300, "\\", "[" * 600_000, "\ud800"],
+        {"a": 10**308, "b": [1.5e300, -0.0, True, None]},
+        [[0]] * (MOST_LISTS - 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_bodies_that_are_read(value: Any) -> None:
+    """Text is no structure, whatever is in it."""
+    assert read_json(json.dumps(value).encode()) == value
+    assert read_json(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")) == (
+        value
+    )
+
+
+def test_choices_are_counted_before_they_are_made() -> None:
+    with served(settings=Settings(max_queue=10)) as (server, _), server.client() as client:
+        for prompt, n, count in (([[1]] * 5000, 128, 640_000), (["a"] * 13, 1, 13), ("a", 13, 13)):
+            response = client.post("/v1/completions", json=ASK | {"prompt": prompt, "n": n})
+            fails(response, 429, f"the request has {count} choices, 12 may run and wait")
+        assert client.post("/v1/completions", json=ASK | {"prompt": [[1]] * 12}).status_code == 200
+        assert client.post("/v1/completions", json=ASK | {"prompt": [1] * 13}).status_code == 200
+
+
+def test_the_first_error_is_all_that_is_told() -> None:
+    with served() as (server, _), server.client() as client:
+        for body in ({"prompt": [{}] * 9000}, {"prompt": [[1], *[["a"]] * 9000]}):
+            response = client.post("/v1/completions", json=body)
+            fails(response, 400, "prompt: ", "prompt")
+            assert len(response.content) < 300
+        messages = {"messages": [7] * 9000}
+        for path, more in (("messages", {"max_tokens": 1}), ("chat/completions", {})):
+            response = client.post(f"/v1/{path}", json=messages | more)
+            assert response.status_code == 400
+            assert "messages.0: Input should be " in response.text
+
+
+def test_a_text_that_is_too_long_is_not_tokenised() -> None:
+    told: list[int] = []
+
+    class Counting(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            told.append(len(text))
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    tokenizer = Counting(backend_tokenizer())
+    text = "hello, what is the weather? " * 40_000
+    assert tokenizer.exceeds(text, 100)
+    assert not told
+    tokenizer.longest = 10**9  # a vocabulary with one very long token
+    assert tokenizer.exceeds(text, 100)
+    assert sum(told) <= LONG
+    for count in (10, 1000, 5000):
+        for piece in ("hello", " " * 90, "\u00e9\u4e00", "a b\n"):
+            text = piece * (count // 3)
+            many = len(fake_tokenizer().encode(text, add_special_tokens=False))
+            assert not tokenizer.exceeds(text, many)
+    with served() as (server, _), server.client() as client:
+        text, says = "ab " * 60_000, "the prompt has more than 5000 tokens"
+        fails(client.post("/v1/completions", json={"prompt": text}), 400, says, "prompt")
+        chat = {"messages": [{"role": "user", "content": text}]}
+        fails(client.post("/v1/chat/completions", json=chat), 400, says, "messages")
+        says = "the text has more than 20000 tokens"
+        fails(client.post("/tokenize", json={"prompt": text}), 400, says, "prompt")
+        for name in ("stop", "bad_words"):
+            body = ASK | {name: ["a" * 1025]}
+            says = f"{name} must have texts of 1024 characters at most, not of 1025"
+            fails(client.post("/v1/completions", json=body), 400, says, name)
+
+
+def test_an_event_costs_what_it_says() -> None:
+    """A stream's offsets count on: no event reads the tokens before it."""
+    read: list[int] = []
+
+    class Answer(CompletionAnswer):
+        def token_text(self, token: int) -> tuple[str, list[int] | None]:
+            read.append(token)
+            return "ab", None
+
+    choice = Choice(0, [5], SamplingParams(logprobs=0))
+    answer = Answer("m", [choice], 1, None, with_logprobs=True)
+    scored = tuple(TokenLogprobs(token, -1.0, ()) for token in (7, 8))
+    offsets = []
+    for _ in range(300):
+        chunk = Chunk((Span("abab", False),), (7, 8), (True, False), logprobs=scored)
+        event = answer.event(choice, chunk, choice.take(chunk))
+        assert event is not None
+        offsets += event["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == list(range(0, 1200, 2))
+    assert len(read) == 600
+    assert choice.said("content") == "ab" * 600
+
+
+def test_jobs_of_a_pool() -> None:
+    """One too many is refused, those with the same key count once, one that nobody awaits ends."""
+    go, done = threading.Event(), []
+
+    def work(name: str) -> str:
+        go.wait(20)
+        done.append(name)
+        return name
+
+    async def asked() -> None:
+        pool = Pool("test", 1, 2, "too many")
+        runs = [asyncio.create_task(pool.run(key, work, key)) for key in ("a", "b", "b")]
+        await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="too many") as refused:
+            await pool.run("c", work, "c")
+        assert refused.value.status == 429
+        for run in runs[1:]:
+            run.cancel()
+        await asyncio.sleep(0.05)
+        last = asyncio.create_task(pool.run("c", work, "c"))
+        await asyncio.sleep(0.05)
+        go.set()
+        assert await runs[0] == "a"
+        assert await last == "c"
+        assert done == ["a", "c"]
+
+    asyncio.run(asked())
+
+
+def test_forms_of_clients_that_have_gone_are_dropped() -> None:
+    """Two threads compile, the rest waits: it counts as load, and ends with its client."""
+    go, begun = threading.Event(), list[str | None]()
+
+    class Compiling(Engine):
+        def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+            if params is not None and (form := params.structured_outputs):
+                begun.append(form.regex)
+                assert go.wait(30)
+                params = replace(params, structured_outputs=None)
+            return super().prepare(prompt, params)
+
+    manifest = fake_manifest(max_batch=2, max_seq_len=5000, prefill_chunk=64)
+    engine = Compiling(FakePrograms(manifest), manifest, fake_tokenizer())
+
+    def ask(form: str, seconds: float) -> int:
+        brief = httpx2.Timeout(20, read=seconds)
+        body = ASK | {"structured_outputs": {"regex": form}}
+        with server.client() as client:
+            return client.post("/v1/completions", json=body, timeout=brief).status_code
+
+    with engine, live(engine) as server, ThreadPoolExecutor() as pool:
+        gone = [pool.submit(ask, f"{i}", 1.0) for i in range(4)]
+        until(lambda: server.service.open == 4)
+        with server.client() as client:
+            assert client.get("/load").json() == {"server_load": 4}
+            assert client.post("/v1/completions", json=ASK).status_code == 200
+        for each in gone:
+            with pytest.raises(httpx2.ReadTimeout):
+                each.result()
+        until(lambda: server.service.open == 0)
+        last = pool.submit(ask, "last", 20.0)
+        until(lambda: server.service.open == 1)
+        go.set()
+        assert last.result() == 200
+    assert len(begun) == 3, "two had begun, and two were dropped"
+    assert begun[-1] == "last"
+
+
+def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(access_log=True, api_key="right", cors=("http://a",))
+    preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+    with (
+        caplog.at_level(logging.INFO, "mtpbuild"),
+        served(settings=settings) as (server, _),
+        server.client() as client,
+    ):
+        client.get("/v1/models?key=secret")
+        client.get("/health?key=secret")
+        client.get("/none?key=secret", headers={"Authorization": "Bearer right"})
+        client.options("/v1/models?key=secret", headers=preflight)
+    said = [record.getMessage() for record in caplog.records if record.name == "mtpbuild.access"]
+    assert [line.split('"')[1] for line in said] == [
+        "GET /v1/models HTTP/1.1",
+        "GET /health HTTP/1.1",
+        "GET /none HTTP/1.1",
+        "OPTIONS /v1/models HTTP/1.1",
+    ]
+    assert "secret" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[tuple[int, str]]:
+    """A server in a process of its own: its number and its address."""
+    command = [sys.executable, "-m", "tests.support.fake_server", "0", "0", "5", "quiet"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
+        yield running.pid, url_of(running).removeprefix("http://")
+        running.send_signal(signal.SIGTERM)
+
+
+def post(address: str, path: str, body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=120)
+    try:
+        connection.request("POST", path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def megabytes(pid: int, name: str) -> int:
+    """Read VmRSS, the memory in use, or VmHWM, the most since `clear_refs` was written."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) // 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in BODIES if n not in QUICK)]
+)
+def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
+    """While it is read /health answers, and memory stays; the answer is one error or a text."""
+    (pid, address), (path, body) = process, BODIES[name]
+    waits, over = [0.0], threading.Event()
+
+    def probe() -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            connection = http.client.HTTPConnection(address, timeout=60)
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200
+            connection.close()
+            waits.append(time.monotonic() - began)
+            time.sleep(0.01)
+
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    before, prober = megabytes(pid, "VmRSS"), threading.Thread(target=probe)
+    prober.start()
+    try:
+        status, said = post(address, path, body)
+    finally:
+        over.set()
+        prober.join()
+    assert status in (200, 400, 404, 413, 429), said[:300]
+    assert status == 200 or len(said) < 1000
+    assert max(waits) < WAIT * SLOW
+    took = megabytes(pid, "VmHWM") - before
+    assert took < MEMORY + len(said) / 2**20
