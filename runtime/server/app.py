@@ -258,17 +258,28 @@ class Events(Held):
             body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
+        async with contextlib.aclosing(self._encoded()) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for event in events:
-                    await say(as_json(event), event.get("type"))
-            except ApiError as error:
-                event = self._answer.failure(error)
-                await say(as_json(event), event.get("type"))
+            async for data, name in events:
+                await say(data, name)
             if self._answer.ends:
                 await say(self._answer.ends)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _encoded(self) -> AsyncGenerator[tuple[bytes, str | None], None]:
+        """Yield the events as JSON, and their names; whatever is raised becomes the last one."""
+        try:
+            async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
+                async for event in events:
+                    yield as_json(event), event.get("type")
+            return
+        except ApiError as error:
+            failure = error
+        except Exception:
+            log.exception("an answer could not be told")
+            failure = ApiError(500, "the server failed")
+        event = self._answer.failure(failure)
+        yield as_json(event), event.get("type")
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:

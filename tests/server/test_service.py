@@ -6,13 +6,15 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
-from mtpbuild.runtime.server.answers import merged
+from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.server import app, errors
+from mtpbuild.runtime.server.answers import Choice, merged
 from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import (
     backend_tokenizer,
@@ -523,3 +525,47 @@ def test_metrics_have_vllms_names() -> None:
     assert found[ended] == "2.0"
     assert float(found[f"vllm:prefix_cache_hits_total{{{labels}}}"]) > 0
     assert not any("_created" in name for name in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["parse", "serialise"])
+def test_what_one_answer_raises_is_its_own(
+    place: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/architecture.md lists the places of a request's life; these two are the server's."""
+    real: dict[str, Callable[..., Any]] = {"parse": Choice.take, "serialise": app.as_json}
+
+    def parse(choice: Choice, chunk: Chunk) -> Any:
+        if choice.params.max_tokens == 13:
+            raise RecursionError("too deep")
+        return real["parse"](choice, chunk)
+
+    def serialise(content: Any) -> bytes:
+        if "choices" in content and '"index": 1' in json.dumps(content):
+            raise RecursionError("too deep")
+        return real["serialise"](content)  # type: ignore[no-any-return]
+
+    if place == "parse":
+        monkeypatch.setattr(Choice, "take", parse)
+    else:
+        monkeypatch.setattr(app, "as_json", serialise)
+        monkeypatch.setattr(errors, "as_json", serialise)
+    with served(step_s=0.001) as (server, _), server.client() as client:
+        answers: list[httpx2.Response] = []
+        body = LONG | {"max_tokens": 300}
+        other = threading.Thread(
+            target=lambda: answers.append(client.post("/v1/completions", json=body))
+        )
+        other.start()
+        until(lambda: server.service.open)
+        unlucky = ASK | {"max_tokens": 13, "n": 2, "stream": stream}
+        answer = client.post("/v1/completions", json=unlucky)
+        if stream:
+            assert events(answer)[-2]["error"]["message"] == "the server failed"
+        else:
+            fails(answer, 500, "the server failed")
+        other.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 300
+        until(lambda: server.service.open == 0)
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json=ASK).status_code == 200
