@@ -4,8 +4,8 @@ llguidance parses the grammars. It is imported for the first request that has on
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from json import dumps
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,8 +125,7 @@ class Grammars:
         self._able = Feature.CONSTRAIN in features
         self._copying = threading.Lock()  # a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
-        compiled = partial(call_with_stack, STACK, self._compile)
-        self._compiled: Callable[[StructuredOutputs], LLMatcher] = lru_cache(KEPT)(compiled)
+        self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
 
     def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
         """Says what a request's steps are held to; raises RequestError as `matcher` does."""

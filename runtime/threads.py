@@ -14,7 +14,8 @@ from mtpbuild.runtime.free_memory import text_of
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
 VARIABLE = "OMP_NUM_THREADS"  # which programs that compute on several threads obey
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _stack_size = threading.Lock()  # it is one for the process, and read when a thread starts
 
 

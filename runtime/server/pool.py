@@ -7,7 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from mtpbuild.runtime.server.errors import ApiError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Pool:
