@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from json import dumps
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -174,7 +174,7 @@ class Grammars:
             assert self._tokenizer is not None
             model = self._manifest.model
             ends = list(model.eos_token_ids)
-            tokens = GrammarTokens(self._tokenizer, model.vocab_size, ends)
+            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, ends)
             self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=ends)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         source = _source(asked)

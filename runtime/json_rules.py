@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from json import dumps
-from typing import Any
+from typing import Any, TypeGuard
 
 from mtpbuild.runtime.json_schema import ANNOTATIONS, Json, mapped, resolve
 
@@ -206,7 +206,7 @@ def _same_length(low: str, high: str) -> str:
     return "|".join(parts)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

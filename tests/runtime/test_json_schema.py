@@ -202,7 +202,8 @@ def test_patterns_of_neither_syntax_stay() -> None:
 def test_arguments_are_objects() -> None:
     for given_schema in (None, True, {}, {"type": ["object", "null"]}, OBJECT):
         assert object_schema(given_schema) == OBJECT
-    for other in ({"type": "string"}, {"type": ["array"]}, False, []):
+    others: list[Any] = [{"type": "string"}, {"type": ["array"]}, False, []]
+    for other in others:
         with pytest.raises(ValueError, match="parameters must be"):
             object_schema(other)
 

@@ -329,6 +329,9 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": 'now "here"'}},
 ]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+TEXTUAL: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "string"}}}
+]
 
 
 @pytest.mark.parametrize("parser", ["hermes", "deepseek_v3", "deepseek_v31"])
@@ -385,6 +388,7 @@ def test_forced_calls(parser: str, engine: Engine) -> None:
             "no tool 'g'",
             "tool_choice",
         ),
+        ({"tool_choice": NAMED, "tools": TEXTUAL}, "must be of type object", "tools"),
         (
             {"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
             "can't go with a forced tool call",
