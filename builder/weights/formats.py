@@ -58,7 +58,10 @@ class Format(Protocol):
     name: str
     suffixes: tuple[str, ...]  # the first part, "", holds the values
     needs_amax: bool  # whether `encode` needs the largest magnitude
-    most: float  # the largest magnitude that it holds
+
+    @property
+    def most(self) -> float:
+        """The largest magnitude that it holds."""
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a weight of this shape splits into the format's blocks."""
