@@ -29,7 +29,6 @@ COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # what sums between ranks in NCCL's place
-AttentionBackend = Literal["flashinfer", "flash-mla"]  # packages with kernels of their own
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, where they are quantised
@@ -144,7 +143,6 @@ class TargetInfo(_Record):
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
     cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
-    attention_backend: AttentionBackend | None = None  # None: the target's own kernels
     allreduce_strategy: AllreduceStrategy | None = None  # None: NCCL sums between GPUs
 
     @field_validator("name")

@@ -431,7 +431,9 @@ def test_engines_without_masks_go_on(folder: Path) -> None:
     inputs = tuple(t for t in mixed.inputs if t.name not in ("constrained", "allowed"))
     assert len(inputs) == len(mixed.inputs) - 2
     without = mixed.model_copy(update={"inputs": inputs})
-    lacking = manifest.model_copy(update={"programs": manifest.programs | {"decode_mixed": without}})
+    lacking = manifest.model_copy(
+        update={"programs": manifest.programs | {"decode_mixed": without}}
+    )
     slots, whole = (HostSlots(m, PackedCaches(m.state), copies=2) for m in (lacking, manifest))
     assert whole.features - slots.features == {Feature.CONSTRAIN}
     for each in (slots, whole):
