@@ -14,8 +14,8 @@ short keeps its rows; at the end all rows are printed as one table.
 `error` is the largest difference from the op's reference. `bound` is the longer of bytes over
 measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
 Each timed call has operands of its own, in one CUDA graph, so that no cache holds data of the call
-before. Beside the attention stand the times of its variant within an AOT plugin's 48 KB, of
-PyTorch's SDPA, and of FlashMLA and FlashInfer where they can be imported.
+before. Beside the attention stand the times of its variant within an AOT plugin's 48 KB and of
+PyTorch's SDPA.
 
 `products` and `scaled` (experts) have fp8 and nvfp4 weights, `writes` fill caches, `mixed` is the
 acceptance of sampled requests.

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx2
+from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
 from script import run, served
@@ -73,31 +73,6 @@ def ours(engine: Path) -> Iterator[str]:
 
 def running(url: str) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(url)
-
-
-@contextlib.contextmanager
-def llama_server(weights: Path, slots: int, length: int, drafts: int = 0) -> Iterator[str]:
-    """Starts llama.cpp's server on a free port; with drafts, its file has an MTP module."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command: list[str] = [str(PEERS / "llama-server"), "--model", str(weights), "--port", str(port)]
-    command += ["-np", str(slots), "--ctx-size", str(slots * length), "--threads", str(cores())]
-    if drafts:
-        command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(10 * PATIENCE):
-                with contextlib.suppress(httpx2.HTTPError):
-                    if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
-                        break
-                if process.poll() is not None:
-                    sys.exit(f"llama-server ended with {process.returncode}")
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
 
 
 def convert(model: str, kind: str, folder: Path) -> Path:
@@ -239,7 +214,8 @@ def main() -> None:
         for kind in arguments.llama_server:
             weights = convert(arguments.model, kind, Path(folder))
             for drafts in sorted({0, arguments.llama_drafts}):
-                start = partial(llama_server, weights, SLOTS, LENGTH, drafts)
+                room = {"slots": SLOTS, "rows": SLOTS * LENGTH, "threads": cores()}
+                start = partial(started, PEERS / LLAMA, weights, drafts=drafts, **room)
                 name = f"{LLAMA} {kind}" + (f", {drafts} drafts" if drafts else "")
                 servers.append(Server(name, start))
         for peer in arguments.peer:

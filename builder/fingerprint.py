@@ -12,7 +12,6 @@ from operator import index
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.shards import read_header
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.sources import hash_of_code
@@ -22,6 +21,7 @@ from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.safetensors_header import read_header
 
 SMALL = 1 << 24  # bytes of a tensor that is hashed whole
 SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one SAMPLE bytes in any EVERY bytes are hashed
@@ -84,7 +84,7 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
 def spans_of(path: Path, size: int) -> list[Span]:
     """Cut a safetensors file into its header and its tensors; any other file is one span."""
     try:
-        header, start = read_header(path)
+        header, _, start = read_header(path)
         found = [map(index, entry["data_offsets"]) for entry in header.values()]
         offsets = [(start + begin, start + end) for begin, end in found]
     except (OSError, ValueError, LookupError, TypeError):

@@ -9,7 +9,6 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-from mtpbuild.builder.checkpoint.shards import read_header
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.engine import layout
@@ -35,6 +34,7 @@ from mtpbuild.runtime.contract.manifest import (
     read_manifest,
 )
 from mtpbuild.runtime.errors import BuildError, UsageError
+from mtpbuild.runtime.safetensors_header import Header, read_header
 
 SHOWN = 6  # differences in one line
 
@@ -157,8 +157,8 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
             yield f"{name} {one['dtype']} {one['shape']} -> {other} {two['dtype']} {two['shape']}"
 
 
-def header(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the header of a safetensors file: dtype, shape and offsets by tensor."""
+def header(path: Path) -> Header:
+    """Return the header of a safetensors file: dtype, shape and offsets by tensor."""
     try:
         return read_header(path)[0]
     except (OSError, ValueError) as error:

@@ -29,7 +29,6 @@ OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 ONE_SHOT = sum_of_ranks._opoverload
 GATHERS = take_rows._opoverload  # PyTorch's operators on a GPU
 KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in {*OWN_PRODUCTS, GATHERS}}
-CALLED = {"mtpbuild_flashinfer": 1, "mtpbuild_flash_mla": 2}  # kernels of another package's call
 SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
@@ -40,9 +39,9 @@ REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", 
 class Counts:
     """Holds the number of nodes of one program's graph, and how many of them are calls.
 
-    Views and sizes are not calls. An op counts once for each of its kernels: ours, FlashInfer's one
-    and FlashMLA's two. Other operators of PyTorch that stand together between products, kernels and
-    collectives count as one (`groups`).
+    Views and sizes are not calls. An op of ours counts once for each of its kernels. Other
+    operators of PyTorch that stand together between products, kernels and collectives count as one
+    (`groups`).
     """
 
     nodes: int
@@ -153,7 +152,7 @@ def kind_of(node: Node) -> str | None:
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
     if op is ONE_SHOT:
         return "collectives"
-    if op in KERNELS or op.namespace in CALLED:
+    if op in KERNELS:
         return "kernels"
     if op in OWN_PRODUCTS or name_of(node) in PRODUCTS:
         return "products"
@@ -166,8 +165,6 @@ def kind_of(node: Node) -> str | None:
 def launches_of(node: Node) -> int:
     """Returns how many kernels an op of ours launches; 1 if Triton is not here to tell."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target.namespace in CALLED:  # a call that plans for all layers has one more
-        return CALLED[node.target.namespace] + any(arg is True for arg in node.args)
     op = KERNELS[node.target]
     name, folder = op._qualname.rpartition("::")[2], op._init_fn.__module__.rpartition(".")[0]
     if find_spec("triton") is None or find_spec(kernels := f"{folder}.triton") is None:

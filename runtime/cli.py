@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.configuration_flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
@@ -89,7 +89,7 @@ def run(
         raise UsageError("--json and --trace need a prompt: a conversation has neither")
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.compat.settings import check_engine
+    from mtpbuild.runtime.configuration import check_engine
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.follow import follow

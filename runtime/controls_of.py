@@ -85,13 +85,6 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
             "prompt_logprobs: this engine scores no prompts; build it anew with --score for "
             f"target {targets_with(Feature.SCORE)}"
         )
-    mixed = manifest.programs.get(MIXED)
-    for tensor in mixed.outputs if mixed else ():
-        if tensor.name != "top_ids":
-            continue
-        most = int(tensor.shape[-1])  # of an engine that is older than the limit
-        if (params.logprobs or 0) > most < manifest.model.vocab_size:
-            raise RequestError(f"logprobs: this engine has up to {most}: build it anew for more")
 
 
 def check_control(manifest: Manifest, control: Control) -> None:

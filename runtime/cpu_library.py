@@ -11,7 +11,6 @@ FILE = "libmtpbuild_cpu.so"
 # How weights lie (docs/cpu-kernels.md), and the version of the operators, which counts up when one
 # comes in or takes other operands. An engine names what it was built for.
 LAYOUT = "panels32.4"
-READ = ("panels32", "panels32.2", "panels32.3", LAYOUT)  # what this library runs
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instructions that it has kernels for
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # names one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
@@ -30,10 +29,10 @@ def library_for(layout: str, engine: Path) -> Path:
 
     Raises EngineError if this version does not read it, MissingDependencyError without a library.
     """
-    if layout not in READ:
+    if layout != LAYOUT:
         raise EngineError(
             f"{engine}: its weights and operators are {layout}, this mtpbuild runs "
-            f"{', '.join(READ)}; rebuild the engine, or upgrade mtpbuild if a newer one built it"
+            f"{LAYOUT}; build it again, or upgrade mtpbuild if a newer one built it"
         )
     if (path := find_library()) is None:
         raise MissingDependencyError(

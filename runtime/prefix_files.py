@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.files import check_regular
+from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
 
 TOKENS = "tokens"  # the tensor beside those of states
 NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
 DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
-MOST_HEADER = 1 << 24  # bytes
 PRIVATE = 0o600  # the mode of a file for its owner alone, as rows tell the text that they are of
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -54,18 +53,15 @@ def write_rows(
     types: the dtypes of tensors as a manifest names them. bfloat16 is held as bits.
     """
     arrays = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
-    header, at = dict[str, Any](), 0
-    for name, array in arrays.items():
-        place = [at, at := at + array.nbytes]
-        kind = NAMES[types.get(name, "int64")]
-        header[name] = {"dtype": kind, "shape": [*array.shape], "data_offsets": place}
+    header = make_header(
+        (name, NAMES[types.get(name, "int64")], array.shape, array.nbytes)
+        for name, array in arrays.items()
+    )
     sha256 = _digest(about, header, [array.data for array in arrays.values()])
-    text = json.dumps({"__metadata__": about | {"sha256": sha256}, **header}).encode()
-    text += b" " * (-len(text) % 64)
     half = path.with_name(f".{path.name}.half")
     half.unlink(missing_ok=True)
     with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(encode_header(header, about | {"sha256": sha256}))
         for array in arrays.values():
             file.write(array.data)
     half.replace(path)
@@ -74,13 +70,8 @@ def write_rows(
 def open_rows(path: Path, *, whole: bool = False) -> RowsFile:
     """Open a file: map it, or read it whole; ValueError if it is not what `write_rows` writes."""
     try:
-        check_regular(path)
+        header, about, start = read_header(path)
         data = np.fromfile(path, np.uint8) if whole else np.memmap(path, mode="r")
-        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        if not 8 < start <= min(len(data), MOST_HEADER):
-            raise ValueError("its header is damaged")
-        header = json.loads(data[8:start].tobytes())
-        about = header.pop("__metadata__")
         ends = [entry["data_offsets"][1] for entry in header.values()]
         if start + max(ends) != len(data):
             raise ValueError("its size is not the one that it should have")

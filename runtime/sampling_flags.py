@@ -5,8 +5,8 @@ from typing import Any, get_type_hints
 
 import typer
 
-from mtpbuild.runtime.compat.flags import HINTS, RELAXED
-from mtpbuild.runtime.compat.settings import Settings, sampling_settings
+from mtpbuild.runtime.configuration import Settings, sampling_settings
+from mtpbuild.runtime.configuration_flags import HINTS, RELAXED
 from mtpbuild.runtime.contract.rules import all_rules
 from mtpbuild.runtime.contract.settings import Setting
 from mtpbuild.runtime.errors import UsageError
@@ -48,7 +48,7 @@ def group(name: str, fields: list[Field]) -> Any:
     return make_dataclass(name, fields, frozen=True, kw_only=True)
 
 
-# The flags of vLLM and TensorRT-LLM are in `compat/flags.py`.
+# The flags of vLLM and TensorRT-LLM are in `configuration_flags.py`.
 SamplingFlags: Any = group("SamplingFlags", [*fields_of(everywhere=True), *rule_fields()])
 RequestFlags: Any = group("RequestFlags", fields_of(everywhere=False))
 

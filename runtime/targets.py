@@ -91,8 +91,6 @@ def _inductor_flags(manifest: "Manifest") -> Mapping[str, Any]:
     flags["dtype"] = manifest.build.dtype
     if target.cross_compiled is not None:
         flags["compute_capability"] = _architectures(manifest)
-    if target.attention_backend is not None:
-        flags["attention_backend"] = target.attention_backend
     if target.allreduce_strategy is not None:
         flags["allreduce_strategy"] = target.allreduce_strategy
     return flags

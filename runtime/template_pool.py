@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.runtime import template_process
 from mtpbuild.runtime.errors import EngineError
@@ -22,9 +22,6 @@ from mtpbuild.runtime.template_process import (
     read_block,
     write_block,
 )
-
-if TYPE_CHECKING:
-    pass
 
 MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
 

@@ -214,7 +214,6 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "prefill chunk": str(build.prefill_chunk),
         "prefixes": _prefixes(manifest),
         "target": f"{target.name} on {target.hardware} ({versions})",
-        **({"attention by": target.attention_backend} if target.attention_backend else {}),
         **({"sums by": target.allreduce_strategy} if target.allreduce_strategy else {}),
         **_cross(target),
         "needs": _needs(manifest),

@@ -65,19 +65,16 @@ def attention(cases: Sequence[Attention], machine: Machine) -> Iterator[Row]:
             row.microseconds = microseconds([partial(case.kernel, s, shared) for s in sets])
             row.bound = case.bound(machine)
             aot = microseconds([partial(case.kernel, s, AOT_SHARED) for s in sets])
-            row.beside = [f"AOT {aot:.1f}", *others(case, sets)]
+            row.beside = [f"AOT {aot:.1f}", sdpa_time(case, sets)]
         yield row
 
 
-def others(case: Attention, sets: Sequence[tuple[Tensor, ...]]) -> Iterator[str]:
-    """Times other kernels on the same rows; a failure is shown, not hidden."""
-    for name, prepare in (("SDPA", sdpa), ("FlashMLA", flash_mla), ("FlashInfer", flashinfer)):
-        try:
-            yield f"{name} {microseconds([prepare(case, *operands) for operands in sets]):.1f}"
-        except ImportError:
-            continue
-        except Exception as error:  # any error of theirs: memory, a shape
-            yield f"{name} failed ({type(error).__name__})"
+def sdpa_time(case: Attention, sets: Sequence[tuple[Tensor, ...]]) -> str:
+    """Times SDPA on the same rows; a failure is shown, not hidden."""
+    try:
+        return f"SDPA {microseconds([sdpa(case, *operands) for operands in sets]):.1f}"
+    except Exception as error:  # any error of PyTorch's: memory, a shape
+        return f"SDPA failed ({type(error).__name__})"
 
 
 def sdpa(case: Attention, q: Tensor, cache: Tensor, *rest: Tensor) -> Call:
@@ -85,50 +82,6 @@ def sdpa(case: Attention, q: Tensor, cache: Tensor, *rest: Tensor) -> Call:
     k, v = cache.expand(-1, case.heads, -1, -1), cache[..., : case.rank]
     v = v.expand(-1, case.heads, -1, -1)
     return lambda: F.scaled_dot_product_attention(q, k, v, scale=SCALE)
-
-
-def flash_mla(
-    case: Attention, q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, _: Any
-) -> Call:
-    from mtpbuild.runtime.programs.flash_mla_attention import mla_decode
-
-    q, lengths = q.transpose(1, 2).contiguous(), base.int()
-    mla_decode(q, cache, lengths, SCALE, True, case.rank)  # as a step's first layer does
-    return lambda: mla_decode(q, cache, lengths, SCALE, False, case.rank)
-
-
-def flashinfer(
-    case: Attention, q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, _: Any
-) -> Call:
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-    B, T = case.batch, case.tokens
-    pages = cache.view(-1, 64, cache.shape[-1])
-    q = q.transpose(1, 2).reshape(B * T, case.heads, -1)
-    count = torch.arange(B + 1, dtype=torch.int32, device="cuda")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.int8, device="cuda"))
-    wrapper.plan(
-        count * T,
-        count * (case.context // 64),
-        torch.arange(pages.shape[0], dtype=torch.int32, device="cuda"),
-        base.int(),
-        case.heads,
-        case.rank,
-        case.rope,
-        64,
-        True,
-        SCALE,
-        q.dtype,
-        cache.dtype,
-    )
-    halves = (
-        q[..., : case.rank],
-        q[..., case.rank :],
-        pages[..., : case.rank],
-        pages[..., case.rank :],
-    )
-    parts = [half.contiguous() for half in halves]
-    return lambda: wrapper.run(*parts)
 
 
 def acceptance(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Iterator[Row]:

@@ -11,14 +11,17 @@ draft-mtp`). DeepSeek-V3's modules are left out: this llama.cpp has none for tha
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import gguf_hybrid
 import numpy as np
+from gguf.utility import SafetensorsLocal
 from gguf_hybrid import Array, Reader
-from gguf_keys import PLAIN, architecture, write_keys
+from gguf_keys import architecture
+from gguf_writer import Shape, write_file
 
 # Tensors of a layer: GGUF's name and the checkpoint's.
 QUERIES = {"attn_q": "self_attn.q_proj"}  # without q_lora
@@ -40,22 +43,18 @@ PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 def open_tensors(folder: Path) -> Reader:
     """Maps each name in one safetensors file to its tensor in fp32."""
     path = folder / "model.safetensors"
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    data = np.memmap(path, np.uint8, "r", 8 + length)
+    tensors = SafetensorsLocal(path).tensors
 
     def read(name: str) -> Array:
-        entry = header[name]
-        begin, end = entry["data_offsets"]
-        raw = np.ascontiguousarray(data[begin:end])
-        if entry["dtype"] == "BF16":
+        tensor = tensors[name]
+        raw = np.ascontiguousarray(tensor.mmap_bytes())
+        if tensor.dtype == "BF16":
             found = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif entry["dtype"] == "F32":
+        elif tensor.dtype == "F32":
             found = raw.view(np.float32)
         else:
-            raise SystemExit(f"{path}: {name} is {entry['dtype']}; expected BF16 or F32")
-        return found.reshape(entry["shape"])
+            raise SystemExit(f"{path}: {name} is {tensor.dtype}; expected BF16 or F32")
+        return found.reshape(tensor.shape)
 
     return read
 
@@ -116,29 +115,24 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> None:
-    """Writes matrices in `kind`; norms, biases and the router in fp32, as llama.cpp requires."""
+    """Write matrices in `kind`; norms, biases and the router in fp32, as llama.cpp requires."""
     c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = architecture(c)
     if model not in TENSORS:
         raise SystemExit(f"{model}: expected {' or '.join(TENSORS)}")
-    writer = gguf.GGUFWriter(out, model)
-    write_keys(writer, c, module=model == "qwen35")
-    if tokenizer:
-        write_tokenizer(writer, folder)
-    else:
-        writer.add_tokenizer_model("no_vocab")
-    wanted = gguf.GGMLQuantizationType[kind.upper()]
-    for name, values in TENSORS[model](c, open_tensors(folder)):
-        values = np.ascontiguousarray(values, np.float32)
-        if values.ndim < 2 or kind == "f32" or any(part in name for part in PLAIN):
-            writer.add_tensor(name, values)
-        else:
-            packed = gguf.quants.quantize(values, wanted)
-            writer.add_tensor(name, packed, raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    found = dict(TENSORS[model](c, open_tensors(folder)))
+
+    def values(name: str, shape: Shape, kind: str) -> Array:
+        stored = np.ascontiguousarray(found.pop(name), np.float32)
+        assert stored.shape == shape, name
+        if kind == "f32":
+            return stored
+        packed: Array = gguf.quants.quantize(stored, gguf.GGMLQuantizationType[kind.upper()])
+        return packed
+
+    texts = partial(write_tokenizer, folder=folder) if tokenizer else None
+    write_file(c, out, kind, values, texts, module=model == "qwen35")
+    assert not found, f"left out: {', '.join(found)}"
 
 
 def main() -> None:

@@ -11,44 +11,17 @@ each tensor as JSON. It needs `gguf`, and holds one tensor in memory at a time.
 
 import argparse
 import json
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
-from gguf_keys import DECAY, PLAIN, architecture, shapes, write_keys
+from gguf_keys import DECAY, Config
+from gguf_writer import BLOCKS, Array, Shape, stored_shape, write_file
 
-BLOCK, Q8_0 = 32, "q8_0"
-# Bytes of a block, which begins with an fp16 scale; standard deviation of its unscaled values.
-KINDS = {"q4_0": (18, 4.61), Q8_0: (34, 73.9)}
-ENDS = ("token_embd.weight", "output.weight")
-HALVES = ("attn_k_b.weight", "attn_v_b.weight")
-
-Shape = tuple[int, ...]
-Array = npt.NDArray[Any]
-
-
-def kind_of(name: str, shape: Shape, wanted: str) -> str:
-    """Returns the type of a tensor in a file of type `wanted`."""
-    if len(shape) == 1 or any(part in name for part in PLAIN) or wanted == "f32":
-        return "f32"
-    return Q8_0 if name in ENDS or name.endswith(HALVES) else wanted
-
-
-def stored_shape(shape: Shape, kind: str) -> Shape:
-    """Returns the shape of the stored array, of floats or of bytes."""
-    if kind == "f32":
-        return shape
-    count, rest = divmod(shape[-1], BLOCK)
-    if rest:
-        raise SystemExit(f"{kind}: {shape[-1]} columns do not split into blocks of {BLOCK}")
-    return (*shape[:-1], count * KINDS[kind][0])
-
-
-def nbytes(shape: Shape, kind: str) -> int:
-    return prod(stored_shape(shape, kind)) * (4 if kind == "f32" else 1)
+# Standard deviation of a block's values without its scale, an fp16 number at its beginning.
+SPREADS = {"q4_0": 4.61, "q8_0": 73.9}
 
 
 def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
@@ -59,7 +32,7 @@ def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Arra
     deviation = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
     if kind == "f32":
         return rng.standard_normal(shape, np.float32) * np.float32(deviation)
-    size, spread = KINDS[kind]
+    size, spread = BLOCKS[kind], SPREADS[kind]
     stored = stored_shape(shape, kind)
     words = rng.integers(0, 2**64, -(-prod(stored) // 8), np.uint64)
     blocks = words.view(np.uint8)[: prod(stored)].reshape(-1, size)
@@ -69,30 +42,11 @@ def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Arra
     return blocks.reshape(stored)
 
 
-def write(c: dict[str, Any], out: Path, wanted: str, *, module: bool = False) -> dict[str, int]:
-    """Writes the file; returns the bytes of each tensor."""
-    writer = gguf.GGUFWriter(out, architecture(c))
-    write_keys(writer, c, module=module)
-    if module:
-        write_texts(writer, c["vocab_size"])
-    else:
-        writer.add_tokenizer_model("no_vocab")
-    wanted_shapes = shapes(c, module=module)
-    kinds = {name: kind_of(name, shape, wanted) for name, shape in wanted_shapes.items()}
-    sizes = {name: nbytes(shape, kinds[name]) for name, shape in wanted_shapes.items()}
-    for name, shape in wanted_shapes.items():
-        raw = np.dtype(np.float32 if kinds[name] == "f32" else np.uint8)
-        stored, quantised = stored_shape(shape, kinds[name]), kinds[name].upper()
-        dtype = gguf.GGMLQuantizationType[quantised]
-        writer.add_tensor_info(name, stored, raw, sizes[name], raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+def write(c: Config, out: Path, wanted: str, *, module: bool = False) -> dict[str, int]:
+    """Write the file; return the bytes of each tensor."""
     rng = np.random.Generator(np.random.SFC64(0))
-    for name, shape in wanted_shapes.items():
-        writer.write_tensor_data(values(name, shape, kinds[name], rng))
-    writer.close()
-    return sizes
+    texts = partial(write_texts, size=c["vocab_size"]) if module else None
+    return write_file(c, out, wanted, partial(values, rng=rng), texts, module=module)
 
 
 def write_texts(writer: gguf.GGUFWriter, size: int) -> None:
@@ -109,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=("f32", *KINDS), default="q4_0")
+    parser.add_argument("--type", choices=("f32", *BLOCKS), default="q4_0")
     parser.add_argument("--module", action="store_true")
     arguments = parser.parse_args()
     c = json.loads(arguments.config.read_text(encoding="utf-8"))

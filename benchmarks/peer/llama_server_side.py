@@ -6,61 +6,34 @@ drafts, verifies them and takes the rejected ones back.
 """
 
 import atexit
+import contextlib
 import json
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from llama_server import DIRECT, PATIENCE, started
 from side import Answer, Ask, serve, tokens
-
-PATIENCE = 600  # most seconds to load, or for an answer
 
 
 class Server:
     def __init__(self, job: Ask) -> None:
         self.vocabulary, drafts = job["vocabulary"], job["asks"][0]["window"] - 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         program = Path(sys.executable).with_name("llama-server")
-        command = [str(program), "--model", job["path"], "--port", str(port), "-np", "1"]
-        command += ["--ctx-size", str(job["rows"]), "--threads", str(job["threads"])]
-        command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        atexit.register(self.process.kill)
-        self.url = f"http://127.0.0.1:{port}"
-        self.wait()
-
-    def wait(self) -> None:
-        """Waits until the model is loaded."""
-        for _ in range(10 * PATIENCE):
-            try:
-                self.ask("/health")
-                return
-            except urllib.error.URLError:
-                if self.process.poll() is not None:
-                    raise SystemExit(f"llama-server ended with {self.process.returncode}") from None
-            time.sleep(0.1)
-        raise SystemExit(f"llama-server did not load within {PATIENCE} s")
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(
-            self.url + path, data, headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as said:
-            answer: dict[str, Any] = json.load(said)
-        return answer
+        running = contextlib.ExitStack()
+        atexit.register(running.close)
+        room = {"slots": 1, "rows": job["rows"], "threads": job["threads"]}
+        self.url = running.enter_context(started(program, job["path"], drafts=drafts, **room))
 
     def complete(self, prompt: list[int], count: int) -> dict[str, Any]:
         """Returns the server's times and numbers of a greedy completion of `count` tokens."""
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
-        timings: dict[str, Any] = self.ask("/completion", body | {"cache_prompt": False})["timings"]
+        data = json.dumps(body | {"cache_prompt": False}).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/completion", data, headers=headers)
+        with DIRECT.open(asked, timeout=PATIENCE) as said:
+            timings: dict[str, Any] = json.load(said)["timings"]
         return timings
 
     def prompt(self, tokens: list[int]) -> None:

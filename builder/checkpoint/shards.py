@@ -1,19 +1,17 @@
 """Finds the safetensors files of a checkpoint, and refuses files that are missing or cut short."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtpbuild.builder.checkpoint.text_model import text_name
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.files import check_regular, read_json
+from mtpbuild.runtime.files import read_json
+from mtpbuild.runtime.safetensors_header import read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 POINTER = b"version https://git-lfs"
-MOST_HEADER = 10**8  # bytes, as the safetensors library has it
 
 
 @dataclass(frozen=True)
@@ -30,22 +28,6 @@ class Index:
         if gone:
             first, names = min(gone), f"names tensor {min(gone)}{more(len(gone) - 1)}"
             raise CheckpointError(f"{self.path}: {names}, which {self.shards[first]} doesn't hold")
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns a safetensors file's header and where its data begins; OSError or ValueError."""
-    check_regular(path)
-    with path.open("rb") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
-            raise ValueError(f"a header of {size:,} bytes")
-        try:
-            header = json.loads(file.read(size))
-        except RecursionError:
-            raise ValueError("its header is nested too deeply") from None
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-        header.pop("__metadata__", None)
-        return header, file.tell()
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
@@ -118,21 +100,16 @@ def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None)
 
 def _measure(path: Path) -> tuple[int, int]:
     """Returns the bytes of tensors that the header promises, and how many the file lacks."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        length = file.read(8)
-        if POINTER.startswith(length) and len(length) == 8:
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull`")
-        header = int.from_bytes(length, "little")
-        if header > min(size, MOST_HEADER):
-            return 0, 0  # unreadable, which the reader of the tensors reports
-        try:
-            entries = json.loads(file.read(header))
-            tensors = (entry for name, entry in entries.items() if name != "__metadata__")
-            data = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            return 0, 0
-    return data, 8 + header + data - size
+        first = file.read(8)
+    if POINTER.startswith(first) and len(first) == 8:
+        raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull`")
+    try:
+        header, _, start = read_header(path)
+        data = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return 0, 0  # unreadable, which the reader of the tensors reports
+    return data, start + data - path.stat().st_size
 
 
 def more(count: int) -> str:

@@ -11,7 +11,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
 from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
+from mtpbuild.runtime.configuration_flags import CompatFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.target_options import changed
@@ -54,10 +54,10 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
-    from mtpbuild.runtime.compat.settings import asked_ranks, sampling_settings
+    from mtpbuild.runtime.configuration import asked_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
-    settings = read_flags(compat, also=ranks.sources(), nextn=numbers, drafter=drafter)
+    settings = read_flags(compat, also=ranks.said(), nextn=numbers, drafter=drafter)
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and settings.nextn is not None:

@@ -11,8 +11,8 @@ from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show
 from mtpbuild.builder.flags import AskedFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
-from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
-from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, check_engine
+from mtpbuild.runtime.configuration import Settings, asked_ranks, check_engine
+from mtpbuild.runtime.configuration_flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
@@ -58,7 +58,7 @@ def bench(
     settings = read_flags(
         compat,
         relaxing,
-        also=[Source("--relaxed", BLOG)] if relaxed else [],
+        also=BLOG.said("--relaxed") if relaxed else [],
         nextn=numbers,
         drafter=drafter,
     )

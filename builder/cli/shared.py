@@ -13,7 +13,7 @@ import typer
 
 from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, merge
+from mtpbuild.runtime.configuration import Said, asked_ranks, join
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
@@ -33,16 +33,13 @@ class RankFlags:
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
     attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
-    def sources(self) -> list[Source]:
-        """Returns the settings of each flag, to be joined with a configuration's."""
-        return [
-            Source("--tp", Settings(tp=self.tp)),
-            Source("--ep", Settings(ep=self.ep)),
-            Source("--attention-dp", Settings(attention_dp=self.attention_dp or None)),
-        ]
+    def said(self) -> list[Said]:
+        """Return the settings of each flag, to be joined with a configuration's."""
+        switch = ("attention_dp", "--attention-dp", self.attention_dp or None)
+        return [("tp", "--tp", self.tp), ("ep", "--ep", self.ep), switch]
 
     def ranks(self) -> Ranks:
-        return asked_ranks(merge(self.sources()))
+        return asked_ranks(join(self.said()))
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 DEVICES = ("cpu", "cuda")
-BACKENDS = ("triton", "flashinfer", "flash-mla")
 STRATEGIES = ("nccl", "one-shot")
-ASSUMED = "10.0"  # by a dry run without a GPU; all backends build for it
+ASSUMED = "10.0"  # by a dry run without a GPU
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
 
@@ -35,11 +34,6 @@ class InductorOptions:
     compute_capability: str | None = flag(
         None,
         "With --device cuda: build for a GPU that need not be here: sm80, sm90, sm100, sm120.",
-    )
-    attention_backend: str = flag(
-        "triton",
-        "With --device cuda: attention's kernels: triton; flashinfer for steps on sm100, flash-mla "
-        "on sm90.",
     )
     allreduce_strategy: str = flag(
         "nccl",
@@ -61,19 +55,11 @@ class Inductor(Target):
         for name, value, known in (
             ("--device", options.device, DEVICES),
             ("--dtype", options.dtype, DTYPES),
-            ("--attention-backend", options.attention_backend, BACKENDS),
             ("--allreduce-strategy", options.allreduce_strategy, STRATEGIES),
         ):
             if value not in known:
                 raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
         check_capability(options)
-        if options.attention_backend != BACKENDS[0] and (
-            (options.device, options.dtype) != ("cuda", "bfloat16")
-        ):
-            raise UsageError(
-                f"--attention-backend {options.attention_backend} is for --device cuda "
-                "--dtype bfloat16"
-            )
         if options.allreduce_strategy != STRATEGIES[0] and (
             options.device != "cuda" or not 1 < request.ranks.tp <= RANKS
         ):
@@ -121,10 +107,6 @@ class Inductor(Target):
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":
         traced = super().trace(program, plan)
-        if plan.options.attention_backend != BACKENDS[0]:
-            from mtpbuild.builder.targets.passes.attention_backend import by_package
-
-            by_package(traced.exported, plan.config, plan.options.attention_backend)
         if plan.options.allreduce_strategy != STRATEGIES[0]:
             from mtpbuild.builder.targets.passes.one_shot import by_shared_memory
 

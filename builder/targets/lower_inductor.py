@@ -32,14 +32,12 @@ from torch.utils import _pytree as pytree
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
-from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
 from mtpbuild.runtime.contract.manifest import (
     CONSTANTS,
     AllreduceStrategy,
-    AttentionBackend,
     TargetInfo,
 )
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
@@ -86,8 +84,6 @@ def check(plan: Plan) -> None:
         raise MissingDependencyError(f"target inductor on a GPU needs triton: {install('triton')}")
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
-    if (other := backend(plan)) is not None:
-        attention_backend.check(plan, other)
     if cross:
         cross_cuda.check()
 
@@ -114,15 +110,8 @@ def info(plan: Plan) -> TargetInfo:
         versions={"torch": TORCH},
         compute_capabilities=gpus,
         cross_compiled=cross_cuda.info(gpus[0]) if crosses(plan) else None,
-        attention_backend=backend(plan),
         allreduce_strategy=strategy(plan),
     )
-
-
-def backend(plan: Plan) -> AttentionBackend | None:
-    """Names the library that attends in place of our own kernels; None: our kernels do."""
-    asked = getattr(plan.options, "attention_backend", None)
-    return asked if asked in get_args(AttentionBackend) else None
 
 
 def strategy(plan: Plan) -> AllreduceStrategy | None:

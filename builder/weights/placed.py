@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_header
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.weights.formats import Entry, coarse_blocks, coarse_note, entry_of
 from mtpbuild.builder.weights.made import Share, made
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
+from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
 
 logger = logging.getLogger(__name__)
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors
-ALIGNMENT = 64  # of the first byte of data, for memory mapping
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,8 @@ class Shard:
 
     def header(self) -> bytes:
         """Returns the bytes before a safetensors file's data, which has the order of `tensors`."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}} if self.metadata else {}
-        end = 0
-        for name, entry in self.tensors.items():
-            span = (end, end := end + entry.nbytes)
-            entries[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": span}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        tensors = ((n, e.dtype, e.shape, e.nbytes) for n, e in self.tensors.items())
+        return encode_header(make_header(tensors), {"format": "pt"} if self.metadata else None)
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +114,7 @@ def write_weights(
 
 def read_places(path: Path) -> dict[str, Placed]:
     """Find the tensors of a file that `write_weights` wrote."""
-    header, start = read_header(path)
+    header, _, start = read_header(path)
     spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
     return {name: Placed(start + begin, end - begin) for name, (begin, end) in spans.items()}
 

@@ -1,1 +1,1 @@
-"""Reads configurations and flags of vLLM and TensorRT-LLM into our settings."""
+"""Reads what vLLM and TensorRT-LLM call a setting: two tables, and a function that reads them."""

@@ -149,8 +149,8 @@ CONTROLS: tuple[Control, ...] = (
 )
 CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)
 
-# What a grammar lets a step emit. They are no controls: engines for a GPU or of several ranks, and
-# those that were built before, have no such inputs.
+# What a grammar lets a step emit. They are no controls: engines for a GPU or of several ranks have
+# no such inputs.
 CONSTRAINED, ALLOWED = "constrained", "allowed"
 WORD = 32  # tokens that one word of `allowed` is about
 CONSTRAINTS: tuple[Control, ...] = (

@@ -14,13 +14,13 @@ from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.programs import MIXED, SCORE
-from mtpbuild.runtime.contract.state import StateSpec, from_version_2
+from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
 from mtpbuild.runtime.files import check_regular, read_json
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.targets import find_target
 
-FORMAT_VERSION: Literal[3] = 3
+FORMAT_VERSION: Literal[4] = 4
 MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
 PREFIXES = "prefixes"  # the folder of rows of prompts that an engine was built with
@@ -32,7 +32,6 @@ MOST_MANIFEST = 1 << 22  # bytes; those of large models have some hundred thousa
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # what sums between ranks in NCCL's place
-AttentionBackend = Literal["flashinfer", "flash-mla"]  # packages with kernels of their own
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, where they are quantised
@@ -147,7 +146,6 @@ class TargetInfo(_Record):
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
     cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
-    attention_backend: AttentionBackend | None = None  # None: the target's own kernels
     allreduce_strategy: AllreduceStrategy | None = None  # None: NCCL sums between GPUs
 
     @field_validator("name")
@@ -162,7 +160,7 @@ class TargetInfo(_Record):
 class Manifest(_Record):
     """Is the whole of `engine.json`; docs/engine-format.md explains each field."""
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[4] = FORMAT_VERSION
     mtpbuild: str
     model: ModelInfo
     build: BuildInfo
@@ -173,13 +171,6 @@ class Manifest(_Record):
     state: tuple[StateSpec, ...]
     files: dict[str, FileSpec]
     rank: int | None = None  # of a rank's folder in an engine of several
-
-    @field_validator("programs")
-    @classmethod
-    def hold_the_whole_model(cls, programs: dict[str, ProgramSpec]) -> dict[str, ProgramSpec]:
-        if "trunk" in programs:
-            raise ValueError("its main model is apart from its steps, which no version runs now")
-        return programs
 
     @property
     def whole_model(self) -> str:
@@ -233,19 +224,16 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (2, FORMAT_VERSION):
+    if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise EngineFormatError(
-            f"{path}: format version {version}, this mtpbuild reads 2 and {FORMAT_VERSION}; "
-            f"{'upgrade mtpbuild' if newer else 'rebuild the engine'}"
+            f"{path}: format version {version}, this mtpbuild reads {FORMAT_VERSION}; "
+            f"{'upgrade mtpbuild' if newer else 'build it again'}"
         )
     try:
-        return Manifest.model_validate(from_version_2(raw) if version == 2 else raw)
+        return Manifest.model_validate(raw)
     except ValidationError as error:
         what = first_error(error, slice(None))
-        raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"its states are damaged ({error})"
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
 
 

@@ -1,7 +1,6 @@
 """States are what slots hold between steps: each has a role, an owner and named sizes."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,26 +77,3 @@ def step_spec(name: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
     sizes = dict(zip(("batch", *STEP_SIZES[name]), shape, strict=True))
     role: Role = "history" if name == HISTORY else "carry"
     return StateSpec(name=name, role=role, dtype=dtype, sizes=sizes)
-
-
-def from_version_2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a manifest of format 2, whose states had a `kind` and no roles.
-
-    Raises LookupError, TypeError, ValueError or AttributeError for a manifest that is damaged.
-    """
-    states = [_with_role(**state) for state in raw["state"]]
-    capacity = max(s.sizes["rows"] for s in states if s.role == "rows")
-    return {
-        **raw,
-        "format_version": 3,
-        "state": [state.model_dump() for state in states],
-        "build": {**raw["build"], "capacity": capacity},
-    }
-
-
-def _with_role(name: str, kind: str, dtype: Any, shape: tuple[int, ...]) -> StateSpec:
-    if kind != "cache":
-        return step_spec(name, dtype, shape)
-    module = name.startswith("mtp_")
-    owner = f"{'mtp' if module else 'layers'}.{name.rpartition('.')[2]}"
-    return rows_spec(name, owner, dtype, shape)

@@ -159,14 +159,8 @@ def load(
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
     """Loads the programs of an engine for a GPU; refuses another kind, or too little memory."""
-    held, size = "weights", manifest.files[WEIGHTS].size
-    if manifest.target.attention_backend is not None:
-        from mtpbuild.runtime.programs.attention_backends import module_of
-
-        other = module_of(manifest.target.attention_backend)  # registers what the programs call
-        other.check(folder)
-        held, size = f"weights and {other.LIBRARY.name}'s workspace", size + other.WORKSPACE
-    check_gpu(folder, manifest, gpu, "build it on this machine (--force)", held, size)
+    size = manifest.files[WEIGHTS].size
+    check_gpu(folder, manifest, gpu, "build it on this machine (--force)", "weights", size)
     try:
         return make(manifest, gpu, opener)
     except torch.OutOfMemoryError as error:

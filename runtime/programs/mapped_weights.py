@@ -1,6 +1,5 @@
 """An engine's weights, mapped: the system reads what is used, and nothing is copied."""
 
-import json
 import os
 from pathlib import Path
 from threading import Thread
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.files import check_regular
+from mtpbuild.runtime.safetensors_header import read_header
 
 DTYPES = {
     **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
@@ -30,9 +30,7 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
         with safe_open(path, "np"):
             """Its tensors fill the file, and each its part of it."""
         data = np.memmap(path, mode="r")
-        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8:start].tobytes())
-        header.pop("__metadata__", None)
+        header, _, start = read_header(path)
         tensors = dict[str, NDArray[Any]]()
         for name, entry in header.items():
             place = slice(*(start + offset for offset in entry["data_offsets"]))

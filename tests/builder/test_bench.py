@@ -26,7 +26,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.cli import LoadFlags
-from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags
+from mtpbuild.runtime.configuration_flags import CompatFlags, RelaxedFlags
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling_flags import SamplingFlags

@@ -6,8 +6,6 @@ weights, or nearly. Here programs run eagerly; compiled ones are in the full mat
 """
 
 import itertools
-import json
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +32,7 @@ from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.eager_package import EagerPackage, manifest_of
@@ -171,12 +170,6 @@ def test_logits_are_not_rounded(model: Transformer) -> None:
     assert len(rounded.unique()) < rounded.numel() / 2, "in bfloat16 they would tie"
 
 
-def header(file: Path) -> dict[str, Any]:
-    raw = file.read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    return dict(json.loads(raw[8 : 8 + size]))
-
-
 @pytest.mark.usefixtures("quick_inductor")
 def test_an_engine_directory(tmp_path: Path) -> None:
     source = random_checkpoint(tmp_path / "source", num_hidden_layers=2)
@@ -188,13 +181,12 @@ def test_an_engine_directory(tmp_path: Path) -> None:
     assert (built.manifest.build.weights, built.manifest.build.dtype) == ("bfloat16", "bfloat16")
     assert before.manifest.build.dtype == "float32"
     file = built.folder / "weights.safetensors"
-    kinds = {name: entry["dtype"] for name, entry in header(file).items()}
+    kinds = {name: entry["dtype"] for name, entry in read_header(file)[0].items()}
     stays = {name for name, kind in kinds.items() if kind == "F32"}
     assert stays == {name for name in kinds if name.rpartition("mlp.")[2] in WIDE}
     assert len(stays) > 4
     assert {kinds[name] for name in set(kinds) - stays} == {"BF16"}
-    head = int.from_bytes(file.read_bytes()[:8], "little")
-    assert foreseen.weights == file.stat().st_size - 8 - head
+    assert foreseen.weights == file.stat().st_size - read_header(file)[2]
     assert foreseen.state < 4 * sum(np.prod(s.shape) for s in built.manifest.state)
 
     stored, held = load_file(source / "model.safetensors"), load_file(file)
@@ -209,7 +201,7 @@ def test_an_engine_directory(tmp_path: Path) -> None:
 
     other = random_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=2)
     refit(built.folder, str(other))
-    assert {n: e["dtype"] for n, e in header(file).items()} == kinds
+    assert {n: e["dtype"] for n, e in read_header(file)[0].items()} == kinds
     assert not torch.equal(load_file(file)["embed_tokens"], held["embed_tokens"])
     assert read_manifest(built.folder).build.dtype == "bfloat16"
 

@@ -35,6 +35,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.checkpoints import (
     QUANTIZABLE,
     SMALLEST,
@@ -319,8 +320,8 @@ class TestQuick:
         request = BuildRequest(str(small), (0,), out=tmp_path / "engine", scheme=ENDS)
         (foreseen,) = dry_run(request, Stages()).engines
         (built,) = build(request)
-        header = int.from_bytes((built.folder / WEIGHTS).read_bytes()[:8], "little")
-        assert foreseen.weights == built.manifest.files[WEIGHTS].size - 8 - header
+        _, _, start = read_header(built.folder / WEIGHTS)
+        assert foreseen.weights == built.manifest.files[WEIGHTS].size - start
 
     def test_the_baseline(
         self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.plain import PlainModel
 from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 from mtpbuild.plugins import take_rows
-from mtpbuild.runtime.errors import BuildError, CheckpointError, UsageError
+from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.families import CHOOSERS, config_of, make_family, save_family
 from tests.support.forced import COUNT, DRAFTS, ROWS, TOKENS
 from tests.support.requests import build_request
@@ -321,15 +321,6 @@ def test_what_targets_for_gpus_refuse(tmp_path: Path) -> None:
         )
         with pytest.raises(UsageError, match=says):
             build(build_request(folder, (0,), out=tmp_path / "engine", **flags))
-
-
-def test_other_packages_attend_to_all_rows(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-    folder = save_family(tmp_path / GLM, GLM, make_family(GLM))
-    flags = {"target": "inductor", "device": "cuda", "dtype": "bfloat16"}
-    flags |= {"compute_capability": "sm90", "attention_backend": "flash-mla"}
-    with pytest.raises(BuildError, match="no kernel that we call for attention to chosen rows"):
-        build(build_request(folder, (0,), out=tmp_path / "engine", **flags))
 
 
 def test_which_layers_choose() -> None:

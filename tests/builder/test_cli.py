@@ -52,7 +52,6 @@ def test_frozen_flags() -> None:
     assert options("build") == [
         "--acceptance-rule",
         "--allreduce-strategy",
-        "--attention-backend",
         "--attention-dp",
         "--cache-dtype",
         "--checkpoint",

@@ -21,6 +21,7 @@ from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, install
 from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke
 from tests.support.opened import opened
@@ -37,8 +38,8 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert not out.exists()
     (foreseen,) = done.engines
     (built,) = build(request)
-    header = int.from_bytes((out / WEIGHTS).read_bytes()[:8], "little")
-    assert foreseen.weights == built.manifest.files[WEIGHTS].size - 8 - header
+    _, _, start = read_header(out / WEIGHTS)
+    assert foreseen.weights == built.manifest.files[WEIGHTS].size - start
     assert foreseen.folder == out
     assert (foreseen.plan.drafter, foreseen.unchanged) == (built.manifest.build.drafter, False)
     assert done.model.parameters == built.manifest.model.parameters

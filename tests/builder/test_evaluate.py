@@ -27,7 +27,7 @@ from mtpbuild.builder.eval.problems import (
 )
 from mtpbuild.builder.eval.report import conclusion, draw_trade
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.compat.settings import Settings
+from mtpbuild.runtime.configuration import Settings
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import fake_engine, sample, write_lines

@@ -180,8 +180,8 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
 
 @needs_library
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "READ", ("panels64",))
-    with pytest.raises(EngineError, match=r"are panels32.4, .* runs panels64; .* upgrade"):
+    monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
+    with pytest.raises(EngineError, match=r"are panels32.4, .* panels64; build it again, or upgr"):
         Engine.load(engines[0])
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

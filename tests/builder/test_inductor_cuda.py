@@ -20,7 +20,6 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL
 from mtpbuild.runtime.errors import NotFiniteError
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.attention_backends import module_of
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
@@ -196,25 +195,6 @@ def test_too_little_memory_is_said_before_loading(on_gpu: MakePrograms, tmp_path
     larger = manifest.model_copy(update={"programs": {**manifest.programs, PREFILL: prompts}})
     with pytest.raises(EngineError, match=r"intermediate results 1\.00\), "):
         inductor_cuda.load(tmp_path, larger, FakeGpu(free=needed), never)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"), [("flashinfer", "FlashInfer"), ("flash-mla", "FlashMLA")]
-)
-def test_another_packages_workspace_takes_memory(
-    backend: str, name: str, on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines of `--attention-backend` need it besides weights, caches and state."""
-    programs, manifest, _ = on_gpu()
-    target = manifest.target.model_copy(update={"attention_backend": backend})
-    manifest = manifest.model_copy(update={"target": target})
-    other = module_of(backend)
-    monkeypatch.setattr(other, "check", lambda folder: None)  # it is not here
-    needed = 5 * 10**9 + other.WORKSPACE + sum(tensor.nbytes for tensor in programs._given.values())
-    with pytest.raises(EngineError, match=rf"\(weights and {name}'s workspace 5\.13, caches"):
-        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1), never)  # type: ignore[arg-type]
-    opener = opened(programs._packages)
-    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
 
 
 def test_memory_that_runs_out_is_one_line(on_gpu: MakePrograms, tmp_path: Path) -> None:

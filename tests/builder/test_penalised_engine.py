@@ -141,7 +141,7 @@ def test_log_probabilities_stay_raw(
     ],
 )
 def test_an_engine_without_them_refuses(asked: dict[str, object]) -> None:
-    """One for a GPU, or one that was built before there were any: its state has no history."""
+    """One for a GPU: its state has no history."""
     (name,), manifest = asked, fake_manifest()
     with pytest.raises(RequestError, match=f"{name} is not supported by this engine") as caught:
         controls_of([1, 2], SamplingParams(**asked), manifest)  # type: ignore[arg-type]

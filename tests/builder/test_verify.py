@@ -26,6 +26,7 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.cpu_library import ISAS, find_library
 from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.safetensors_header import read_header
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.compiler import needs_compiler
@@ -356,10 +357,10 @@ def damage_modules(engine: Path) -> None:
     """Turn the sign of what heads read of the MTP modules: what was likeliest is drafted last."""
     path = engine / "weights.safetensors"
     data = bytearray(path.read_bytes())
-    header = int.from_bytes(data[:8], "little")
-    for name, tensor in json.loads(data[8 : 8 + header]).items():
+    header, _, start = read_header(path)
+    for name, tensor in header.items():
         if name.startswith("mtp.") and name.endswith("shared_head.norm.weight"):
-            first, last = (8 + header + offset for offset in tensor["data_offsets"])
+            first, last = (start + offset for offset in tensor["data_offsets"])
             data[first:last] = (-np.frombuffer(data[first:last], "<f4")).tobytes()
     path.unlink()  # a hard link of another engine's file
     path.write_bytes(data)

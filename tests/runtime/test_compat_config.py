@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.compat.parse import parse_speculative_config
-from mtpbuild.runtime.compat.settings import (
+from mtpbuild.runtime.configuration import (
     Settings,
-    Source,
     asked_ranks,
     check_engine,
-    merge,
+    join,
+    relaxed_notes,
     sampling_settings,
 )
+from mtpbuild.runtime.configuration_files import parse_speculative_config
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.fakes import fake_manifest
@@ -69,8 +69,8 @@ def test_what_a_request_is_told(settings: Settings, keywords: dict[str, object])
 def test_sources_are_joined() -> None:
     first = Settings(nextn=3, relaxed_topk=4, notes=("a",))
     second = Settings(nextn=3, use_relaxed_acceptance_for_thinking=True, notes=("b",))
-    assert merge([]) == Settings()
-    assert merge([Source("--one", first), Source("--two", second)]) == Settings(
+    assert join([]) == Settings()
+    assert join([*first.said("--one"), *second.said("--two")]) == Settings(
         nextn=3,
         use_relaxed_acceptance_for_thinking=True,
         relaxed_topk=4,
@@ -96,16 +96,17 @@ def test_sources_are_joined() -> None:
 )
 def test_contradictions_name_both(one: Settings, two: Settings, line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        merge([Source("--one", one), Source("--none", Settings()), Source("--two", two)])
+        join([*one.said("--one"), *Settings().said("--none"), *two.said("--two")])
     assert str(caught.value) == line
 
 
 def test_relaxed_values_that_nothing_switches_on() -> None:
     given = Settings(relaxed_topk=10, end_thinking_phase_token=7)
-    assert merge([Source("--one", given)]).notes == (
+    assert relaxed_notes(given) == [
         "relaxed_topk: no effect without use_relaxed_acceptance_for_thinking",
         "end_thinking_phase_token: no effect without use_relaxed_acceptance_for_thinking",
-    )
+    ]
+    assert relaxed_notes(Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=3)) == []
 
 
 def test_an_engine_is_what_it_is() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.compat.parse import parse_llm_yaml
-from mtpbuild.runtime.compat.settings import Settings
+from mtpbuild.runtime.configuration import Settings
+from mtpbuild.runtime.configuration_files import parse_llm_yaml
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from tests.support.stand_ins import importing
 

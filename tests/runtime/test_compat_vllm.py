@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.compat.parse import parse_speculative_config
-from mtpbuild.runtime.compat.settings import Settings
+from mtpbuild.runtime.configuration import Settings
+from mtpbuild.runtime.configuration_files import parse_speculative_config
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.synthetic import synthetic_rates
 

@@ -9,8 +9,7 @@ import mtpbuild.runtime
 
 RUNTIME = Path(mtpbuild.runtime.__file__).parent
 
-ATTENTION = {"attention_backends", "flash_mla_attention", "flashinfer_attention"}
-NEED_TORCH = {"aot_package", "channel", "nccl", "one_shot", "torch_cuda"} | ATTENTION
+NEED_TORCH = {"aot_package", "channel", "nccl", "one_shot", "torch_cuda"}
 
 RUN = """
 import sys

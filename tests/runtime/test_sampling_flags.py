@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
-from mtpbuild.runtime.compat.settings import Settings
+from mtpbuild.runtime.configuration import Settings
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params

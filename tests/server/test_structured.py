@@ -515,17 +515,19 @@ def test_the_command_line(folder: Path, tmp_path: Path, engine: Engine) -> None:
     assert "can't be read" in err
 
 
-def test_engines_built_before_go_on(folder: Path) -> None:
+def test_engines_without_masks_go_on(folder: Path) -> None:
     """Steps without inputs for masks run, and say that they take no grammar."""
     manifest = read_manifest(folder)
     mixed = manifest.programs["decode_mixed"]
     inputs = tuple(t for t in mixed.inputs if t.name not in ("constrained", "allowed"))
     assert len(inputs) == len(mixed.inputs) - 2
-    before = mixed.model_copy(update={"inputs": inputs})
-    older = manifest.model_copy(update={"programs": manifest.programs | {"decode_mixed": before}})
-    slots, newer = (HostSlots(m, PackedCaches(m.state), copies=2) for m in (older, manifest))
-    assert newer.features - slots.features == {Feature.CONSTRAIN}
-    for each in (slots, newer):
+    without = mixed.model_copy(update={"inputs": inputs})
+    lacking = manifest.model_copy(
+        update={"programs": manifest.programs | {"decode_mixed": without}}
+    )
+    slots, whole = (HostSlots(m, PackedCaches(m.state), copies=2) for m in (lacking, manifest))
+    assert whole.features - slots.features == {Feature.CONSTRAIN}
+    for each in (slots, whole):
         each.begin(1, 5, 7, Controls(temperature=1.0))
         each.move(1, 0)
         assert each.state["lengths"].tolist() == [5, 5, 0, 0]

@@ -3,12 +3,12 @@
     python -m tests.support.cross_compile FOLDER [--kernels-only] small/head/sm90/bfloat16
 
 It runs in a process of its own, because Triton's interpreter must be off. A case has four parts, or
-more with the attention backend (`/flashinfer`) and what ranks sum by (`/triton/one-shot`). The
-first part names the model: `small`, `r1` (one rank of eight) or `r1-alone` (a single rank);
-`small-sparse`, `v3.2` and `glm-5` are the like with attention to chosen rows; `rank` for the step
-of one rank of two; or a model that is built as an engine. The second part is a part of a step that
-`benchmarks/gpu.py` measures, or a whole step with nextn 3 of some layers (`step of 1+2`: a dense
-one and two with experts; `mixed step of ..`). The programs have no weights, as nothing runs them.
+five with what ranks sum by (`/one-shot`). The first part names the model: `small`, `r1` (one rank
+of eight) or `r1-alone` (a single rank); `small-sparse`, `v3.2` and `glm-5` are the like with
+attention to chosen rows; `rank` for the step of one rank of two; or a model that is built as an
+engine. The second part is a part of a step that `benchmarks/gpu.py` measures, or a whole step with
+nextn 3 of some layers (`step of 1+2`: a dense one and two with experts; `mixed step of ..`). The
+programs have no weights, as nothing runs them.
 With --kernels-only the C++ is written, but not compiled.
 """
 
@@ -236,8 +236,8 @@ def main(folder: Path, *cases: str) -> None:
     for case in cases:
         if case == "--kernels-only":
             continue
-        model, parts, gpu, dtype, *backend = case.split("/")
-        options = InductorOptions("cuda", dtype, gpu, *backend)
+        model, parts, gpu, dtype, *sums = case.split("/")
+        options = InductorOptions("cuda", dtype, gpu, *sums)
         if model not in ("small", "small-sparse", "rank", *SHARES):
             for path in engine(model, folder, options):
                 tell(case, path)  # with the kernels of all its programs

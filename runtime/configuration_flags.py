@@ -1,4 +1,4 @@
-"""Defines the flags of vLLM and TensorRT-LLM for all commands, and reads them.
+"""The flags of vLLM and TensorRT-LLM for all commands.
 
 The command line reads an underscore in a flag as a dash, so older spellings work as well.
 """
@@ -10,25 +10,23 @@ from typing import Any, get_type_hints
 
 import typer
 
-from mtpbuild.runtime.compat.parse import (
+from mtpbuild.runtime.compat.read import check_method
+from mtpbuild.runtime.compat.tables import MTP
+from mtpbuild.runtime.configuration import CHECKS, Said, Settings, checked, join, relaxed_notes
+from mtpbuild.runtime.configuration_files import (
     VLLM_FLAG,
     YAML_FLAG,
     parse_llm_yaml,
     parse_speculative_config,
-    read_value,
 )
-from mtpbuild.runtime.compat.settings import Settings, Source, agreed, merge
-from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.contract.drafters import check_offered
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
 
-ALGO_FLAG = "--spec-decode-algo"
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompatFlags:
-    """Holds a configuration in vLLM's or TensorRT-LLM's words."""
+    """A configuration in vLLM's or TensorRT-LLM's words."""
 
     speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
     config: Path | None = flag(
@@ -43,7 +41,7 @@ class CompatFlags:
 
 SWITCH = "use_relaxed_acceptance_for_thinking"
 HINTS = get_type_hints(SamplingParams)
-RELAXED = [n for n in TRTLLM_SPECULATIVE.ours if n in SETTINGS and SETTINGS[n].help]
+RELAXED = ("relaxed_topk", "relaxed_delta")
 # The flags of TensorRT-LLM's relaxed acceptance.
 RelaxedFlags: Any = make_dataclass(
     "RelaxedFlags",
@@ -56,10 +54,9 @@ RelaxedFlags: Any = make_dataclass(
 )
 UNRELAXED = RelaxedFlags()
 
-# A field of the groups -> TensorRT-LLM's key, whose check it shares.
-KEYS = {
-    "spec_decode_nextn": "max_draft_len",
-    "spec_decode_max_draft_len": "max_draft_len",
+# A field of the groups -> the setting that it is.
+FIELDS = {
+    **dict.fromkeys(("spec_decode_nextn", "spec_decode_max_draft_len"), "nextn"),
     **{name: name for name in (SWITCH, *RELAXED)},
 }
 
@@ -68,39 +65,35 @@ def read_flags(
     compat: CompatFlags,
     relaxed: RelaxedFlags = UNRELAXED,
     *,
-    also: Iterable[Source] = (),
+    also: Iterable[Said] = (),
     nextn: tuple[int | str, ...] | None = None,
     drafter: str | None = None,
 ) -> Settings:
-    """Joins the flags' settings with those of a command, and prints notes to standard error.
+    """Join the flags' settings with those of a command, and print notes to standard error.
 
     also, nextn, drafter: the settings that the command's own flags give. Raises UsageError for a
     value that is wrong, contradictory or not supported by this version.
     """
     check_offered(drafter)
     if compat.spec_decode_algo is not None:
-        TRTLLM_METHODS.check(compat.spec_decode_algo, ALGO_FLAG)
-    sources = [Source("--drafter", Settings(drafter=drafter)), *also]
+        join(check_method(compat.spec_decode_algo, MTP, "--spec-decode-algo"))
+    said: list[Said] = [("drafter", "--drafter", drafter), *also]
     typed = vars(compat) | vars(relaxed)
-    for name, key in KEYS.items():
+    for name, setting in FIELDS.items():
         if typed[name] is not None and typed[name] is not False:
             own = "--" + name.replace("_", "-")
-            found = read_value(TRTLLM_SPECULATIVE, key, typed[name], own)
-            sources.append(Source(own, Settings(**{TRTLLM_SPECULATIVE.ours[key]: found})))
+            said.append((setting, own, checked(CHECKS[setting], typed[name], own)))
     if (relaxed.relaxed_topk or 1) > 1:  # the flag alone switches it on
-        sources.append(Source("--relaxed-topk", Settings(use_relaxed_acceptance_for_thinking=True)))
+        said.append((SWITCH, "--relaxed-topk", True))
     if compat.speculative_config is not None:
-        sources.append(Source(VLLM_FLAG, parse_speculative_config(compat.speculative_config)))
+        said += parse_speculative_config(compat.speculative_config).said(VLLM_FLAG)
     if compat.config is not None:
-        sources.append(Source(f"{YAML_FLAG} {compat.config}", parse_llm_yaml(compat.config)))
+        said += parse_llm_yaml(compat.config).said(f"{YAML_FLAG} {compat.config}")
     if nextn is not None:
-        said = [(s.name, _numbers(s.settings.nextn)) for s in sources]
-        agreed("nextn", [("--nextn", _numbers(*nextn)), *said])
-    settings = merge(sources)
-    for note in settings.notes:
+        numbers = ",".join(map(str, dict.fromkeys(nextn)))
+        others = [each for each in said if each[0] == "nextn" and each[2] is not None]
+        join([("nextn", "--nextn", numbers), *((n, who, str(value)) for n, who, value in others)])
+    settings = join(said)
+    for note in (*settings.notes, *relaxed_notes(settings)):
         typer.echo(f"note: {note}", err=True)
     return settings
-
-
-def _numbers(*nextn: int | str | None) -> str | None:
-    return None if None in nextn else ",".join(map(str, dict.fromkeys(nextn)))

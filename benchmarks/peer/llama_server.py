@@ -1,0 +1,49 @@
+"""Starts llama.cpp's server, for `serving.py` and `llama_server_side.py`; needs nothing else."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+PATIENCE = 600  # most seconds to load, or for an answer
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
+
+
+@contextlib.contextmanager
+def started(
+    program: Path, model: str | Path, *, slots: int, rows: int, threads: int, drafts: int = 0
+) -> Iterator[str]:
+    """Run the server on a free port until the block ends; yield its URL once it has loaded.
+
+    rows: tokens of all slots together. drafts: of its MTP module in each step, which the file has.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(program), "--model", str(model), "--port", str(port), "-np", str(slots)]
+    command += ["--ctx-size", str(rows), "--threads", str(threads)]
+    if drafts:
+        command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait(process, url)
+            yield url
+        finally:
+            process.kill()
+
+
+def wait(process: subprocess.Popen[bytes], url: str) -> None:
+    """Wait until the model is loaded."""
+    for _ in range(10 * PATIENCE):
+        with contextlib.suppress(urllib.error.URLError), DIRECT.open(f"{url}/health"):
+            return
+        if process.poll() is not None:
+            sys.exit(f"llama-server ended with {process.returncode}")
+        time.sleep(0.1)
+    sys.exit(f"llama-server did not load within {PATIENCE} s")

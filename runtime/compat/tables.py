@@ -1,0 +1,121 @@
+"""The keys of vLLM and TensorRT-LLM: which setting of ours each is, or why it is none."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key of another system is here: a setting of ours, refused, or without effect."""
+
+    setting: str = ""
+    true: str = ""  # the setting's value for true, if the key is a switch; false leaves it open
+    refused: str = ""  # why, since it would change a result
+    idle: tuple[int, ...] = ()  # values that ask for nothing
+    instead: str = ""  # what to do instead, if the key is without effect
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The names of the speculative methods, of which mtpbuild has one."""
+
+    ours: str
+    others: list[str]
+    models: list[str]  # MODEL_mtp is an older name of ours
+
+
+Table = Mapping[str, "Key | Methods | Table"]
+
+
+def each(names: str, key: Key | None = None) -> Mapping[str, Key]:
+    """Return keys that mean the same; by default each is a setting of ours, of its own name."""
+    return {name: key or Key(name) for name in names.split()}
+
+
+MODULES = Key(instead="the MTP modules are those of the checkpoint")
+ALWAYS = Key(refused="every step drafts")
+CHAIN = Key(refused="each step verifies one chain of nextn drafts")
+FIXED = Key(refused="nextn is fixed when the engine is built")
+RANKS = Key(refused="ranks share a model by --tp, --ep and --attention-dp alone", idle=(1, -1))
+TOKENS = Key(refused="a step runs no Python: use penalties, --json-schema or structured outputs")
+WEIGHTS = Key(refused="the checkpoint runs as it is")
+
+# Names, separated by blanks; those that are ignored have no effect here.
+VLLM_METHODS = """ngram ngram_gpu medusa mlp_speculator draft_model suffix custom_class eagle eagle3
+    extract_hidden_states dflash dspark"""
+MODELS = """bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4
+    glm4_moe glm4_moe_lite glm5_next glm_ocr hy_v3 hy_v4 inkling kimi_k3 longcat_flash mimo mimo_v2
+    minimax_m3 nemotron_h pangu_ultra_moe qwen3_5 qwen3_next qwen4_exp step3p5"""
+VLLM_IGNORED = """attention_backend code_revision disable_eagle_block_drop disable_logprobs
+    disable_mqa_scorer disable_padded_drafter_batch draft_load_config dspark_draft_topk
+    enable_adaptive_verification enforce_eager index_share_for_mtp_iteration kv_cache_dtype
+    max_model_len moe_backend parallel_drafting prompt_lookup_max prompt_lookup_min quantization
+    revision suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
+    suffix_decoding_max_tree_depth suffix_decoding_min_token_prob use_heterogeneous_vocab
+    use_local_argmax_reduction"""
+TRTLLM_METHODS = """AUTO DFlash Draft_Target Eagle Eagle3 Lookahead Medusa NGram PARD SA SaveState
+    User_Provided"""
+SPECULATIVE_IGNORED = """advanced_sampling_mode allow_advanced_sampling dynamic_tree_max_topK
+    enable_penalty load_format max_total_draft_tokens mtp_eagle_one_model"""
+TRTLLM_IGNORED = """allreduce_strategy attention_dp_config attn_backend autotuner_enabled backend
+    batch_wait_max_tokens_ratio batch_wait_timeout_iters batch_wait_timeout_ms
+    cache_transceiver_config checkpoint_format cuda_graph_batch_sizes cuda_graph_config
+    cuda_graph_max_batch_size cuda_graph_padding_enabled disable_overlap_scheduler dtype
+    enable_autotuner enable_iter_perf_stats enable_iter_req_stats enable_layerwise_nvtx_marker
+    enable_lm_head_tp_in_adp enable_min_latency enable_mixed_sampler enable_trtllm_sampler
+    fail_fast_on_attention_window_too_large force_dynamic_quantization
+    garbage_collection_gen0_threshold gather_generation_logits generation_config gpus_per_node
+    iter_perf_stats_interval iter_stats_max_iterations kv_cache_config kv_cache_dtype load_format
+    max_stats_len mixed_sampler moe_backend moe_config moe_load_balancer moe_max_num_tokens
+    num_postprocess_workers nvfp4_gemm_config perf_metrics_max_requests postprocess_tokenizer_dir
+    pp_partition print_iter_log pytorch_backend_config ray_worker_extension_cls reasoning_parser
+    request_stats_max_iterations return_perf_metrics revision sampler_type scheduler_config
+    skip_tokenizer_init stream_interval telemetry_config tokenizer_mode tokenizer_revision
+    torch_compile_config trust_remote_code use_cuda_graph"""
+
+MTP = Methods("MTP", TRTLLM_METHODS.split(), [])
+VLLM: Table = {  # vLLM's --speculative-config
+    "method": Methods("mtp", VLLM_METHODS.split(), MODELS.split()),
+    "num_speculative_tokens": Key("nextn"),
+    "draft_tensor_parallel_size": Key("tp", idle=(1, -1)),  # modules are split as the main model
+    **each("rejection_sample_method draft_sample_method"),
+    **each("synthetic_acceptance_rates synthetic_acceptance_length"),
+    "num_speculative_tokens_per_batch_size": FIXED,
+    "disable_by_batch_size": ALWAYS,
+    "speculative_token_tree": CHAIN,
+    "model": MODULES,
+    **each(VLLM_IGNORED, Key()),
+}
+SPECULATIVE: Table = {  # TensorRT-LLM's speculative_config
+    "decoding_type": MTP,
+    **each("max_draft_len num_nextn_predict_layers", Key("nextn")),
+    "use_mtp_vanilla": Key("drafter", true="mtp-vanilla"),
+    **each("use_relaxed_acceptance_for_thinking relaxed_topk relaxed_delta"),
+    **each("begin_thinking_phase_token end_thinking_phase_token"),
+    "use_rejection_sampling": Key("rejection_sample_method", true="standard"),
+    **each("acceptance_rate_threshold acceptance_rate_window_size max_concurrency", ALWAYS),
+    **each("sa_config use_dynamic_tree", CHAIN),
+    "draft_len_schedule": FIXED,
+    **each("speculative_model speculative_model_dir", MODULES),
+    **each(SPECULATIVE_IGNORED, Key()),
+}
+TRTLLM: Table = {  # its YAML file
+    "speculative_config": SPECULATIVE,
+    "tensor_parallel_size": Key("tp"),
+    "moe_expert_parallel_size": Key("ep", idle=(-1,)),
+    "moe_tensor_parallel_size": Key("moe_tp", idle=(-1,)),
+    "enable_attention_dp": Key("attention_dp"),
+    **each("context_parallel_size moe_cluster_parallel_size pipeline_parallel_size", RANKS),
+    "batched_logits_processor": TOKENS,
+    **each("custom_tokenizer enable_lora lora_config model_kwargs quant_config", WEIGHTS),
+    "sparse_attention_config": WEIGHTS,
+    "max_beam_width": Key(refused="a request has one continuation", idle=(1,)),
+    "enable_chunked_prefill": Key(instead="prefill is always chunked, see --prefill-chunk"),
+    "guided_decoding_backend": Key(instead="llguidance follows every grammar"),
+    "max_batch_size": Key(instead="use --max-batch"),
+    **each("max_input_len max_seq_len", Key(instead="use --max-seq-len")),
+    "max_num_tokens": Key(instead="use --prefill-chunk"),
+    "model": Key(instead="use --model"),
+    "tokenizer": Key(instead="the checkpoint's is taken"),
+    **each(TRTLLM_IGNORED, Key()),
+}

@@ -1,1 +1,0 @@
-"""Stands in, in PyTorch, for the part of FlashInfer that engines call, if it is not installed."""
