@@ -197,3 +197,25 @@ def test_damaged_results() -> None:
         one("Norm 0 2 > 3 epsilon=1", "3", operands=3)
     with pytest.raises(Exception, match="-1 operands"):
         one(NORM, operands=-1)
+
+
+@pytest.mark.parametrize(("half", "tokens"), [((1 << 23) + 1, 2**31 - 1), (1 << 20, 1 << 20)])
+def test_a_result_that_no_memory_holds(half: int, tokens: int) -> None:
+    """Sizes that overflow, or that are too large, are refused before anything is written."""
+    slots = 128
+    steps = "Places 0 - 1 2 3 > 4 5 6 7 8 offset=0 scale=1065353216"
+    names = ["start", "frequencies", "tokens", "end"]
+    given: dict[str, NDArray[Any]] = {"start": np.zeros(slots, np.int64)}
+    given |= {"frequencies": np.ones(half, np.float32), "tokens": np.array(tokens)}
+    given |= {"end": np.array(0)}
+    kinds = [TensorProto.INT64, FLOAT, TensorProto.INT64, TensorProto.INT64]
+    inputs = [
+        helper.make_tensor_value_info(name, kind, given[name].shape)
+        for name, kind in zip(names, kinds, strict=True)
+    ]
+    node = own("Chain", names, ["base"], steps=steps, results="6", operands=4)
+    base = helper.make_tensor_value_info("base", TensorProto.INT64, None)
+    graph = helper.make_graph([node], "large", inputs, [base])
+    model = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
+    with pytest.raises(Exception, match="mtpbuild Places: a size is negative or too large"):
+        session(model).run(None, given)

@@ -3,7 +3,7 @@
 Rows and slots that don't read the number keep their bits, and all instruction sets agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -18,6 +18,7 @@ from tests.support.isas import isas
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 F, INT = np.float32, np.int64
+Given = Mapping[str, Any]
 Index = tuple[int, ...]
 Place = Callable[[Index], Any]  # the part of each result that may change, by the damaged index
 B, T, K, N = 2, 3, 64, 64
@@ -29,13 +30,13 @@ class Op:
     """An operator's call. rows: which part of the results a number of an operand may change."""
 
     name: str
-    given: dict[str, NDArray[Any]]
-    rows: dict[str, Place]
+    given: Given
+    rows: Mapping[str, Place]
     how: dict[str, Any] = field(default_factory=dict)
     results: tuple[type, ...] = (F,)
     saturates: tuple[str, ...] = ()  # operands of which an infinite number has a finite result
 
-    def run(self, given: dict[str, NDArray[Any]], patch: pytest.MonkeyPatch) -> Results:
+    def run(self, given: Given, patch: pytest.MonkeyPatch) -> Results:
         found: list[Results] = []
         for isa in isas():
             patch.setenv("MTPBUILD_CPU_ISA", isa)
@@ -53,6 +54,10 @@ def floats(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 def weight(seed: int, *shape: int) -> tuple[NDArray[Any], NDArray[Any]]:
     values, scales, _ = random_weight(np.random.default_rng(seed), shape, 8)
     return packed_values(values).numpy(), packed_scales(scales).numpy()
+
+
+def everything(at: Index) -> Any:
+    return np.s_[:]
 
 
 def token(at: Index) -> Any:
@@ -73,7 +78,7 @@ def after(at: Index) -> Any:
 
 
 def attention(heads: int) -> Op:
-    given = {"q": floats(B, heads, T, 8), "cache": floats(B, 1, 150, 8, seed=1)}
+    given: dict[str, Any] = {"q": floats(B, heads, T, 8), "cache": floats(B, 1, 150, 8, seed=1)}
     given |= {"fresh": floats(B, 1, T, 8, seed=2), "base": np.array([130, 70])}
     given |= {"first": np.zeros(B, INT)}
     rows: dict[str, Place] = {"q": lambda i: np.s_[i[0], i[1], i[2]], "fresh": later}
@@ -83,7 +88,7 @@ def attention(heads: int) -> Op:
 
 
 def delta(advance: bool) -> Op:
-    given = {"mixed": floats(B, T, 2 * 8 + 2 * 64), "ba": floats(B, T, 4)}
+    given: dict[str, Any] = {"mixed": floats(B, T, 2 * 8 + 2 * 64), "ba": floats(B, T, 4)}
     given |= {"rate": np.abs(floats(2)), "bias": floats(2, seed=3)}
     given |= {"state": floats(B, 2, 8, 64)}
     rows: dict[str, Place] = {"mixed": after, "ba": after, "state": slot}
@@ -101,10 +106,10 @@ def calls() -> dict[str, Op]:
     down, down_scales = weight(2, 4, K, K)
     ids = np.random.default_rng(0).integers(0, 4, (B, T, 2))
     shares = np.abs(floats(B, T, 2))
-    around = {"norm": floats(K), "sum": floats(B, T, N)}
+    around: dict[str, Any] = {"norm": floats(K), "sum": floats(B, T, N)}
     panels = floats(4, 4, K, 32), floats(4, 2, K, 32)
     halves = floats(B, T, 2), floats(B, T, 2, seed=5)
-    token_rows = {"x": token, "w": token}
+    token_rows: dict[str, Place] = {"x": token, "w": token}
     ops = [
         Op("Product", {"x": x, "v": values, "s": scales} | around, token_rows, {"N": N}),
         Op("GatedProduct", {"x": x, "v": values, "s": scales}, token_rows, {"N": N}),
@@ -217,8 +222,8 @@ def test_they_reach_the_result(call: str, number: str, monkeypatch: pytest.Monke
         for at in [*places, tuple(size // 2 for size in array.shape)]:
             damaged = array.copy()
             damaged[at] = NUMBERS[number]
-            found = op.run(op.given | {name: damaged}, monkeypatch)
-            place = op.rows.get(name, lambda at: np.s_[:])(at)
+            found = op.run({**op.given, name: damaged}, monkeypatch)
+            place = op.rows.get(name, everything)(at)
             seen = op.name != "Attention" or good[0][place].size > 0
             finite = all(np.isfinite(each).all() for each in found if each.dtype == F)
             assert not (finite and seen and name in reaching(op, number, at)), (name, at)
@@ -243,7 +248,7 @@ def reaching(op: Op, number: str, at: Index) -> set[str]:
 def test_scores(seen: int, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No query sees the mean of all values where a score is NaN or infinite, of either sign."""
     op = attention(3)
-    given = op.given | {"cache": floats(B, 1, 700, 8), "base": np.array([seen - 1, 9])}
+    given = {**op.given, "cache": floats(B, 1, 700, 8), "base": np.array([seen - 1, 9])}
     given["q"] = np.abs(given["q"])
     given["cache"][0, 0, :, 7], given["fresh"][0, 0, :, 7] = 1.0, 1.0
     given["q"][0, 1, 0, 7] = NUMBERS[number]  # all scores of one query
@@ -264,7 +269,11 @@ def test_the_highest_logit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     op = Op("ArgMax", {"x": x}, {}, results=(INT,))
     [ids] = op.run(op.given, monkeypatch)
     np.testing.assert_array_equal(ids, x.argmax(-1))
-    given = {"x": x[:, None], "window": np.zeros((40, 1), INT), "d": np.zeros(40, INT)}
+    given: dict[str, Any] = {
+        "x": x[:, None],
+        "window": np.zeros((40, 1), INT),
+        "d": np.zeros(40, INT),
+    }
     given |= {"l": np.ones(40, INT), "active": np.ones(40, bool)}
     op = Op("Accept", given, {}, results=(INT, INT, INT, F, F))
     tokens, _, _, logprobs, _ = op.run(given, monkeypatch)
@@ -282,6 +291,6 @@ def test_rows_beyond_what_a_query_sees(monkeypatch: pytest.MonkeyPatch) -> None:
         for b, base in enumerate(op.given["base"]):
             cache[b, :, base:] = np.nan
         fresh[:, :, 2:] = np.nan
-        [found] = op.run(op.given | {"cache": cache, "fresh": fresh}, monkeypatch)
+        [found] = op.run({**op.given, "cache": cache, "fresh": fresh}, monkeypatch)
         assert found[:, :, :2].tobytes() == good[:, :, :2].tobytes()
         assert np.isnan(found[:, :, 2:]).all()

@@ -85,11 +85,15 @@ def test_a_score_that_is_nan_reaches_attention() -> None:
     [got] = run("ChooseRows", arrays, (np.int64,), 1, count=10, interleaved=0)
     assert (got == NO_NUMBER).all()
     rows = np.ones((1, 1, 20, 4), np.float32)
-    given = {"q": rows[:, :, :1], "cache": rows, "fresh": rows[:, :, :1]}
-    given |= {"base": np.array([20]), "first": np.array([0]), "chosen": got}
+    operand: dict[str, NDArray[Any]] = {"q": rows[:, :, :1], "cache": rows, "fresh": rows[:, :, :1]}
+    operand |= {"base": np.array([20]), "first": np.array([0]), "chosen": got}
     how = {"scale": 1.0, "groups": 1, "values": 0, "latent": 2, "written": 1}
-    [y] = run("Attention", given, (np.float32,), 1, **how)
+    [y] = run("Attention", operand, (np.float32,), 1, **how)
     assert np.isnan(y).all()
+    for change in ({"latent": 5}, {"values": 1}):  # a copied row is a key and no more
+        wide = {name: operand[name].repeat(3, axis=-1) for name in ("cache", "fresh")}
+        with pytest.raises(Exception, match="mtpbuild Attention: . values of chosen rows"):
+            run("Attention", operand | wide, (np.float32,), 1, **how | change)
     for wrong in ({"count": 0}, {"count": 1 << 40}):
         with pytest.raises(Exception, match="mtpbuild ChooseRows: a choice of"):
             run("ChooseRows", arrays, (np.int64,), 1, **{"count": 1, "interleaved": 0} | wrong)
