@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, SupportsIndex, TypeAlias, Unpack, cast, overload
+from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.checks import shown
@@ -348,12 +348,7 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 
 def _plain_ids(prompt: Sequence[int]) -> list[int]:
     with contextlib.suppress(TypeError):
-        if not isinstance(prompt, bytes | Mapping | Set):
-            return [_plain_id(id) for id in prompt]
+        ids = list(prompt)
+        if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):
+            return list(map(operator.index, ids))
     raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
-
-
-def _plain_id(id: object) -> int:
-    if isinstance(id, bool):
-        raise TypeError
-    return operator.index(cast(SupportsIndex, id))
