@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
-from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, finite, rounded
+from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
+from mtpbuild.runtime.programs.slots import finite
 
 SLOTS, CAPACITY = 4, 1000
 
