@@ -222,7 +222,8 @@ def test_the_queue_has_an_end() -> None:
         refused = client.post("/v1/completions", json=ASK)
         fails(refused, 429, "wait already")
         assert refused.headers["retry-after"] == "1"
-        fails(client.post("/v1/completions", json=ASK | {"n": 3}), 429, "3 choices, 2 may run and wait")
+        refused = client.post("/v1/completions", json=ASK | {"n": 3})
+        fails(refused, 429, "3 choices, 2 may run and wait")
 
 
 def test_many_who_come_at_once() -> None:
