@@ -6,14 +6,14 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
 from mtpbuild.runtime.request import Chunk
-from mtpbuild.runtime.server import app, errors
+from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import Choice, merged
 from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import (
@@ -534,22 +534,22 @@ def test_what_one_answer_raises_is_its_own(
     place: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/architecture.md lists the places of a request's life; these two are the server's."""
-    real: dict[str, Callable[..., Any]] = {"parse": Choice.take, "serialise": app.as_json}
+    take, as_json = Choice.take, errors.as_json
 
     def parse(choice: Choice, chunk: Chunk) -> Any:
         if choice.params.max_tokens == 13:
             raise RecursionError("too deep")
-        return real["parse"](choice, chunk)
+        return take(choice, chunk)
 
     def serialise(content: Any) -> bytes:
         if "choices" in content and '"index": 1' in json.dumps(content):
             raise RecursionError("too deep")
-        return real["serialise"](content)  # type: ignore[no-any-return]
+        return as_json(content)
 
     if place == "parse":
         monkeypatch.setattr(Choice, "take", parse)
     else:
-        monkeypatch.setattr(app, "as_json", serialise)
+        monkeypatch.setattr("mtpbuild.runtime.server.app.as_json", serialise)
         monkeypatch.setattr(errors, "as_json", serialise)
     with served(step_s=0.001) as (server, _), server.client() as client:
         answers: list[httpx2.Response] = []
