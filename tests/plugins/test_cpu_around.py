@@ -186,7 +186,8 @@ def test_a_damaged_embedding(name: str, value: NDArray[Any]) -> None:
 @pytest.mark.parametrize("op", ["Product", "GatedProduct"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_packed_weight_without_inputs(op: str, bits: int) -> None:
-    given = {"x": np.zeros((1, 0), np.float32), "v": np.zeros((2, 0, 128 * bits), np.uint8)}
+    given: dict[str, Any] = {"x": np.zeros((1, 0), np.float32)}
+    given["v"] = np.zeros((2, 0, 128 * bits), np.uint8)
     given["s"] = np.zeros((2, 0, 32), np.float16)
     with pytest.raises(Exception, match=f"mtpbuild {op}: 64 outputs in 2 panels of 32, 0 blocks"):
         run(op, given, FLOAT, 1, N=64)
