@@ -110,33 +110,38 @@ def test_two_prefixes_that_begin_alike(engine: Path, bare: Path) -> None:
 
 
 def test_a_prefix_that_may_not_be_read_costs_a_line(
-    engine: Path, bare: Path, caplog: pytest.LogCaptureFixture
+    engine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another user loads the engine without it, whatever is asked to be checked."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(shutil.copytree(engine, Path(place, "engine")))
         Path(place).chmod(0o755)
+        with load(folder) as own:  # and imports what another user might not read
+            wanted, cached = said(own, prompts()[:1])
+        assert cached == [147]
+        assert invoke("inspect", folder)[0] == 0
         (folder / prefix_file("one")).chmod(0)
         with as_another_user():
             for verify in (False, True):
-                with load(folder, verify_hashes=verify) as other, load(bare) as cold:
-                    found, cached = said(other, prompts()[:2])
-                    check_same(found, said(cold, prompts()[:2])[0])
-                assert set(cached) == {0}
+                with load(folder, verify_hashes=verify) as other:
+                    found, cached = said(other, prompts()[:1])
+                assert cached == [0]
+                check_same(found, wanted)
                 assert caplog.text.count("one.safetensors: not used, as it can't be read") == 1
                 caplog.clear()
-            code, _, err = invoke("inspect", folder)
-        assert (code, err) == (0, "")
+            assert invoke("inspect", folder)[0] == 0
 
 
 @contextlib.contextmanager
 def as_another_user() -> Iterator[None]:
     """Root may read everything; any other user stays the same."""
     user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(user)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
