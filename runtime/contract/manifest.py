@@ -92,7 +92,7 @@ class BuildInfo(_Record):
     capacity: int = Field(ge=2, le=2 * MAX_SEQ_LEN)  # rows per slot in each cache
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
-    # Values along a column that share a scale, if `weights` are integers.
+    # Columns of a weight that share a scale, if `weights` are integers.
     block_size: int | None = Field(default=None, ge=16)
     # Layout in which weights are packed for mtpbuild's library of CPU kernels. None: the engine
     # does not use it.

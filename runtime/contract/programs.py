@@ -42,7 +42,7 @@ class StepOutput:
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
     num_tokens: Ints  # [B] 1..T, 0 for an inactive slot
-    window: Ints  # [B, T] verified tokens: the newest, then the drafts
+    window: Ints  # [B, T] the step's input tokens: the newest, then the drafts
     num_drafts: Ints  # [B] how many of the window's drafts were real
     logprobs: Floats  # [B, T] log-probability of each emitted token
     margins: Floats  # [B, T] top-1 minus top-2 logit of each row
@@ -92,7 +92,7 @@ class Programs(Protocol):
     def move(self, source: int, target: int) -> None:
         """Move the request of slot `source` to slot `target`, and free `source`.
 
-        The old contents of `target` are lost.  Called between steps, for a slot that has begun.
+        The old contents of `target` are lost. Called between steps, for a slot that has begun.
         """
 
     def finite(self, slot: int, rows: int) -> bool:
