@@ -184,7 +184,7 @@ class Engine:
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream a prompt in asyncio; cancelling the task or closing the generator ends the request.
+        """Stream a prompt in asyncio; cancelling the task or closing the generator ends it.
 
         prompt: a prompt, or the request that `prepare` made of one.
         """
