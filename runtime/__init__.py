@@ -1,4 +1,4 @@
-"""The thin run time of an engine directory.
+"""The runtime of an engine directory.
 
     from mtpbuild.runtime import Engine, SamplingParams
 
@@ -8,7 +8,7 @@
         answer = engine.chat([{"role": "user", "content": "2 + 3?"}])
         print(answer.content, answer.finish_reason, answer.metrics.tokens_per_s)
 
-Names are loaded on first use, so that `mtpbuild --help` needs neither numpy nor pydantic.
+Names are imported on first use, so that `mtpbuild --help` needs neither numpy nor pydantic.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft, by the acceptance and the step times seen so far."""
+"""The choice of the number of drafts per step, from measured acceptance and step times."""
 
 import time
 from collections.abc import Hashable, Sequence
@@ -8,29 +8,29 @@ from typing import cast
 from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
 from mtpbuild.runtime.pace import Land, Pace, Running
 
-FORGET = 0.98  # weight of older drafts as a new one is judged: a memory of some 50
-FADE = 0.995  # the same in a step without a draft there; more patient, as trying again costs time
-DOUBT = 2.0  # drafts that a guess weighs as much as
-FIRST_GUESS = 0.7  # that a first draft is accepted
-CARRIED = 0.5  # drafts that a new request's odds weigh; they are those of the last ones
-HOPE = 0.25  # drafts that they take for right, so that some are tried whatever those showed
-SETTLING = 6  # steps of a program that find cold caches after another one ran: not timed
+FORGET = 0.98  # weight that older drafts keep per new one: a memory of about 50 drafts
+FADE = 0.995  # the same per step without a draft there; slower, since a new trial costs time
+DOUBT = 2.0  # number of drafts that the prior weighs as much as
+FIRST_GUESS = 0.7  # prior acceptance rate of the first draft
+CARRIED = 0.5  # number of drafts that a new request's inherited statistics weigh
+HOPE = 0.25  # accepted drafts that are added to them, so that every position is tried
+SETTLING = 6  # untimed steps after a change of program, while caches are cold
 TRIALS = 4  # timed steps of a nextn before its time is known
-DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
-STAY = 1.05  # another nextn must be so much better, for its program has to settle first
-AGAIN = 300  # steps until the time of another nextn is measured anew,
-CLOSE = 1.3  # if the best one is not so much better, or if that time was a guess
+DRIFT, OWN = 0.08, 0.02  # learning rates, from one step: of all times, and of the step's own nextn
+STAY = 1.05  # required gain before a change of nextn, since a new program needs settling steps
+AGAIN = 300  # steps before another nextn is timed again,
+CLOSE = 1.3  # if its speed is within this factor of the best or its time is an estimate
 
 
 class Odds:
-    """Tells how likely a request's drafts are accepted, by position; recent steps count most."""
+    """A request's acceptance statistics by draft position; recent steps weigh most."""
 
     def __init__(self, nextn: int) -> None:
         self.judged = [0.0] * nextn  # steps in which the drafts before this one were accepted
         self.accepted = [0.0] * nextn
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Counts a step, which accepted `accepted` of its `drafted` drafts."""
+        """Count a step that accepted `accepted` of its `drafted` drafts."""
         tried = min(accepted + 1, drafted)
         for i in range(len(self.judged)):
             kept = FORGET if i < tried else FADE
@@ -38,10 +38,10 @@ class Odds:
             self.accepted[i] = self.accepted[i] * kept + (i < accepted)
 
     def tokens(self) -> list[float]:
-        """[nextn + 1] expected tokens of a step that drafts 0, 1, .. nextn.
+        """Return the expected tokens [nextn + 1] of a step that drafts 0, 1, .. nextn.
 
-        A position that was not tried for long is guessed to be as good as the one before it: so
-        it is tried again, once the evidence against it has faded.
+        The prior of a position is the estimate of the one before it. A position that was not tried
+        for long returns to its prior as its evidence fades, and is then tried again.
         """
         chance, reached, expected = FIRST_GUESS, 1.0, [1.0]
         for judged, accepted in zip(self.judged, self.accepted, strict=True):
@@ -51,7 +51,7 @@ class Odds:
         return expected
 
     def successor(self) -> "Odds":
-        """Returns a new request's, which lean to these, and have a little hope besides."""
+        """Return the initial statistics of a new request: these with less weight, plus HOPE."""
         new = Odds(len(self.judged))
         for i, judged in enumerate(self.judged):
             share = min(1.0, CARRIED / judged) if judged else 0.0
@@ -61,27 +61,30 @@ class Odds:
 
 
 class Times:
-    """Knows the seconds of a step, by nextn.
+    """The measured or estimated seconds of a step, by nextn.
 
-    Two are tried, the others lie on the line through these until they were chosen themselves.
-    Ratios are then corrected slowly; how fast the machine is and how long the contexts are, which
-    concerns all, is followed quickly. So a wrong ratio would stay nearly as it is while one nextn
-    is chosen: now and then another one is timed anew.
+    The largest nextn and half of it are measured first. The others are on the line through these
+    until they are measured themselves. Each step then moves all times quickly, since machine speed
+    and context length affect all of them, and its own nextn's ratio slowly. A wrong ratio would
+    last while one nextn is chosen, so now and then another nextn is measured again.
     """
 
     def __init__(self, nextn: int) -> None:
         self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
-        self._wanted = [nextn, nextn // 2]  # to be tried, the first two and the last one
-        self._timed = [0] * (nextn + 1)  # the last step of each
-        self._steps = self._doubted = 0  # how many there were, and when one was tried anew
-        self.seconds: list[float] = []  # of every nextn, once these were tried
+        self._wanted = [nextn, nextn // 2]  # nextn to measure: the first two, then a repeated one
+        self._timed = [0] * (nextn + 1)  # the number of the last step of each
+        self._steps = self._doubted = 0  # steps so far, and the step of the last `doubt`
+        self.seconds: list[float] = []  # of every nextn, once the first two are measured
 
     def untried(self) -> int | None:
-        """Returns the nextn that wants a trial before any other is judged; the largest first."""
+        """Return a nextn that must be measured before any comparison, the largest first."""
         return next((k for k in self._wanted if len(self._trials[k]) < TRIALS), None)
 
     def doubt(self, speeds: Sequence[float]) -> None:
-        """Lets one that may be better than the best nextn be tried anew, the one timed first."""
+        """Schedule a new measurement of a nextn that may be faster than the best one.
+
+        Of several candidates it is the one that was measured longest ago.
+        """
         if self._steps - self._doubted < AGAIN:
             return
         best, guessed = max(speeds), (len(trials) < TRIALS for trials in self._trials)
@@ -104,7 +107,7 @@ class Times:
             return
         if not self.seconds:
             return
-        ratio = min(max(seconds / self.seconds[nextn], 0.5), 2.0)  # one step may be interrupted
+        ratio = min(max(seconds / self.seconds[nextn], 0.5), 2.0)  # a step may be interrupted
         self.seconds = [s * ratio**DRIFT for s in self.seconds]
         self.seconds[nextn] *= ratio**OWN
 
@@ -116,16 +119,17 @@ class Times:
 
 
 class AdaptiveNextn(Pace):
-    """Chooses each step's nextn for the requests that share it, and times the step.
+    """The choice and timing of each step's nextn, for the requests that share the step.
 
-    Exact whatever it chooses: it looks at tokens that are out, never at the drafts that it drops.
+    The output is unaffected: the choice depends on emitted tokens and times, never on the drafts
+    that it drops.
     """
 
     def __init__(self, most: int) -> None:
         self._most = self._nextn = most
-        self._settled = 0  # steps of this nextn in a row
+        self._settled = 0  # consecutive steps of this nextn
         self._odds: dict[Hashable, Odds] = {}
-        self._all = Odds(most)  # of all requests: where a new one begins
+        self._all = Odds(most)  # of all requests; a new request starts from it
         self._times: dict[Hashable, Times] = {}
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> Land:
@@ -138,7 +142,7 @@ class AdaptiveNextn(Pace):
         return land
 
     def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
-        """Chooses the next step's nextn; steps of one `kind` and nextn take equally long."""
+        """Choose the next step's nextn; steps of equal `kind` and nextn take equally long."""
         self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
         times = self._times.setdefault(kind, Times(self._most))
         nextn = times.untried()
@@ -149,12 +153,12 @@ class AdaptiveNextn(Pace):
         return nextn
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """Learn how long the step took whose nextn was chosen last."""
+        """Record the time of the step whose nextn was chosen last."""
         if self._settled >= SETTLING:
             self._times[kind].add(self._nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
-        """Learn what became of a request's drafts in that step."""
+        """Record the acceptance of a request's drafts in that step."""
         for odds in (self._odds[request], self._all):
             odds.add(accepted, drafted)
 

@@ -1,7 +1,7 @@
-"""Renders chat templates as transformers does: messages, tools and documents become a prompt.
+"""Rendering of chat templates as in transformers: messages, tools and documents become a prompt.
 
-A template is a program that came with a checkpoint. It runs in Jinja's sandbox, in a process of its
-own with limits (`template_pool.py`), and sees only plain JSON values.
+A template is code from a checkpoint. It runs in Jinja's sandbox, in a separate process with limits
+(`template_pool.py`), and sees plain JSON values alone.
 """
 
 import dataclasses
@@ -14,36 +14,36 @@ from mtpbuild.runtime.sampling import SETTINGS
 from mtpbuild.runtime.template_pool import render_text
 from mtpbuild.runtime.template_process import DONE, REFUSED, SYNTAX
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template reads
+Message = Mapping[str, Any]  # {"role": ..., "content": ...} and others that the template reads
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# The names of a message's reasoning, first the one that most templates read.
+# The names of a message's reasoning, starting with the one that most templates read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-MARK = "<continued-here-5d1c> "  # ends in a space: tells whether a template strips its messages
-# Names that are parameters of their own, then names that would choose another template.
+MARK = "<continued-here-5d1c> "  # its final space tells whether a template strips messages
+# RESERVED names are parameters of their own; the others would choose another template.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 NOT_KWARGS = (*RESERVED, "chat_template", "tokenize")
 
 
 class ChatOptions(TypedDict, total=False):
-    """Holds the options beside a conversation's messages, named as in transformers and vLLM."""
+    """The options of a conversation beside its messages, named as in transformers and vLLM."""
 
     tools: Sequence[Mapping[str, Any]] | None  # JSON schemas of functions, in OpenAI's shape
     documents: Sequence[Mapping[str, Any]] | None
-    add_generation_prompt: bool | None  # None: unless the final message is continued
-    continue_final_message: bool | str | None  # a text names the field that is continued
+    add_generation_prompt: bool | None  # None: true unless the final message is continued
+    continue_final_message: bool | str | None  # a text names the field to continue
     chat_template_kwargs: Mapping[str, Any] | None  # enable_thinking and the like
 
 
 class TemplateText(NamedTuple):
-    """Is a template's text, with the file that it is in."""
+    """A template's text and the file that it comes from."""
 
     where: str
     text: str
 
 
 class ChatTemplates:
-    """Holds a model's chat templates by name, and the special tokens that they may mention."""
+    """A model's chat templates by name, with the special tokens that they may mention."""
 
     def __init__(
         self, sources: Mapping[str, TemplateText], special_tokens: Mapping[str, str] | None = None
@@ -52,11 +52,11 @@ class ChatTemplates:
 
     @property
     def text(self) -> str:
-        """Join the texts of all templates."""
+        """The texts of all templates, joined."""
         return "\n".join(source.text for source in self._sources.values())
 
     def render(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Render the prompt; raises RequestError for bad options, or if the template refuses."""
+        """Render the prompt; raise RequestError for bad options or if the template refuses."""
         _check_names(options)
         tools, continued = options.get("tools"), options.get("continue_final_message")
         opened = options.get("add_generation_prompt")
@@ -108,7 +108,7 @@ def _check_names(options: Iterable[str]) -> None:
 
 
 def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the template's own variables; raises RequestError for reserved names."""
+    """Check the template's own variables; raise RequestError for reserved names."""
     if not isinstance(kwargs, Mapping):
         raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
     for name in NOT_KWARGS:
@@ -133,7 +133,7 @@ def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] 
 
 
 def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copy the messages without empty fields, with reasoning under each of its names."""
+    """Copy the messages without empty fields, and give reasoning all of its names."""
     chat = _objects("messages", messages)
     if not chat:
         raise RequestError("messages is empty: a conversation has at least one message")
@@ -152,7 +152,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) -> str:
-    """Put a mark where the final message ends, and return its text without the mark."""
+    """Append a mark to the final message, and return its text without the mark."""
     message = chat[-1]
     if (value := message.get(field)) is None:
         raise RequestError(f"continue_final_message: the final message has no {field}")
@@ -174,7 +174,7 @@ def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) ->
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    """Cut the prompt where the final message ends."""
+    """Cut the prompt at the mark, where the final message ends."""
     at = text.rfind(MARK.rstrip())
     if at < 0 or final.strip() not in text:
         raise RequestError(
@@ -185,7 +185,7 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Copy a value into plain JSON types, so that the sandbox gets no other objects."""
+    """Copy a value into plain JSON types, so that the sandbox sees no other objects."""
     try:
         return _copied(value, name)
     except RecursionError:
@@ -196,7 +196,7 @@ def _copied(value: Any, name: str) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
-        if isinstance(value, kind):  # an enumeration's member, say
+        if isinstance(value, kind):  # a member of an enumeration, for example
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
         return {_copied(key, name): _copied(item, name) for key, item in value.items()}
@@ -204,6 +204,6 @@ def _copied(value: Any, name: str) -> Any:
         return (list if isinstance(value, list) else tuple)(_copied(item, name) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _copied(getattr(value, f.name), name) for f in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):  # pydantic's, and the OpenAI client's
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
         return _copied(dump(), name)
     raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")

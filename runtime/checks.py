@@ -1,6 +1,6 @@
-"""Checks the values that users write in requests and configurations.
+"""Checks of the values that users write in requests and configurations.
 
-A check takes a value and returns it as it is kept; its ValueError says what the value must be.
+A check takes a value and returns the one to store; its ValueError says what the value must be.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from mtpbuild.runtime.errors import UsageError
 T = TypeVar("T")
 Check = Callable[[object], Any]
 NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
-LARGEST = 2**31 - 1  # of counts and token ids: kernels, tokenizers and masks may have 32 bits
+LARGEST = 2**31 - 1  # limit of counts and token ids: kernels, tokenizers and masks may have 32 bits
 
 
 def shown(value: object) -> str:
-    """Show the beginning of a value that can't be."""
+    """Return the beginning of a wrong value's repr, for an error message."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -63,7 +63,7 @@ def choice(*names: str) -> Check:
 
 
 def text(least: int, most: int) -> Check:
-    """Check a text of so many characters that can be written as UTF-8."""
+    """Return a check for a text of `least` to `most` characters that is valid Unicode."""
 
     def read(value: object) -> str:
         if not isinstance(value, str) or not least <= len(value) <= most:
@@ -78,7 +78,7 @@ def text(least: int, most: int) -> Check:
 
 
 def list_of(name: str, item: Check, most: int) -> Check:
-    """Make a tuple of at most so many values, each checked; a single text is a list of one."""
+    """Return a check that makes a tuple of at most `most` items; a single text counts as a list."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
@@ -104,14 +104,14 @@ def instance_of(kind: type) -> Check:
 
 
 def object_of(value: object) -> dict[str, Any]:
-    """Checks an object of values by name, as JSON has it."""
+    """Check a JSON object whose names are identifiers."""
     if isinstance(value, Mapping) and all(isinstance(n, str) and n.isidentifier() for n in value):
         return dict(value)
     raise ValueError(f"must map names to values, not {shown(value)}")
 
 
 def biases(most: int) -> Check:
-    """Checks at most so many token ids, which may be texts, and the number added to each logit."""
+    """Return a check for a map of at most `most` token ids, numbers or texts, to logit biases."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
@@ -132,7 +132,7 @@ def biases(most: int) -> Check:
 
 
 def rates(values: object) -> tuple[float, ...]:
-    """Checks rates; entry i is the share of steps whose first i + 1 drafts are all accepted."""
+    """Check rates; entry i is the share of steps that accept at least the first i + 1 drafts."""
     if not isinstance(values, list | tuple) or not 1 <= len(values) <= NEXTN_LIMIT:
         raise ValueError(f"must be a list of rates, not {shown(values)}")
     found: Sequence[float] = [number(0, 1)(rate) for rate in values]
@@ -142,7 +142,7 @@ def rates(values: object) -> tuple[float, ...]:
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:
-    """Read `0,1,2` as numbers of a kind; raises UsageError that shows an example."""
+    """Read numbers such as `0,1,2`; raise UsageError that shows an example."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -150,7 +150,7 @@ def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> 
 
 
 def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
-    """Read a JSON object; raises UsageError that shows an example."""
+    """Read a JSON object; raise UsageError that shows an example."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
             return found
@@ -158,6 +158,6 @@ def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Ends a message with the known word that is nearest to an unknown one, if one is near."""
+    """Return "; did you mean X?" if a known word is similar to an unknown one, else ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Defines the commands `run`, `inspect` and `diff`, and prints errors as one line."""
+"""The commands `run`, `inspect` and `diff`, and the printing of errors as one line."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Prompt
     from mtpbuild.runtime.structured import StructuredOutputs
 
-INTERRUPTED = 130  # as shells report SIGINT
-DIFFERENT = 1  # exit code, as of diff(1)
+INTERRUPTED = 130  # the exit code of shells after SIGINT
+DIFFERENT = 1  # exit code, as in diff(1)
 PROMPTS = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
 STDIN = Path("-")
 
@@ -34,7 +34,7 @@ LoadFlags: Any = option_flags(load_options)
 
 
 def error_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Makes a command print a user's error as one line on standard error, with its exit code."""
+    """Wrap a command to print errors as one line on standard error and exit with their code."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -119,7 +119,7 @@ def run(
                 threads=threads,
                 verify_hashes=verify_hashes,
                 warm=[params],
-                prefix_cache=talks,  # a conversation's next turn begins as the last one did
+                prefix_cache=talks,  # each turn of a conversation extends the last one
                 **changed(load_flags),
             )
         )
@@ -192,7 +192,7 @@ def diff(
 
 
 def _chat_options(kwargs: str | None, system: str | None, *, chats: bool) -> "ChatOptions":
-    """Reads --chat-template-kwargs, which like --system needs a prompt that is a chat."""
+    """Read --chat-template-kwargs; like --system, it needs a prompt that is a chat."""
     flags = {"--chat-template-kwargs": kwargs, "--system": system}
     for name in (name for name, value in flags.items() if value is not None and not chats):
         raise UsageError(f"{name} goes with --chat; a line of --input has its own messages")
@@ -202,7 +202,7 @@ def _chat_options(kwargs: str | None, system: str | None, *, chats: bool) -> "Ch
 
 
 def _form(schema: Path) -> "StructuredOutputs":
-    """Reads the file of --json-schema."""
+    """Read the file of --json-schema."""
     from mtpbuild.runtime.structured import StructuredOutputs
 
     text = _read_text(schema, "--json-schema")
@@ -223,10 +223,10 @@ def _question(text: str, source: str) -> "Message":
 
 
 def _read_text(path: Path, flag: str = "--prompt-file") -> str:
-    """Reads a text in UTF-8; `STDIN` is standard input."""
+    """Read a UTF-8 text; `STDIN` is standard input."""
     try:
         if path == STDIN:
             return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")
-        return path.read_bytes().decode("utf-8")  # a text's own line ends
+        return path.read_bytes().decode("utf-8")  # keeps the text's line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path}: can't be read ({error})") from None

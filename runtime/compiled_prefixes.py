@@ -1,4 +1,4 @@
-"""Prefixes that an engine was built with: their files are mapped, and stay in the pool."""
+"""The prefixes that an engine was built with: their files are mapped and stay in the pool."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.prefix_files import RowsFile, identity, open_rows
 from mtpbuild.runtime.prefix_pool import PrefixPool, make_pool
 
-STATES = "{}@{}"  # the name of a recurrent state behind so many rows
+STATES = "{}@{}"  # the name of a recurrent state after a number of rows
 log = logging.getLogger("mtpbuild")
 
 
@@ -23,15 +23,15 @@ def prefix_file(name: str) -> str:
 
 
 def prefix_names(manifest: Manifest) -> list[str]:
-    """Returns the names of the prefixes that an engine has."""
+    """Return the names of an engine's prefixes."""
     files = (name for name in manifest.files if name.startswith(f"{PREFIXES}/"))
     return sorted(name.split("/")[1].removesuffix(".safetensors") for name in files)
 
 
 def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, RowsFile]]:
-    """Yield each prefix and its file, whose header was checked; raises EngineFileError.
+    """Yield each prefix and its file after a check of the header; raise EngineFileError.
 
-    One that this user may not read costs a line, and is left out.
+    A file that this user may not read is skipped with a warning.
     """
     own = identity(manifest)
     for name in prefix_names(manifest):
@@ -53,7 +53,7 @@ def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, RowsF
 
 
 def check_prefixes(folder: Path, manifest: Manifest) -> None:
-    """Raises EngineFileError if a prefix has other bytes than it had, or is another engine's."""
+    """Raise EngineFileError if a prefix has changed or belongs to another engine."""
     for name, _ in open_prefixes(folder, manifest):
         if not _is_whole(folder, manifest, name):
             raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")
@@ -66,9 +66,10 @@ def open_pool(
     limit: int | None,
     kept: str | Path | None = None,
 ) -> PrefixPool | None:
-    """Returns a pool of so many bytes with an engine's prefixes, and with what is kept in a folder.
+    """Return a pool of `limit` bytes with an engine's prefixes and those kept in a folder.
 
-    limit: None for a share of the free memory. Without memory and prefixes there is no pool.
+    limit: None for a share of the free memory. Returns None if the limit is 0 and there are neither
+    prefixes nor a folder.
     """
     if limit == 0 and kept is None and not prefix_names(manifest):
         return None
@@ -80,13 +81,13 @@ def open_pool(
             pool.restore()
     except BaseException:
         if pool is not None:
-            pool.close()  # others may have its folder
+            pool.close()  # another process may use its folder
         raise
     return pool
 
 
 def attach_prefixes(keeping: Pooling, manifest: Manifest, folder: Path, pool: PrefixPool) -> None:
-    """Let a pool have the prefixes of an engine."""
+    """Add an engine's prefixes to a pool."""
     for name, file in open_prefixes(folder, manifest):
         numbers = dict[int, int]()
         for rows, arrays in states_of(file, manifest).items():
@@ -100,7 +101,7 @@ def attach_prefixes(keeping: Pooling, manifest: Manifest, folder: Path, pool: Pr
 
 
 def states_of(file: RowsFile, manifest: Manifest) -> dict[int, dict[str, NDArray[Any]]]:
-    """Returns the recurrent states in a file, by the number of rows before them."""
+    """Return the recurrent states in a file, by the number of rows before them."""
     names = [s.name for s in manifest.state if s.role == "recurrent"]
     found: dict[int, dict[str, NDArray[Any]]] = {}
     for tensor, array in file.tensors.items():
@@ -111,7 +112,7 @@ def states_of(file: RowsFile, manifest: Manifest) -> dict[int, dict[str, NDArray
 
 
 def _check(file: RowsFile, manifest: Manifest) -> None:
-    """Raises ValueError if the tensors are not those that the engine's states need."""
+    """Raise ValueError if the tensors do not fit the engine's states."""
     count = len(file.tokens) - manifest.lookahead
     for spec in manifest.state:
         wanted = (count, spec.sizes["width"]) if spec.role == "rows" else None
@@ -124,7 +125,7 @@ def _check(file: RowsFile, manifest: Manifest) -> None:
 
 
 def _ready(folder: Path, manifest: Manifest, name: str) -> Callable[[], bool]:
-    """Checks a file's hash when it is used for the first time."""
+    """Return a function that checks a file's hash on its first call and warns if it is wrong."""
 
     @cache
     def ready() -> bool:

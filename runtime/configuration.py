@@ -1,4 +1,4 @@
-"""A configuration in our words: what flags and files say, joined, and held against an engine."""
+"""The settings of flags and configuration files: joined, checked, and compared with an engine."""
 
 import json
 import reprlib
@@ -15,8 +15,8 @@ from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo
 
-Said = tuple[str, str, Any]  # a setting, who says it, and its value; None leaves it open
-NOTES = "notes"  # what a line to the user is said under, in place of a setting
+Said = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
+NOTES = "notes"  # the setting's name for lines to the user
 CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
     "nextn": whole_number(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": switch,
@@ -29,7 +29,7 @@ RELAXED = ("relaxed_topk", "relaxed_delta", *THINKING)
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of an engine, and relaxed acceptance's switch; None: not given."""
+    """The settings of an engine, and the switch of relaxed acceptance; None: not given."""
 
     nextn: int | None = None
     drafter: str | None = None
@@ -38,23 +38,23 @@ class BuildSettings:
     ep: int | None = None
     moe_tp: int | None = None  # ranks that share an expert: tp / ep
     attention_dp: bool | None = None
-    notes: tuple[str, ...] = ()  # a line for each key that is accepted and does nothing
+    notes: tuple[str, ...] = ()  # a line for each key that is accepted and has no effect
 
     def said(self, source: str) -> list[Said]:
-        """Return what these settings say, as said by `source`."""
+        """Return these settings as (name, source, value)."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != NOTES}
         notes = [(NOTES, source, note) for note in self.notes]
         return [*((name, source, value) for name, value in given.items()), *notes]
 
 
-# These, and all settings of a request. A rejection_sample_method of None means strict acceptance.
+# BuildSettings and all settings of a request. rejection_sample_method None: strict acceptance.
 Settings: Any = make_dataclass(
     "Settings", [(name, Any, None) for name in SETTINGS], bases=(BuildSettings,), frozen=True
 )
 
 
 def join(said: Iterable[Said]) -> Settings:
-    """Return what all say together; the UsageError for a contradiction names both sources."""
+    """Join settings; the UsageError for a contradiction names both sources."""
     given, notes = dict[str, tuple[str, Any]](), list[str]()
     for name, source, value in said:
         if name == NOTES:
@@ -69,7 +69,7 @@ def join(said: Iterable[Said]) -> Settings:
 
 
 def relaxed_notes(settings: Settings) -> list[str]:
-    """Return a line for each value of relaxed acceptance that nothing switches on."""
+    """Return a line for each relaxed-acceptance value that has no effect without its switch."""
     on = settings.use_relaxed_acceptance_for_thinking
     given = [] if on else [name for name in RELAXED if getattr(settings, name) is not None]
     return [f"{name}: no effect without use_relaxed_acceptance_for_thinking" for name in given]
@@ -89,7 +89,7 @@ def check_rates(settings: Settings, where: str) -> None:
 def sampling_settings(settings: Settings) -> dict[str, Any]:
     """Return the keywords of SamplingParams that the settings give.
 
-    Relaxed values count only if relaxed acceptance is switched on, as in TensorRT-LLM.
+    Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
     """
     idle = () if settings.use_relaxed_acceptance_for_thinking else RELAXED
     found = {name: getattr(settings, name) for name in SETTINGS if name not in idle}
@@ -111,7 +111,7 @@ def asked_ranks(settings: Settings) -> Ranks:
 
 
 def check_engine(settings: Settings, build: "BuildInfo") -> None:
-    """Raise UsageError if the engine has another nextn, drafter or split than the settings."""
+    """Raise UsageError if the engine's nextn, drafter or split differs from the settings."""
     built = vars(build) | {"moe_tp": build.tp // build.ep}
     for name in ("tp", "ep", "moe_tp", "attention_dp", "nextn", "drafter"):
         wanted, has = getattr(settings, name), built[name]
@@ -125,7 +125,7 @@ def check_engine(settings: Settings, build: "BuildInfo") -> None:
 
 
 def checked(check: Check, value: object, label: str) -> Any:
-    """Return a value as it is kept; the UsageError for a wrong one begins with its label."""
+    """Return a checked value; the UsageError for a wrong one begins with its label."""
     try:
         return check(value)
     except ValueError as error:

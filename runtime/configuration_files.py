@@ -1,4 +1,4 @@
-"""Reads vLLM's --speculative-config and TensorRT-LLM's YAML file."""
+"""Reading of vLLM's --speculative-config and TensorRT-LLM's YAML file."""
 
 import json
 from pathlib import Path
@@ -14,20 +14,20 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 
 
 def parse_speculative_config(text: str) -> Settings:
-    """Read vLLM's JSON object; a UsageError names the key and what its value must be."""
+    """Read vLLM's JSON object; a UsageError names a wrong key and what its value must be."""
     found = join(read_keys(_read_json(text, VLLM_FLAG), VLLM, VLLM_FLAG))
     check_rates(found, VLLM_FLAG)
     return found
 
 
 def parse_llm_yaml(path: Path) -> Settings:
-    """Read TensorRT-LLM's YAML file; a UsageError names the key and what its value must be."""
+    """Read TensorRT-LLM's YAML file; a UsageError names a wrong key and what its value must be."""
     where = f"{YAML_FLAG} {path}"
     return join(read_keys(_read_yaml(path, where), TRTLLM, where))
 
 
 def _read_json(text: str, where: str) -> object:
-    """Read JSON in whose objects no key is given twice."""
+    """Read JSON; raise UsageError for a key that an object has twice."""
 
     def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         keys = [key for key, _ in pairs]
@@ -45,7 +45,7 @@ def _read_json(text: str, where: str) -> object:
 
 
 def _read_yaml(path: Path, where: str) -> object:
-    """Read a YAML file of plain values, in whose upper two objects no key is given twice."""
+    """Read a YAML file of plain values; its two upper levels may have no key twice."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def _read_yaml(path: Path, where: str) -> object:
         _check_distinct(yaml.compose(text, Loader=yaml.SafeLoader), where)
         return yaml.safe_load(text)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # a file that can't be read; a value that doesn't fit its tag, such as `!!bool x`
+        # an unreadable file, or a value that does not fit its tag, such as `!!bool x`
         raise UsageError(f"{where}: can't be read ({error})") from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -75,7 +75,7 @@ def _place(text: str, at: int) -> str:
 
 
 def _check_distinct(node: Any, where: str) -> None:
-    """Refuse equal keys, of which YAML's loader takes the last, at the top and one level below."""
+    """Raise UsageError for duplicate keys, which YAML's loader accepts, in the upper two levels."""
     seen = set[str]()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         name = key.value if key.id == "scalar" else ""

@@ -1,6 +1,6 @@
-"""The flags of vLLM and TensorRT-LLM for all commands.
+"""The flags of vLLM and TensorRT-LLM that all commands have.
 
-The command line reads an underscore in a flag as a dash, so older spellings work as well.
+The command line reads underscores in flags as dashes, so older spellings work as well.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class CompatFlags:
-    """A configuration in vLLM's or TensorRT-LLM's words."""
+    """A configuration under vLLM's or TensorRT-LLM's names."""
 
     speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
     config: Path | None = flag(
@@ -54,7 +54,7 @@ RelaxedFlags: Any = make_dataclass(
 )
 UNRELAXED = RelaxedFlags()
 
-# A field of the groups -> the setting that it is.
+# A field of the groups -> the setting that it gives.
 FIELDS = {
     **dict.fromkeys(("spec_decode_nextn", "spec_decode_max_draft_len"), "nextn"),
     **{name: name for name in (SWITCH, *RELAXED)},
@@ -83,7 +83,7 @@ def read_flags(
         if typed[name] is not None and typed[name] is not False:
             own = "--" + name.replace("_", "-")
             said.append((setting, own, checked(CHECKS[setting], typed[name], own)))
-    if (relaxed.relaxed_topk or 1) > 1:  # the flag alone switches it on
+    if (relaxed.relaxed_topk or 1) > 1:  # the number alone switches relaxed acceptance on
         said.append((SWITCH, "--relaxed-topk", True))
     if compat.speculative_config is not None:
         said += parse_speculative_config(compat.speculative_config).said(VLLM_FLAG)

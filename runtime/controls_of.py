@@ -1,4 +1,4 @@
-"""Turns a request's settings into controls, which an engine's steps take."""
+"""Conversion of a request's settings to controls, the inputs of an engine's steps."""
 
 import contextlib
 import secrets
@@ -32,10 +32,10 @@ def controls_of(
     manifest: Manifest,
     tokenizer: Tokenizer | None = None,
 ) -> Controls:
-    """Makes the controls of a request; raises RequestError for one that the engine can't do."""
+    """Return the controls of a request; raise RequestError for one that the engine lacks."""
     check_tokens(params, manifest)
     marks = thinking_ids(params, manifest)
-    if marks != manifest.model.thinking_token_ids:  # the template knows nothing of the request's
+    if marks != manifest.model.thinking_token_ids:  # the template uses the model's own tokens
         tokenizer = None
     banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
     if len(banned) > MAX_BANNED:
@@ -69,7 +69,7 @@ def controls_of(
 
 
 def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
-    """Raise RequestError for a setting with a token id that the vocabulary does not have."""
+    """Raise RequestError for a setting with a token id outside the vocabulary."""
     last = manifest.model.vocab_size - 1
     for name, setting in SETTINGS.items():
         value = getattr(params, name) if setting.tokens else None
@@ -79,7 +79,7 @@ def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
 
 
 def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
-    """Raises RequestError for log-probabilities that the engine's programs do not report."""
+    """Raise RequestError for prompt log-probabilities if the engine has no program for them."""
     if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
         raise RequestError(
             "prompt_logprobs: this engine scores no prompts; build it anew with --score for "
@@ -88,19 +88,19 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
 
 
 def check_control(manifest: Manifest, control: Control) -> None:
-    """Raises RequestError if the engine's steps lack a control, by their features or their age."""
+    """Raise RequestError if the engine lacks a control, by its features or its age."""
     refused = f"{control.setting} is not supported by this engine: leave it out, or build"
     if not control.core and Feature.PENALISE not in manifest.features:
         raise RequestError(f"{refused} the engine anew for target {targets_with(Feature.PENALISE)}")
-    mixed = manifest.programs.get(MIXED)  # the manifest of a stand-in has no programs
+    mixed = manifest.programs.get(MIXED)  # the manifest of a fake engine has no programs
     if mixed is not None and all(control.name != tensor.name for tensor in mixed.inputs):
         raise RequestError(f"{refused} the engine anew: it is older than {control.setting}")
 
 
 def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
-    """Returns the tokens that begin and end the thinking phase; -1 stands for an unknown one.
+    """Return the tokens that begin and end the thinking phase; -1 for an unknown one.
 
-    Raises RequestError if relaxed acceptance needs an unknown one.
+    Raises RequestError if relaxed acceptance is on and one is unknown.
     """
     given = params.begin_thinking_phase_token, params.end_thinking_phase_token
     own = manifest.model.thinking_token_ids or (-1, -1)
@@ -114,7 +114,7 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
 
 
 def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
-    """Returns the controls of another package's rule; none if the request uses one of ours."""
+    """Return the values of another package's rule by control; {} for a built-in rule."""
     if params.acceptance in BUILT_IN:
         return {}
     rule, there = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
@@ -133,7 +133,7 @@ def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
 
 
 def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
-    """Tell whether a control's place can hold a value, which a rule's own check let through."""
+    """Tell whether a value, which passed its rule's own check, fits a control's shape and dtype."""
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
         given = np.asarray(value)
         if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
@@ -143,13 +143,13 @@ def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
-    """Returns the tokens that end the request."""
+    """Return the tokens that end the request."""
     ends = () if params.ignore_eos else manifest.model.eos_token_ids
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
 def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
-    """Returns the rates of synthetic acceptance per draft position; () if acceptance is real."""
+    """Return the rates of synthetic acceptance per draft position; () if acceptance is real."""
     return synthetic_rates(
         params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn
     )

@@ -1,6 +1,6 @@
-"""The library of the CPU's kernels, which onnxruntime loads, and which engines need it.
+"""The shared library of CPU kernels for onnxruntime, and the engines that need it.
 
-The installation builds it from plugins/cpu/source if there is a C++ compiler.
+The installation compiles it from plugins/cpu/source if there is a C++ compiler.
 """
 
 from pathlib import Path
@@ -8,11 +8,11 @@ from pathlib import Path
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
 FILE = "libmtpbuild_cpu.so"
-# How weights lie (docs/cpu-kernels.md), and the version of the operators, which counts up when one
-# comes in or takes other operands. An engine names what it was built for.
+# The layout of packed weights (docs/cpu-kernels.md), and the version of the operators, which grows
+# when an operator is added or its operands change. A manifest has the LAYOUT of its build.
 LAYOUT = "panels32.4"
-ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instructions that it has kernels for
-ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # names one of them; by default the machine's best
+ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with their own kernels
+ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
 COMPILE = "install g++, then install mtpbuild again with pip"
 REMEDY = f"{COMPILE}, or build with --kernels stock"
@@ -27,7 +27,8 @@ def find_library() -> Path | None:
 def library_for(layout: str, engine: Path) -> Path:
     """Return the library for an engine whose weights are packed in this layout.
 
-    Raises EngineError if this version does not read it, MissingDependencyError without a library.
+    Raises EngineError for another layout than this version's, MissingDependencyError without a
+    library.
     """
     if layout != LAYOUT:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""The driver lets whoever waits for tokens step the loop, one thread at a time."""
+"""The driver: threads that wait for tokens step the loop, one at a time."""
 
 import contextlib
 import logging
@@ -20,32 +20,33 @@ FORKED = "this engine was loaded before os.fork(): load it in the process that u
 class Driver:
     """A loop that many threads share.
 
-    There is no worker thread: whoever waits for tokens steps the loop for all requests, and the
-    others who wait sleep until their tokens are there. So a single user pays for no hand-over
-    between threads, a stream that nobody reads can't block another one, and closing joins nobody.
-    Only asyncio, whose thread must not block, gets a thread that steps (from its first request on).
+    There is no worker thread: a thread that waits for tokens steps the loop for all requests, while
+    the other waiting threads sleep until their tokens are there. A single user thus pays for no
+    hand-over between threads, a stream that nobody reads cannot block another one, and closing
+    joins no thread. Only asyncio, whose thread must not block, has a thread that steps, from its
+    first request on.
 
-    Ctrl-C may raise between any two lines of ours. What it left locked or undone, the thread in
-    which it came mends when it calls `step_until` or `close` again.
+    Ctrl-C may raise between any two lines of this code. The next `step_until` or `close` in the
+    interrupted thread repairs what it left locked or incomplete.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._turn = threading.Condition()  # guards the fields below; notified after each step
-        self._stepper: int | None = None  # the thread that steps
+        self._stepper: int | None = None  # id of the thread that steps
         self._closed = self._ended = False
-        self._awaited: set[Request] = set()  # asyncio's requests
+        self._awaited: set[Request] = set()  # requests of asyncio
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._failure: str | None = None  # why asyncio's thread is gone
+        self._failure: str | None = None  # why asyncio's thread has ended
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be asked of the engine any more, as far as the driver knows."""
+        """The reason why the engine cannot continue, as far as the driver knows; else None."""
         return FORKED if os.getpid() != self._process else self._failure
 
     def submit(self, request: Request, *, for_asyncio: bool = False) -> None:
-        """Queue a request; raises EngineError after `close`, or if the engine can't go on."""
+        """Queue a request; raise EngineError after `close` or if the engine cannot continue."""
         self._check()
         with self._turn:
             if self._closed:
@@ -65,11 +66,11 @@ class Driver:
             return
         with self._turn:
             self._awaited.discard(request)
-            if self._stepper is None:  # nor need anybody ever step again
+            if self._stepper is None:  # perhaps no thread will step again
                 self._loop.scheduler.end_cancelled()
 
     def drop(self, request: Request) -> None:
-        """Let the next step end a request; the garbage collector may call this at any line."""
+        """Ask the next step to end a request; the garbage collector may call this at any line."""
         self._loop.scheduler.cancel(request)
 
     def between_steps(self, act: Callable[[], None]) -> None:
@@ -83,7 +84,7 @@ class Driver:
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the loop, or sleep while another thread does, until `done()`.
 
-        A step that fails ends all requests with an EngineError; the engine can go on after it.
+        A failed step ends all requests with an EngineError; the engine can continue after it.
         """
         if done():
             return
@@ -94,7 +95,7 @@ class Driver:
                 if not self._take_turn(done):
                     return
                 self._loop.step()
-            except BaseException as error:  # Ctrl-C too: what it interrupted is half done
+            except BaseException as error:  # Ctrl-C too: the step that it interrupts is incomplete
                 if self._stepper == threading.get_ident():
                     self._loop.fail(step_failure(error))
                 if not isinstance(error, Exception):
@@ -103,14 +104,14 @@ class Driver:
                 self._end_turn()
 
     def close(self) -> None:
-        """End all requests: who waits for one gets an EngineError. Let go of the programs."""
+        """End all requests, whose waiters get an EngineError, and drop the programs."""
         if os.getpid() != self._process:
             return
         self._mend()
         with self._turn:
             if self._ended:
                 return
-            self._closed = True  # nobody starts another step
+            self._closed = True  # no thread starts another step
             self._turn.wait_for(lambda: self._stepper is None)
             self._loop.close(EngineError("the engine was closed"))
             if Feature.SHARE in self._loop.programs.features:
@@ -120,12 +121,12 @@ class Driver:
             self._turn.notify_all()
 
     def _check(self) -> None:
-        """Raise EngineError if nothing can be asked of the engine any more."""
+        """Raise EngineError if the engine cannot continue."""
         if self.failure is not None:
             raise EngineError(self.failure)
 
     def _take_turn(self, done: Callable[[], bool]) -> bool:
-        """Wait until this thread may step; False if there is no need."""
+        """Wait until this thread may step; return False if `done()` comes first."""
         with self._turn:
             self._turn.wait_for(lambda: done() or (self._stepper is None and not self._closed))
             if done():
@@ -140,14 +141,14 @@ class Driver:
                 self._turn.notify_all()
 
     def _mend(self) -> None:
-        """Give back what an interrupt of this thread has left taken."""
-        with contextlib.suppress(RuntimeError):  # it is not ours, or not any more
+        """Release the lock and the turn that an interrupt of this thread left taken."""
+        with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
             while True:
                 self._turn.release()
         self._end_turn()
 
     def _drive(self) -> None:
-        """Body of asyncio's thread: if it ends before the engine is closed, the engine failed."""
+        """Step for asyncio until `close`; if this thread ends earlier, the engine has failed."""
 
         def idle() -> bool:
             return all(request.ended for request in self._awaited)
@@ -168,9 +169,10 @@ class Driver:
 
 
 class Stream(Iterator[Chunk]):
-    """A request in flight: iterate for its chunks, `cancel` it from any thread.
+    """A running request: iterate over its chunks, `cancel` it from any thread.
 
-    Closing it, leaving its `with` block or dropping it also ends the request and frees its slot.
+    Closing the stream, leaving its `with` block or dropping it also ends the request and frees its
+    slot.
     """
 
     def __init__(self, driver: Driver, request: Request) -> None:
@@ -188,14 +190,14 @@ class Stream(Iterator[Chunk]):
         raise StopIteration
 
     def result(self) -> Result:
-        """Wait for the end; all that the request gave, also what was iterated over before."""
+        """Wait for the end; return the whole result, including chunks that were iterated over."""
         self._driver.step_until(lambda: self._request.ended)
         if self._request.error:
             raise self._request.error
         return self._request.result()
 
     def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk says "cancelled"."""
+        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
         self._driver.cancel(self._request)
 
     close = cancel
@@ -207,5 +209,5 @@ class Stream(Iterator[Chunk]):
         self.cancel()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # at the interpreter's exit
+        with contextlib.suppress(AttributeError):  # raised at the interpreter's exit
             self._driver.drop(self._request)

@@ -1,4 +1,4 @@
-"""The engine as its users see it: load a directory, then generate or stream."""
+"""The engine for users: load a directory, then generate or stream."""
 
 import contextlib
 import logging
@@ -36,13 +36,13 @@ from mtpbuild.runtime.stats import EngineStats
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 from mtpbuild.runtime.warm import warm_up
 
-Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are taken as they are
+Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are used unchanged
 
 log = logging.getLogger("mtpbuild")
 
 
 class Engine:
-    """Is an engine directory, ready to run; from several threads and from asyncio if you like."""
+    """A loaded engine directory, for use by several threads and by asyncio."""
 
     def __init__(
         self,
@@ -76,20 +76,20 @@ class Engine:
     ) -> Self:
         """Check an engine directory and load it.
 
-        threads: how many the target uses; None lets it choose. verify_hashes: check all bytes,
-        whatever the size. overlap: where the target can, launch a step before the last one's tokens
-        are read; False is for measuring. prefix_cache: a prompt that begins as one before it is
-        filled in from where they differ, if the target can; tokens stay the same (but for near-ties
-        if it is not exact), and the time to the first token depends on what came before.
-        prefix_cache_bytes: of memory for what ended requests leave, beyond the slots; None: an
-        eighth of what is free. prefix_cache_dir: a folder where it outlives this process, in as
-        many bytes. Prefixes that the engine was built with are used in any case. warm: settings of
-        requests to come, whose programs are loaded and run once now; nothing counts these runs.
-        options: those of the engine's target, such as provider="cuda" (target onnxruntime) or
-        no_cuda_graphs=True (target inductor: slower, and easier to debug); docs/targets.md lists
-        them.
+        threads: CPU threads of the target; None lets it choose. verify_hashes: hash all files,
+        whatever their size. overlap: launch a step before the last one's tokens are read, if the
+        target can; False is for measurements. prefix_cache: reuse the rows of earlier prompts with
+        the same beginning, if the target can. Tokens stay the same (except at near-ties if the
+        engine is not exact), but the time to the first token depends on earlier requests.
+        prefix_cache_bytes: memory for the rows of ended requests outside the slots; None: an eighth
+        of the free memory. prefix_cache_dir: a folder that keeps these rows after this process, up
+        to the same number of bytes. Prefixes that the engine was built with are always used. warm:
+        settings of later requests, whose programs are loaded and run once now; statistics ignore
+        these runs. options: those of the engine's target, such as provider="cuda" (target
+        onnxruntime) or no_cuda_graphs=True (target inductor: slower, easier to debug);
+        docs/targets.md lists them.
 
-        Raises UsageError, EngineError or one of its kinds, with what to do.
+        Raises UsageError, EngineError or one of its subclasses, with what to do.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
@@ -114,7 +114,7 @@ class Engine:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:
             raise
-        except Exception as error:  # a manifest that parses and yet doesn't fit its programs
+        except Exception as error:  # e.g. a valid manifest that does not fit its programs
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
@@ -128,9 +128,9 @@ class Engine:
     ) -> list[Result]: ...
 
     def generate(self, prompt: Any, params: Any = None) -> Result | list[Result]:
-        """Continue a prompt, or a list of them (then `params` may be a list as long).
+        """Continue a prompt, or a list of prompts (then `params` may be a list of the same length).
 
-        Raises RequestError before anything has run, EngineError if the programs fail.
+        Raises RequestError before any step has run, EngineError if the programs fail.
         """
         several = isinstance(prompt, list | tuple)
         if not several or (prompt and isinstance(prompt[0], Integral)):
@@ -149,9 +149,10 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatResult:
-        """Answer a conversation, with the thought and the rest of the text apart.
+        """Answer a conversation, and split the thought from the content.
 
-        options: as for `chat_prompt`. To go on, append the result's `message` to `messages`.
+        options: as for `chat_prompt`. To continue the conversation, append the result's `message`
+        to `messages`.
         """
         ids, params = self.chat_ids(messages, **options), _checked(params)
         marks = self.manifest.model.thinking_token_ids
@@ -176,23 +177,23 @@ class Engine:
     ) -> Stream:
         """Queue a prompt; iterate over the returned Stream for its chunks.
 
-        observer: is shown the request's steps; `Trace.request` gives one that writes them down.
+        observer: gets each step of the request; `Trace.request` makes one that records them.
         """
         return Stream(self._driver, self._request(prompt, params, observer=observer))
 
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """`stream` for asyncio; cancelling the task or closing the generator ends the request.
+        """Stream a prompt in asyncio; cancelling the task or closing the generator ends it.
 
-        prompt: or what `prepare` made of one.
+        prompt: a prompt, or the request that `prepare` made of one.
         """
-        import asyncio  # here: every program would wait for it, few use it
+        import asyncio  # here, because it is slow to import and few programs use it
 
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(news.set)
 
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
@@ -212,24 +213,24 @@ class Engine:
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Check a prompt and its settings in any thread, for one call of `astream`.
 
-        This takes as long as the prompt and the form of its answer are, and waits for no step.
+        The time depends on the sizes of the prompt and the form; no step is waited for.
         """
         return self._request(prompt, params)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; RequestError if the engine was built without a tokenizer."""
+        """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Map the names of the special tokens that the model can emit to their ids."""
+        """The special tokens that the model can emit, by name."""
         named = self.tokenizer.special_ids if self.tokenizer else {}
         return {name: id for name, id in named.items() if id < self.manifest.model.vocab_size}
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns a prompt's ids if vocabulary and capacity allow them; raises RequestError.
+        """Return a prompt's ids; raise RequestError if they exceed vocabulary or capacity.
 
-        add_special_tokens: whether a text gets the tokenizer's own, such as the BOS.
+        add_special_tokens: whether to add the tokenizer's own, such as the BOS, to a text.
         """
         vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
         if not isinstance(prompt, str):
@@ -249,23 +250,23 @@ class Engine:
         return ids
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Returns the prompt for the next answer in a conversation, by the model's template.
+        """Return the prompt for the next answer in a conversation, by the model's template.
 
         options: tools, documents, add_generation_prompt, continue_final_message and
-        chat_template_kwargs, as `apply_chat_template` of transformers takes them. The prompt
-        contains its special tokens; `generate` and `stream` don't add a second BOS.
+        chat_template_kwargs, as in `apply_chat_template` of transformers. The prompt contains its
+        special tokens; `generate` and `stream` do not add a second BOS.
         """
         return self._text_tokenizer().chat_prompt(messages, **options)
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
-        """`chat_prompt` as checked token ids, with no special tokens but the template's."""
+        """Return `chat_prompt` as checked token ids, with the template's special tokens alone."""
         return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
 
     def check(self, params: SamplingParams, *, form: bool = True) -> None:
-        """Raise RequestError for settings that this engine can't do, whatever the prompt.
+        """Raise RequestError for settings that this engine does not support, whatever the prompt.
 
-        MissingDependencyError for a grammar, if nothing is installed that could follow it. form:
-        whether to compile what its steps are held to, which may take a second.
+        Raises MissingDependencyError for a grammar if llguidance is not installed. form: whether to
+        compile the grammar, which may take a second.
         """
         controls = controls_of([0], params, self.manifest)
         if form:
@@ -297,20 +298,20 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine can't go on, if that is known before a step fails; None if it can.
+        """The reason why the engine cannot continue, if known before a step fails; else None.
 
-        A rank is gone, the thread that steps for asyncio has died, or the process was forked.
+        A rank is gone, the thread that steps for asyncio has ended, or the process was forked.
         """
         programs = self._loop.programs
         shared = Feature.SHARE in programs.features
         return self._driver.failure or (cast(Shared, programs).failure if shared else None)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what earlier prompts left: the next ones are filled in from their beginning."""
+        """Forget the rows of earlier prompts; the next ones are filled in from the start."""
         self._driver.between_steps(self._loop.forget)
 
     def close(self) -> None:
-        """End all requests (who waits for one gets an EngineError); drop programs and weights."""
+        """End all requests, whose waiters get an EngineError; drop programs and weights."""
         self._driver.close()
 
     def __enter__(self) -> Self:
@@ -340,7 +341,7 @@ class Engine:
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:
-    """Return the settings, by default those of nobody's wishes; raises RequestError."""
+    """Return the settings, by default the default ones; raise RequestError for another type."""
     if not isinstance(params, SamplingParams | None):
         raise RequestError(f"settings are given as SamplingParams, not {shown(params)}")
     return SamplingParams() if params is None else params

@@ -22,35 +22,35 @@ MtpbuildError
 
 
 def install(extras: str) -> str:
-    """Says how to install these extras (such as `cpu,serve`): no package index has mtpbuild."""
+    """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
     return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
 
 
 class MtpbuildError(Exception):
-    """Is the base of all errors that a user can cause; `exit_code` is the command line's."""
+    """The base of all errors that a user can cause; `exit_code` is the command line's."""
 
     exit_code = 1
 
 
 class UsageError(MtpbuildError):
-    """The call itself is wrong."""
+    """A wrong call."""
 
     exit_code = 2
 
 
 class RequestError(UsageError):
-    """The engine can't take a prompt or a sampling parameter."""
+    """A prompt or a sampling parameter that the engine does not accept."""
 
 
 class TemplateLimitError(RequestError):
-    """A chat template took too much time or memory for these messages."""
+    """A chat template that took too much time or memory for these messages."""
 
 
 class ContextLengthError(RequestError):
-    """A prompt has more tokens than an engine holds."""
+    """A prompt with more tokens than an engine holds."""
 
     def __init__(self, tokens: int | None, limit: int) -> None:
-        """tokens: of the prompt; None: more than the limit, of prompt and answer together."""
+        """Describe a prompt of `tokens` tokens; None: of more than `limit` tokens."""
         count = f"more than {limit}" if tokens is None else tokens
         super().__init__(
             f"the prompt has {count} tokens, this engine takes at most {limit - 1} (max_seq_len "
@@ -60,51 +60,51 @@ class ContextLengthError(RequestError):
 
 
 class UnknownRecipeError(UsageError):
-    """A model is neither a recipe nor a checkpoint folder, nor OWNER/NAME."""
+    """A model that is no recipe, no checkpoint folder and no OWNER/NAME."""
 
 
 class CheckpointError(MtpbuildError):
-    """The source model's files are missing, damaged or unsupported."""
+    """Files of the source model that are missing, damaged or unsupported."""
 
 
 class MissingWeightsError(CheckpointError):
-    """A model's weights are not on this machine."""
+    """A model whose weights are not on this machine."""
 
 
 class DownloadError(CheckpointError):
-    """A repository of Hugging Face can't be fetched."""
+    """A Hugging Face repository that cannot be fetched."""
 
 
 class BuildError(MtpbuildError):
-    """The build can't be done or was stopped."""
+    """A build that cannot be done or was stopped."""
 
 
 class EngineError(MtpbuildError):
-    """An engine directory can't be run."""
+    """An engine directory that cannot be run."""
 
 
 class EngineFormatError(EngineError):
-    """engine.json is missing, damaged or of another format version."""
+    """An engine.json that is missing, damaged or of another format version."""
 
 
 class EngineFileError(EngineError):
-    """A file of the engine is missing, foreign or changed."""
+    """A file of the engine that is missing, foreign or changed."""
 
 
 class MissingDependencyError(EngineError):
-    """A package group that this engine needs is not installed."""
+    """A package group that this engine needs and that is not installed."""
 
 
 class StepError(EngineError):
-    """A program's own run raised; all requests end with it."""
+    """An exception from a program's own run; all requests end with it."""
 
 
 class NotFiniteError(EngineError):
-    """The model's numbers for a request are NaN or infinite; other requests go on."""
+    """Logits of a request that are NaN or infinite; other requests go on."""
 
 
 class RequestFailedError(EngineError):
-    """The host's own code raised while it served one request; other requests go on."""
+    """An exception from the host's own code for one request; other requests go on."""
 
 
 class RankError(EngineError):

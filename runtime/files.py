@@ -1,6 +1,6 @@
-"""Reads files that may come from anywhere: what is no regular file is never opened, or it may hang.
+"""Reading of untrusted files: anything but a regular file is refused, as opening it might hang.
 
-A link may lead elsewhere, as those of a hub's cache do. All errors are OSError or ValueError.
+Links are followed, since the caches of hubs consist of them. All errors are OSError or ValueError.
 """
 
 import errno
@@ -21,9 +21,9 @@ KINDS = {
 
 
 def check_regular(path: Path, most: int | None = None) -> os.stat_result:
-    """Return the state of a file, or of that to which a link leads.
+    """Return the status of a file, or of a link's target.
 
-    OSError if it is not regular, or has more than `most` bytes.
+    Raises OSError if it is not a regular file or has more than `most` bytes.
     """
     found = path.stat()
     kind = stat.S_IFMT(found.st_mode)
@@ -39,7 +39,7 @@ def check_regular(path: Path, most: int | None = None) -> os.stat_result:
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Return a text in UTF-8, with its line ends as they are."""
+    """Return a UTF-8 text with unchanged line ends."""
     check_regular(path, most)
     with path.open("rb") as file:
         return file.read(most).decode("utf-8")

@@ -1,4 +1,4 @@
-"""Lets commands share flags: a group is a dataclass, and a flag is one of its fields."""
+"""Groups of flags that commands share: a group is a dataclass, and each field is a flag."""
 
 import functools
 import inspect
@@ -10,18 +10,18 @@ T = TypeVar("T")
 
 
 def flag(default: T, help: str, *names: str, parser: Callable[[str], T] | None = None) -> T:
-    """Makes the default of a group's field, or of a command's parameter, that is a flag.
+    """Return a default value that makes a field, or a command's parameter, a flag.
 
     names: the flag's names, if they differ from the field's. A switch has no opposite. parser:
-    reads the flag's value, where it is more than a value of the field's type.
+    reads the flag's value, if the field's type is not enough.
     """
     return field(default=default, metadata={"help": help, "names": names, "parser": parser})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Lets a Typer command take `name: type = flag(default, help)`, and groups of such fields.
+    """Let a Typer command take `name: type = flag(default, help)`, and groups of such fields.
 
-    The command gets each group as an object of its dataclass.
+    The command receives each group as an instance of its dataclass.
     """
     signature, shown = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
     groups = dict[str, type[Any]]()
@@ -49,8 +49,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
-    """Makes the parameter that Typer turns into an option."""
-    from typer import Option  # here: loading an engine in a program needs no command line
+    """Return the parameter that Typer turns into an option."""
+    from typer import Option  # here, so that loading an engine does not import Typer
 
     said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
     names = said["names"] or (f"--{name.replace('_', '-')}",)

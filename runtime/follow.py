@@ -1,4 +1,4 @@
-"""Runs a rank that follows rank 0: `python -m mtpbuild.runtime.follow ENGINE THREADS`."""
+"""Run a rank that follows rank 0: `python -m mtpbuild.runtime.follow ENGINE THREADS`."""
 
 import sys
 from pathlib import Path
@@ -10,16 +10,16 @@ from mtpbuild.runtime.programs import follow_programs
 
 
 def follow(folder: str | Path, threads: int | None = None) -> None:
-    """Runs a rank other than 0 until rank 0 closes its engine.
+    """Run a rank other than 0 until rank 0 closes its engine.
 
-    threads: CPU threads, as many as rank 0 has. Raises RankError if another rank dies or hangs,
-    EngineError for a problem of this rank.
+    threads: CPU threads, the same number as on rank 0. Raises RankError if another rank dies or
+    hangs, EngineError for a problem of this rank.
     """
     follow_programs(Path(folder), read_manifest(Path(folder)), threads)
 
 
 def main(folder: str, threads: str | None = None) -> int:
-    """Runs the rank, and returns the process's exit code."""
+    """Run the rank, and return the process's exit code."""
     try:
         follow(folder, None if threads is None else int(threads))
     except MtpbuildError as error:

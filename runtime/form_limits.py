@@ -1,4 +1,4 @@
-"""Bounds what it costs to compile a form, before it is compiled: about a second and 150 MB."""
+"""Limits for the cost of compiling a form: about a second and 150 MB."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import Any
 from mtpbuild.runtime.errors import RequestError
 
 LONGEST = 256 * 1024  # characters of a form
-LONGEST_GRAMMAR = 32 * 1024  # of a Lark grammar without the schemas in it
-LONGEST_GBNF = 8 * 1024  # its translation takes time by the square
-# What compiles in time by the square of its size is bounded by the sum of the squares.
+LONGEST_GRAMMAR = 32 * 1024  # characters of a Lark grammar without the schemas in it
+LONGEST_GBNF = 8 * 1024  # characters; its translation takes quadratic time
+# Forms whose compilation takes quadratic time are limited by the sum of the squares.
 MOST_PROPERTIES = 3000
 LONGEST_PATTERN = 8 * 1024
 SCHEMA = re.compile(r"%json\s*")
@@ -20,8 +20,8 @@ PATTERN = re.compile(r"/(?:[^/\\\n]|\\.)+/")
 def check_form(kind: str, text: str) -> None:
     """Raise RequestError for a form that would take too long to compile.
 
-    kind: json, regex, choice or grammar. A text that is no JSON or no grammar passes: whoever
-    compiles it says what is wrong.
+    kind: json, regex, choice or grammar. Invalid JSON and invalid grammars pass; their compiler
+    reports them.
     """
     if len(text) > LONGEST:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
@@ -50,7 +50,7 @@ def _check_schemas(schemas: list[Any]) -> None:
 
 
 def _split(grammar: str) -> tuple[str, list[Any]]:
-    """Return a Lark grammar without the JSON schemas in it, and these."""
+    """Return a Lark grammar without its JSON schemas, and the schemas."""
     rest, schemas, begin = list[str](), list[Any](), 0
     while found := SCHEMA.search(grammar, begin):
         rest.append(grammar[begin : found.end()])
@@ -70,7 +70,7 @@ def _read(text: str) -> Any:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield each object within a JSON value."""
+    """Yield each object inside a JSON value."""
     left = [value]
     while left:
         value = left.pop()

@@ -1,6 +1,6 @@
-"""Holds a request to its grammar: what its next window may hold, and which tokens are certain.
+"""Grammars of requests: the tokens that each step may emit, and the tokens that must come next.
 
-llguidance parses the grammars. It is imported for the first request that has one.
+llguidance parses the grammars. It is imported when the first request with a grammar arrives.
 """
 
 import threading
@@ -30,30 +30,30 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LEXER_STATES = 50_000  # of 1 to 2 kB each
-KEPT = 16  # compiled grammars that wait for another request like theirs
-STACK = 256 * 1024 * 1024  # bytes, of which what is used counts: rules that name each other nest
+LEXER_STATES = 50_000  # limit; a state has 1 to 2 kB
+KEPT = 16  # compiled grammars in the cache
+STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nested rules
 
 
 class Grammar(Protocol):
-    """Declares what the loop asks of a request's grammar."""
+    """The interface of a request's grammar for the loop."""
 
-    kept: int  # drafts of the window that `ahead` gave last which are the modules' own
+    kept: int  # leading drafts of the last `ahead` that are the MTP modules' own, not forced ones
 
     def ahead(self, drafts: Sequence[int]) -> Constraint:
-        """Says what the next window may hold, if these drafts are to be judged; changes nothing.
+        """Return the constraint of the next step, which verifies these drafts; change nothing.
 
         Raises RequestError if the grammar has become too costly to follow.
         """
 
     def take(self, token: int) -> None:
-        """The request has got a token; raises RequestError for one that is not allowed."""
+        """Advance by an emitted token; raise RequestError for one that is not allowed."""
 
 
 class Matcher:
-    """Follows a grammar as far as its request's tokens have come; for one thread at a time.
+    """A grammar, advanced to the end of its request's tokens; for one thread at a time.
 
-    Tokens of a thought are free: the grammar begins behind the one that ends it.
+    Tokens of a thought are free: the grammar begins after the token that ends the thought.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Matcher:
         self.kept = 0
 
     def ahead(self, drafts: Sequence[int]) -> Constraint:
-        """Masks follow the drafts row by row; certain tokens replace those that can't be.
+        """Return masks along the drafts, where forced tokens replace forbidden drafts.
 
-        From the first draft on that the grammar forbids, and behind the last one, what the grammar
-        forces takes the place. If it forces nothing, a forbidden draft stays, as rejection needs
-        what it was drawn from; it is never accepted, so the rows behind it are left free.
+        Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is
+        forced, a forbidden draft stays, because rejection needs the distribution that it was
+        sampled from. It is never accepted, so the rows after it have no mask.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -106,7 +106,7 @@ class Matcher:
             self._check()
 
     def _forced(self) -> list[int]:
-        """Returns the tokens that must come next, as far as they are certain."""
+        """Return the tokens that must come next, as far as they are certain."""
         if self._matcher.is_stopped():
             return [*self._ends] if len(self._ends) == 1 else []
         return self._matcher.compute_ff_tokens()
@@ -117,18 +117,18 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles the grammars that an engine's requests ask for; from any thread."""
+    """The compiler and cache of the grammars of an engine's requests; usable from any thread."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, features: Features) -> None:
-        """features: those of the engine's programs."""
+        """Set up for one engine; features: those of the engine's programs."""
         self._manifest, self._tokenizer = manifest, tokenizer
         self._able = Feature.CONSTRAIN in features
-        self._copying = threading.Lock()  # a matcher has one user at a time
+        self._copying = threading.Lock()  # guards `deep_copy`: a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
 
     def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
-        """Says what a request's steps are held to; raises RequestError as `matcher` does."""
+        """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
         if not params.held:
@@ -137,14 +137,14 @@ class Grammars:
         return TokenLimits(params, self._manifest, self._tokenizer)
 
     def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
-        """Returns a matcher at the beginning of a grammar.
+        """Return a matcher at the start of a grammar.
 
-        Raises RequestError if the engine can't be held to one, or if this one can't be followed;
+        Raises RequestError if the engine has no constraints or cannot follow this grammar,
         MissingDependencyError without llguidance.
         """
         model = self._manifest.model
         self._check_engine()
-        compiled = self._compiled(asked)  # without the lock: it may take a second
+        compiled = self._compiled(asked)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
         words = -(-model.vocab_size // WORD)
@@ -185,7 +185,7 @@ class Grammars:
 
 
 def _source(asked: StructuredOutputs) -> str:
-    """Returns the form in llguidance's own words; raises RequestError."""
+    """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
     given: dict[GrammarFormat, object] = {
@@ -213,5 +213,5 @@ def _has(allowed: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", row: int, t
 
 
 def _line(text: str) -> str:
-    """Returns the first words of a message, which may have pictures of the grammar, in one line."""
+    """Return the start of a message, which may contain a drawn grammar, in one line."""
     return " ".join(text.split())[:300]

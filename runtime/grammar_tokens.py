@@ -1,4 +1,4 @@
-"""The vocabulary as llguidance asks for it: marks are no text, and no text becomes a mark."""
+"""The vocabulary for llguidance: special tokens are not text, and text is never a special token."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,23 +6,23 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 
 class GrammarTokens:
-    """A tokenizer for grammars, in the shape of llguidance's `TokenizerWrapper`.
+    """A tokenizer for grammars, with the interface of llguidance's `TokenizerWrapper`.
 
-    Marks are special tokens and those that look like `<this>`. A grammar names them by `<this>` or
-    by their ids; where a form holds the same text, it is spelled with ordinary tokens.
+    Marks are special tokens and added tokens that look like `<this>`. A grammar names them as
+    `<this>` or by id. The same characters in a form's text are spelled with ordinary tokens.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        """ends: the tokens that end an answer."""
+        """Read the vocabulary; ends: the tokens that end an answer."""
         self._tokenizer = tokenizer
         self.eos_token_id = ends[0]
         marks = dict(self._marks())
         texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
-        for id in self.special_token_ids:  # some stand for nothing: the model's vocabulary is wider
+        for id in self.special_token_ids:  # the model's vocabulary may be padded
             texts[id] = marks.get(id, f"<[{id}]>").encode()
         self.tokens = texts
 

@@ -1,6 +1,7 @@
-"""Reads files of requests, one JSON object per line; all are checked before the first one runs.
+"""Reading of files of requests, one JSON object per line; all are checked before the first runs.
 
-`run --input FILE.jsonl` runs as many at once as it can; bench, verify and eval read them too.
+`run --input FILE.jsonl` runs as many at once as there are slots; bench, verify and eval read such
+files too.
 """
 
 import json
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class AskingLine(BaseModel):
-    """Holds the fields that lines of every kind of file may have.
+    """The fields that lines of every kind of file can have.
 
-    A line has one of the fields `PROMPTS`; `CHATS` are the prompts that are conversations.
+    A line has exactly one of the fields `PROMPTS`; those in `CHATS` are conversations.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -38,7 +39,7 @@ class AskingLine(BaseModel):
     prompt: str | None = None  # a text to continue
     messages: list[dict[str, Any]] | None = None
     output_tokens: int | None = None
-    # The options of a conversation: `ChatOptions`.
+    # The options of a conversation, as in `ChatOptions`.
     tools: list[Any] | None = None
     documents: list[Any] | None = None
     add_generation_prompt: bool | None = None
@@ -60,13 +61,13 @@ class AskingLine(BaseModel):
         return cast(ChatOptions, {n: value for n, value in given.items() if value is not None})
 
     def token_ids(self, engine: Engine) -> list[int]:
-        """Returns the token ids of `prompt` or `messages`."""
+        """Return the token ids of `prompt` or `messages`."""
         if self.messages is not None:
             return self.chat_ids(engine, self.messages)
         return engine.token_ids(self.prompt or "")
 
     def chat_ids(self, engine: Engine, messages: Sequence[Message]) -> list[int]:
-        """Returns the token ids of a conversation, rendered with the line's options."""
+        """Return the token ids of a conversation, rendered with the line's options."""
         return engine.chat_ids(messages, **self._chat_options())
 
 
@@ -81,7 +82,7 @@ def read_lines(
     take: Callable[[Kind, int], Taken],
     hint: str = "",
 ) -> list[Taken]:
-    """Calls `take` with each line and its number; a UsageError names file and line."""
+    """Call `take` with each line and its number; a UsageError names file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -107,10 +108,11 @@ def _parse(kind: type[Kind], text: bytes) -> Kind:
         raise RequestError(f"not JSON ({error})") from None
 
 
-BATCH = ("custom_id", "method", "url", "body")  # the keys of a line of OpenAI's batch files
+BATCH = ("custom_id", "method", "url", "body")  # the keys of a line in OpenAI's batch files
 BATCH_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-LENGTHS = ("output_tokens", "max_tokens", "max_completion_tokens")  # names of one field
-# Fields of batch files that are left out where they ask for what a line gets anyway, as JSON.
+LENGTHS = ("output_tokens", "max_tokens", "max_completion_tokens")  # names of the same field
+# Fields of batch files that are dropped if they have this value, as JSON: it is what every line
+# gets.
 DONE = {
     "n": "1",
     "stream": "false",
@@ -123,18 +125,18 @@ DONE = {
 
 
 class Line(AskingLine):
-    """Is a line of the file; settings that it leaves out come from the command line."""
+    """A line of the file; the command line gives the settings that it omits."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
 
     input_ids: list[int] | None = None
-    model: str | None = None  # not compared: the engine is chosen for the whole file
-    settings: dict[str, Any] = {}  # the ones that the line gives, each as a key of its own
+    model: str | None = None  # ignored: the engine is chosen for the whole file
+    settings: dict[str, Any] = {}  # the line's own settings, each of which is a key of the line
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, raw: Any) -> Any:
-        """Put the settings, which SamplingParams checks, beside the line's other keys."""
+        """Collect the line's settings, which SamplingParams checks later, under one key."""
         if not isinstance(raw, dict):
             return raw
         if "settings" in raw:
@@ -151,7 +153,7 @@ class Line(AskingLine):
 
 
 def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line of OpenAI's batch files as those of one of ours."""
+    """Convert the fields of a line of OpenAI's batch files to those of `Line`."""
     for name in sorted(line.keys() ^ set(BATCH)):
         wrong = "unknown" if name in line else "missing"
         raise ValueError(f"{name:.60}: {wrong}; a line of a batch has {', '.join(BATCH)}")
@@ -172,7 +174,7 @@ def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """Is a request that the engine can take."""
+    """A request that was checked against the engine."""
 
     task_id: str | int  # the line's own, or its number among the requests, from 0
     token_ids: list[int]
@@ -188,9 +190,9 @@ def read_requests(
     *,
     check: bool = False,
 ) -> list[FileRequest]:
-    """Read all requests of a file; raises UsageError that names file and line.
+    """Read all requests of a file; raise UsageError that names file and line.
 
-    check: whether this engine must be able to do what each asks for.
+    check: whether this engine must support the settings of each request.
     """
 
     def take(line: Line, index: int) -> FileRequest:
@@ -209,7 +211,7 @@ def read_requests(
 def generate_all(
     engine: Engine, requests: list[FileRequest], trace: "Trace | None" = None
 ) -> Iterator[tuple[FileRequest, Result]]:
-    """Yields results in the order of the requests; as many run at once as there are slots."""
+    """Yield results in the order of the requests; as many run at once as there are slots."""
     observers = [trace.request(request.task_id) if trace else None for request in requests]
 
     def generate(request: FileRequest, observer: Observer | None) -> Result:

@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas in the syntax of Rust's regex crate, which llguidance reads."""
+"""Patterns of JSON schemas in the syntax of Rust's regex crate, which llguidance uses."""
 
 import re
 
@@ -14,8 +14,8 @@ DATE = (
 ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{ZONE}"
 POINTER = "(?:/(?:[^/~]|~[01])*)*"
-# Formats that are enforced; all others are annotations. A text is a pattern that replaces one of
-# llguidance's, a list such patterns that all hold, and a name without `^` one of llguidance's own.
+# Formats that are enforced; all others are annotations. PATTERNS has formats whose patterns, which
+# must all match, replace llguidance's own. FORMATS maps other names to the format that is used.
 PATTERNS = {
     "date": [f"^{DATE}$"],
     "time": [f"^{TIME}$"],
@@ -44,20 +44,20 @@ REPEAT = re.compile(r"\{\d+(?:,\d*)?\}")
 
 
 def format_patterns(name: str) -> list[str]:
-    """Return the patterns that all hold for a format; [] if llguidance's own is right."""
+    """Return the patterns that must all match for a format; [] to use llguidance's own format."""
     return [translate(pattern) for pattern in PATTERNS.get(FORMATS[name], ())]
 
 
 def translate(pattern: str) -> str:
-    """Write an ECMAScript pattern in Rust's syntax; what is in neither stays, to be refused.
+    """Translate an ECMAScript pattern to Rust's syntax; unknown escapes stay, to be refused later.
 
-    No class has the NUL character: llguidance takes `"` and a backslash, escaped, for members of
-    a class that has all control characters.
+    No class contains the NUL character: for a class with all control characters, llguidance would
+    also accept an escaped `"` or backslash.
     """
     found, at, quantified = list[str](), 0, False
     while at < len(pattern):
         char = pattern[at]
-        if quantified and char == "?":  # lazy: the same texts match
+        if quantified and char == "?":  # a lazy quantifier matches the same texts
             at, quantified = at + 1, False
             continue
         quantified = False
@@ -75,7 +75,7 @@ def translate(pattern: str) -> str:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """Read a class from behind its bracket; returns it and where it ends."""
+    """Read a class after its opening bracket; return its translation and the end position."""
     negated, items = pattern.startswith("^", at), list[str]()
     at += negated
     while at < len(pattern) and pattern[at] != "]":
@@ -98,7 +98,7 @@ def _member(pattern: str, at: int) -> tuple[str, int | None, int]:
 
 
 def _escape(pattern: str, at: int) -> tuple[str, int | None, int]:
-    """Read what follows a backslash; returns it in Rust's syntax, its code, and where it ends."""
+    """Read an escape after its backslash; return its translation, code and end position."""
     char = pattern[at : at + 1]
     if char.lower() in CLASSES and char:
         members = CLASSES[char.lower()]

@@ -1,4 +1,4 @@
-"""Writes schemas with numbers beyond 2^53 as grammars, since llguidance's bounds are floats."""
+"""Grammars for schemas with numbers beyond 2^53, as llguidance's bounds are floats."""
 
 import contextlib
 import math
@@ -28,14 +28,14 @@ EXPECTED: dict[str, Any] = {
 
 
 def has_large_numbers(schema: Json) -> bool:
-    """Tell whether a prepared schema needs rules, since it has numbers that floats change."""
+    """Tell whether a prepared schema needs rules, because floats would change its numbers."""
     return _Rules(schema, "").has_large(schema)
 
 
 def json_rules(schema: Json, name: str) -> str:
-    """Return rules in Lark's syntax, of which `name` holds what fits a prepared schema.
+    """Return rules in Lark's syntax; the rule `name` matches what fits a prepared schema.
 
-    Raises ValueError if a number can't be followed exactly.
+    Raises ValueError if a number cannot be followed exactly.
     """
     rules = _Rules(schema, name)
     value = rules.value(schema)
@@ -43,15 +43,15 @@ def json_rules(schema: Json, name: str) -> str:
 
 
 class _Rules:
-    """The rules of one schema; those parts that llguidance follows exactly stay JSON."""
+    """The rules of one schema; parts that llguidance follows exactly stay JSON."""
 
     def __init__(self, root: Json, name: str) -> None:
         self._root, self._name = root, name
-        self._names: dict[str, str] = {}  # of the rules of references
+        self._names: dict[str, str] = {}  # reference -> name of its rule
         self.lines: list[str] = []
 
     def value(self, schema: Any) -> str:
-        """Return an expression for what fits a schema."""
+        """Return an expression that matches what fits a schema."""
         if not self.has_large(schema):
             return f"%json {dumps(self._whole(schema))}"
         _check_types(schema)
@@ -75,7 +75,7 @@ class _Rules:
         return f"%json {dumps(_narrowed(self._whole(schema), keys))}"
 
     def has_large(self, schema: Any, seen: set[str] | None = None) -> bool:
-        """Tell whether a schema, or one that it refers to, has a number that floats change.
+        """Tell whether a schema, or one that it refers to, has a number that floats would change.
 
         seen: the references that were followed.
         """
@@ -94,7 +94,7 @@ class _Rules:
         return any(self.has_large(part, seen) for part in found)
 
     def _whole(self, schema: Any) -> Json:
-        """Return a schema with the definitions that it may refer to."""
+        """Return a schema together with the definitions that it may refer to."""
         own = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
         shared = {key: self._root[key] for key in (*DEFINITIONS, OPTIONS) if key in self._root}
         return {**shared, **own}
@@ -118,7 +118,7 @@ class _Rules:
         return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
 
     def _number(self, schema: Json) -> str:
-        """Return all whole numbers between the bounds; of the others, those up to 2^53."""
+        """Return an expression for all integers within the bounds and other numbers up to 2^53."""
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
         most = None if high is None else math.floor(high)
@@ -129,7 +129,7 @@ class _Rules:
         return whole
 
     def _object(self, schema: Json) -> str:
-        """Return the listed properties in their order; a comma comes before all but the first."""
+        """Return the listed properties in their order; all but the first follow a comma."""
         listed, required = schema.get("properties", {}), schema.get("required", [])
         firsts, rest = ['""'], '""'
         for name, inner in reversed(listed.items()):
@@ -140,7 +140,7 @@ class _Rules:
         return f'"{{" {self._any(firsts)} "}}"'
 
     def _rule(self, value: str) -> str:
-        """Return the name of a new rule."""
+        """Add a rule, and return its name."""
         rule = f"{self._name}_v{len(self.lines)}"
         self.lines.append(f"{rule}: {value}")
         return rule
@@ -158,7 +158,7 @@ class _Rules:
 
 
 def integers(least: int | None, most: int | None) -> str:
-    """Return a pattern of the whole numbers from `least` to `most`; None is no bound."""
+    """Return a pattern of the integers from `least` to `most`; None: no bound."""
     if least is not None and most is not None and least > most:
         raise ValueError(f"no whole number is between {least} and {most}")
     parts = []
@@ -171,7 +171,7 @@ def integers(least: int | None, most: int | None) -> str:
 
 
 def _digits(least: int, most: int | None) -> str:
-    """Return a pattern of the numbers from `least`, which is not negative, to `most`."""
+    """Return a pattern of the integers from `least`, which is not negative, to `most`."""
     length = len(str(least))
     if most is None:
         return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
@@ -188,7 +188,7 @@ def _digits(least: int, most: int | None) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return a pattern of the numbers between two with as many digits."""
+    """Return a pattern of the integers between two with equally many digits."""
     if low == high:
         return low
     rest = len(low) - 1
@@ -231,12 +231,12 @@ def _is_large(value: Any) -> bool:
 
 
 def _has_large(schema: Json) -> bool:
-    """Tell whether a schema's own keywords have a number that floats change."""
+    """Tell whether a schema's own keywords have a number that floats would change."""
     return any(_is_large(schema.get(key)) for key in ("const", "enum", "multipleOf", *BOUNDS))
 
 
 def _narrowed(schema: Json, keys: set[str]) -> Json:
-    """Return a schema whose bounds are at most 2^53, if that leaves room; raises ValueError."""
+    """Narrow a schema's bounds to within 2^53; raise ValueError for other large numbers."""
     changed = mapped(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
@@ -248,7 +248,7 @@ def _narrowed(schema: Json, keys: set[str]) -> Json:
 
 
 def _check_types(schema: Json) -> None:
-    """Raise ValueError if a keyword's value has another type than JSON schema gives it."""
+    """Raise ValueError if a keyword's value has a type that JSON schema does not allow."""
     for key, kind in EXPECTED.items():
         if key in schema and not (isinstance(schema[key], kind) and schema[key] is not True):
             raise ValueError(f"{key} can't be {dumps(schema[key])[:60]}")
@@ -259,7 +259,7 @@ def _check_types(schema: Json) -> None:
 
 
 def _of_kind(schema: Json, kind: object) -> Json:
-    """Return a schema for one type, without the bounds if it is not of numbers."""
+    """Return a schema for one type, without the bounds if the type is not numeric."""
     dropped = () if kind in ("integer", "number") else BOUNDS
     return {key: part for key, part in schema.items() if key not in dropped} | {"type": kind}
 

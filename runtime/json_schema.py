@@ -1,4 +1,4 @@
-"""Prepares JSON schemas for llguidance, so that what fits the grammar also fits the schema."""
+"""Preparation of JSON schemas for llguidance, so that its output always fits the schema."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from mtpbuild.runtime.json_patterns import FORMATS, format_patterns, translate
 
 Json = dict[str, Any]
 
-NAMED = ("properties", "$defs", "definitions", "patternProperties")  # schemas by names
+NAMED = ("properties", "$defs", "definitions", "patternProperties")  # maps of names to schemas
 PARTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties")
 JOINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas"}
 OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
@@ -23,7 +23,7 @@ CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
 
 def prepared(text: str) -> Json:
-    """Read a schema and rewrite it; raises ValueError with what is wrong or can't be followed."""
+    """Read and rewrite a schema; raise ValueError if it is invalid or cannot be followed."""
     schema = loads(text, parse_float=_finite, parse_constant=_finite)
     if schema is False:
         raise ValueError("nothing fits the schema false")
@@ -32,14 +32,14 @@ def prepared(text: str) -> Json:
         raise ValueError("a schema is an object, true or false")
     schema = _rewritten(loads(closed(dumps(schema))))
     written = dumps(schema, ensure_ascii=False)
-    # With \u escapes an additional property could spell a listed one's name in another way.
+    # With \u escapes an additional property could be another spelling of a listed name.
     escapes = 'nrbtf\\"u' if CONTROLS.search(written) else 'nrbtf\\"'
     options = {"whitespace_flexible": False, "json_allowed_escapes": escapes}
     return {**schema, "x-guidance": options}
 
 
 def object_schema(schema: Any) -> Json:
-    """Return a schema of those objects that fit `schema`; None or true leaves them open."""
+    """Return a schema of the objects that fit `schema`; None or true allows all objects."""
     if schema is None or schema is True:
         return {"type": "object"}
     if not isinstance(schema, dict):
@@ -51,10 +51,10 @@ def object_schema(schema: Any) -> Json:
 
 
 def closed(text: str) -> str:
-    """Return a schema whose objects have no properties but those that it lists or requires.
+    """Return a schema whose objects have only the properties that it lists or requires.
 
-    Else a model can go on inventing them. What fits the result fits the schema. One that joins
-    properties from several places stays as it is, and so does a text that is no schema.
+    Otherwise a model could keep inventing properties. Whatever fits the result fits the schema. A
+    schema that combines properties from several places stays unchanged, as does invalid JSON.
     """
     try:
         schema = loads(text)
@@ -64,7 +64,7 @@ def closed(text: str) -> str:
     if any("allOf" in one or (OF_OBJECTS & one.keys() and JOINED & one.keys()) for one in every):
         return text
     if not all(_are_apart(one["oneOf"], schema) for one in every if "oneOf" in one):
-        return text  # what fits a closed part could fit another one's open form
+        return text  # a value that fits a closed part could also fit another part's open form
     for one in every:
         if isinstance(listed := one.get("properties"), dict):
             if "additionalProperties" not in one and isinstance(one.get("required"), list):
@@ -74,7 +74,7 @@ def closed(text: str) -> str:
 
 
 def mapped(schema: Json, change: Callable[[Any], Any]) -> Json:
-    """Return a copy of a schema in which `change` was applied to each schema right inside it."""
+    """Return a copy of a schema with `change` applied to each schema directly inside it."""
     found: Json = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -86,9 +86,9 @@ def mapped(schema: Json, change: Callable[[Any], Any]) -> Json:
 
 
 def _are_apart(parts: Any, root: Json) -> bool:
-    """Tell whether nothing fits two parts of a `oneOf`: by their types, or by a constant of each.
+    """Tell whether no value fits two parts of a `oneOf`, by their types or by constants.
 
-    The constants are those of a property that each requires.
+    The constants are those of a property that both parts require.
     """
     if not isinstance(parts, list):
         return False
@@ -112,7 +112,7 @@ def _differ(one: Json, other: Json) -> bool:
 
 
 def _constants(schema: Json) -> dict[str, set[str]]:
-    """Return the texts that required properties are limited to; "" is the value itself."""
+    """Return the JSON values that required properties are limited to; "" is the value itself."""
     required, listed = schema.get("required"), schema.get("properties")
     found: Json = {"": schema}
     if schema.get("type") == "object" and isinstance(required, list) and isinstance(listed, dict):
@@ -134,7 +134,7 @@ def _finite(text: str) -> float:
 
 
 def resolve(reference: str, root: Json) -> Any:
-    """Return what a reference of the form `#/a/b` refers to; None if it is not there."""
+    """Return the target of a reference of the form `#/a/b`; None if it does not exist."""
     head, *steps = reference.split("/")
     found: Any = root if head == "#" else None
     for step in steps:
@@ -144,7 +144,7 @@ def resolve(reference: str, root: Json) -> Any:
 
 
 def _within(schema: Any) -> Iterator[Json]:
-    """Yield a schema and all schemas in it."""
+    """Yield a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -155,7 +155,7 @@ def _within(schema: Any) -> Iterator[Json]:
 
 
 def _rewritten(schema: Any) -> Any:
-    """Rewrite a schema where llguidance would refuse a valid one or follow it inexactly."""
+    """Rewrite what llguidance would refuse though it is valid, or follow inexactly."""
     if not isinstance(schema, dict):
         return schema
     schema = mapped(schema, _rewritten)
@@ -174,13 +174,13 @@ def _rewritten(schema: Any) -> Any:
 
 
 def _rewrite_texts(schema: Json) -> None:
-    """Put patterns in place of formats, and write all of them in Rust's syntax."""
+    """Replace formats by patterns, and translate all patterns to Rust's syntax."""
     if isinstance(named := schema.get("patternProperties"), dict):
         schema["patternProperties"] = {translate(name): inner for name, inner in named.items()}
     patterns = [translate(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
     if isinstance(name := schema.get("format"), str):
         if name not in FORMATS:
-            del schema["format"]  # an annotation
+            del schema["format"]  # only an annotation
         elif patterns_of := format_patterns(name):
             del schema["format"]
             patterns += patterns_of
@@ -195,11 +195,11 @@ def _rewrite_texts(schema: Json) -> None:
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Write exclusive bounds of whole numbers, which may be beyond 2^53, as the next number."""
+    """Replace exclusive bounds of integers, or beyond 2^53, by inclusive bounds."""
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
-        if isinstance(bound, bool):  # draft 4's
+        if isinstance(bound, bool):  # as in draft 4
             bound = schema.pop(name, None) if bound else None
         if bound is None:
             continue
@@ -213,13 +213,13 @@ def _rewrite_bounds(schema: Json) -> None:
 
 
 def _rewrite_choices(schema: Json) -> None:
-    """Write a `oneOf` whose parts can't overlap as `anyOf`."""
+    """Replace a `oneOf` whose parts cannot overlap by `anyOf`."""
     if "oneOf" in schema and "anyOf" not in schema and _are_apart(schema["oneOf"], {}):
         schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with 1.0 as 1, since JSON schema takes them for one number."""
+    """Return a value with 1.0 as 1, as JSON schema does not distinguish them."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -228,7 +228,10 @@ def _plain(value: Any) -> Any:
 
 
 def _check_properties(schema: Json) -> None:
-    """Refuse to count properties whose names are open: one that comes twice would count twice."""
+    """Drop a redundant minProperties; raise ValueError for others if names are open.
+
+    With open names llguidance would count a property that comes twice as two.
+    """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
         return

@@ -1,7 +1,7 @@
-"""The loop: fill in, step, hand out tokens. Speculative decoding is all inside the step program.
+"""The serving loop: fill in prompts, step, hand out tokens. The step program drafts and verifies.
 
-What the host does for one request stands in `request.contain()`: if it raises, that request alone
-fails. Only what raises in a program's own run is the engine's failure, and ends all requests.
+Host code for one request runs inside `request.contain()`, so an exception there fails that request
+alone. An exception in a program's own run is a failure of the engine and ends all requests.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ class Flight:
 
 
 class Loop:
-    """Drives an engine's programs for the requests of a scheduler; for one thread at a time.
+    """The driver of an engine's programs for a scheduler's requests; for one thread at a time.
 
-    Where the programs can (and `overlap` lets them) the next step is launched before the last
-    one's tokens are read: the host's work costs no time, and a request that ends has been given a
-    step too many, whose tokens are dropped.
+    If the programs can and `overlap` allows it, the next step is launched before the last one's
+    tokens are read. This hides the host's work. A request that ends then gets one step too many,
+    whose tokens are dropped.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Loop:
         self.prefixes = PrefixCache(programs, manifest, slots=prefix_cache, pool=pool)
         self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
-        self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' too -> steps
-        self._tokens_now = 0  # of the step that runs
+        self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
+        self._tokens_now = 0  # of the current step
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
         self._pace = AdaptiveNextn(build.nextn) if build.adaptive else Pace()
         if overlap and Feature.OVERLAP in programs.features:
@@ -78,14 +78,14 @@ class Loop:
         self._flight: Flight | None = None
 
     def step(self) -> None:
-        """Runs a chunk of a prompt, if one waits, and a decode step of all requests that run."""
+        """Run a chunk of each rank's next prompt, and a decode step of all running requests."""
         self.release()
         self._close_gaps()
         for filling in self.scheduler.turns():
             self._fill(filling)
             if filling.request.ended:
                 self.scheduler.drop(filling)
-        self._close_gaps()  # one that has begun moves down
+        self._close_gaps()  # a request that has just begun moves down
         last, self._flight = self._flight, None
         if running := self.scheduler.running:
             self._flight = self._launch(running, last)
@@ -99,12 +99,12 @@ class Loop:
             self._tokens_now = 0
 
     def forget(self) -> None:
-        """Forget the rows of all slots that nobody runs in."""
+        """Forget the rows of all slots without a running request."""
         self.release()
         self.prefixes.forget()
 
     def close(self, error: EngineError) -> None:
-        """Keep what requests have left, and end all others with an error."""
+        """Keep the rows of ended requests, and end all others with an error."""
         if self._flight is None:
             self.release()
         self.fail(error)
@@ -117,14 +117,14 @@ class Loop:
         self.scheduler.fail(error)
 
     def release(self) -> None:
-        """Free the slots of requests that have ended; what they leave is kept."""
+        """Free the slots of ended requests and keep their rows."""
         for slot, request, rows in self.scheduler.release():
             with self._losing_rows():
                 self._store(slot, request, rows)
 
     @contextlib.contextmanager
     def _losing_rows(self) -> Iterator[None]:
-        """Lose the rows that the block stores if it raises; the request goes on or has ended."""
+        """Lose the rows that the block stores if it raises; no request fails."""
         try:
             yield
         except RankError:
@@ -134,18 +134,18 @@ class Loop:
             self.prefixes.forget_slots()
 
     def _store(self, slot: int, request: Request, rows: int) -> None:
-        """Keep the rows of a request that has ended, unless it failed or they are not finite."""
+        """Keep an ended request's rows, unless it failed or they are not finite."""
         finite = not isinstance(request.error, NotFiniteError)
-        if finite and not request.token_ids and rows:  # no step has shown it yet
+        if finite and not request.token_ids and rows:  # no step has checked them yet
             finite = self.programs.finite(slot, rows)
         if not finite:
             self.programs.clear(slot)
-            self.prefixes.forget()  # it may have begun with theirs
+            self.prefixes.forget()  # other prompts may have begun with these rows
         elif request.error is None:
             self.prefixes.release(slot, request, rows)
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
-        """Begin a step. `last` is the step before it, if its tokens are still unknown."""
+        """Launch a step. `last` is the step before it, if its tokens are not read yet."""
         unknown = {request for _, request in last.requests} if last else set[Request]()
         self._constrain(running)
         lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
@@ -153,16 +153,16 @@ class Loop:
         return Flight(running, self._pace.launch(self.programs, running, active, rows))
 
     def _constrain(self, running: Running) -> None:
-        """Say what the step may emit in the slots of requests that are held to a grammar."""
+        """Give the step the constraints of all requests with a grammar."""
         for slot, request in running:
             if request.grammar is None:
                 continue
             programs = cast(Constraining, self.programs)
-            with request.contain():  # what the step gives the slot of one that failed is dropped
+            with request.contain():  # if this fails, the tokens of the request's slot are dropped
                 programs.constrain(slot, request.grammar.ahead(programs.drafts(slot)))
 
     def _hand_out(self, flight: Flight) -> None:
-        """Wait for a step, and give its tokens to those of its requests that have not ended."""
+        """Wait for a step, and give its tokens to its requests that have not ended."""
         output = flight.land()
         tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
         for slot, request in flight.requests:
@@ -184,9 +184,9 @@ class Loop:
         self._pace.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:
-        """Fill in the next chunk of a prompt; a prompt that is whole begins to decode.
+        """Fill in the next chunk of a prompt; a prompt that is complete starts to decode.
 
-        Its last token is not filled in: it is the first step's newest.
+        The prompt's last token is not filled in: it is the newest token of the first step.
         """
         request = filling.request
         with request.contain():
@@ -220,13 +220,13 @@ class Loop:
             self.prefixes.filled(filling)
 
     def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
-        """Returns a chunk and the tokens behind it, 0 where the prompt has ended."""
+        """Return a chunk and its lookahead tokens, padded with 0 after the prompt's end."""
         ahead = self.programs.lookahead
         tokens = prompt[start : end + ahead]
         return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)
 
     def _start(self, filling: Filling) -> None:
-        """The request has got a slot, where all begins that is known of its prompt."""
+        """Start a request that got a slot, with the known rows of its prompt."""
         filling.request.start()
         self.requests += 1
         self.prompt_tokens += len(filling.request.prompt)
@@ -238,13 +238,13 @@ class Loop:
             with request.contain():
                 self.prefixes.move(source, target)
             moved.append(request)
-        if any(request.ended for request in moved):  # their slots are gaps again
+        if any(request.ended for request in moved):  # their slots are free again
             self.release()
             self._close_gaps()
 
 
 def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """Run a program; what it raises is the engine's failure."""
+    """Run a program; raise its exceptions as failures of the engine."""
     try:
         return program(*given, **named)
     except Exception as error:
@@ -252,7 +252,7 @@ def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
 
 
 def step_failure(error: BaseException) -> EngineError:
-    """Return the engine's failure for what a step raised."""
+    """Return the engine's failure for an exception of a step."""
     if isinstance(error, RankError | StepError):
         return error
     what = "" if isinstance(error, EngineError) else "a step failed: "
@@ -269,7 +269,7 @@ def _not_finite(where: str) -> NotFiniteError:
 
 
 def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of a chunk of a prompt, each with the `count` likeliest."""
+    """Return the log-probabilities of a prompt's chunk, with the `count` likeliest tokens."""
     tops = scores.top_ids[:, :count], scores.top_logprobs[:, :count]
     rows = (array.tolist() for array in (scores.logprobs, scores.ranks, *tops))
     return [
@@ -279,7 +279,7 @@ def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs
 
 
 def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens that a slot emitted, each with the `count` likeliest."""
+    """Return the log-probabilities of a slot's new tokens, with the `count` likeliest ones."""
     assert output.top_ids is not None, "only the mixed program has alternatives"
     assert output.top_logprobs is not None
     given = (output.tokens[slot], output.logprobs[slot])

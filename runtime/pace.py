@@ -1,4 +1,4 @@
-"""The pace of a loop says how one step follows another: one at a time, or a step ahead."""
+"""The pace of a loop: how one step follows another, one at a time or overlapping."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
@@ -6,12 +6,12 @@ from typing import TypeAlias, cast
 from mtpbuild.runtime.contract.programs import Bools, Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request
 
-Running: TypeAlias = Sequence[tuple[int, Request]]  # the requests of a step, with their slots
-Land: TypeAlias = Callable[[], StepOutput]  # waits for a step and gives its output
+Running: TypeAlias = Sequence[tuple[int, Request]]  # the requests of a step with their slots
+Land: TypeAlias = Callable[[], StepOutput]  # waits for a step and returns its output
 
 
 class Pace:
-    """Steps one at a time: the step is done when `launch` returns."""
+    """A pace of one step at a time: the step is done when `launch` returns."""
 
     ahead = False  # whether the next step is launched before this one's tokens are read
 
@@ -20,11 +20,11 @@ class Pace:
         return lambda: output
 
     def add(self, request: Request, accepted: int, drafted: int) -> None:
-        """Learn what became of a request's drafts in a step."""
+        """Record how many of a request's drafts a step accepted."""
 
 
 class OverlappingPace(Pace):
-    """Launches a step while the one before it runs."""
+    """A pace that launches a step while the one before it runs."""
 
     ahead = True
 

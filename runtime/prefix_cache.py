@@ -1,4 +1,4 @@
-"""What the loop asks of earlier prompts: the rows that slots still hold, and those of the pool."""
+"""The prefix cache of the loop: rows that slots still have, and rows in the pool."""
 
 from typing import cast
 
@@ -15,10 +15,10 @@ MADE_ANEW = frozenset({"lengths", "window", "num_drafts", "thinking", "draft_pro
 
 
 class PrefixCache:
-    """Finds what is known of a prompt, and keeps what its request leaves.
+    """A cache that looks up known prefixes of prompts and keeps the rows of ended requests.
 
-    slots: whose rows are where they were, if the programs keep them. pool: copies of rows and
-    recurrent states beside the slots, if there is one.
+    slots: whether to reuse rows of free slots, if the programs keep them. pool: copies of rows and
+    recurrent states outside the slots, if there is one.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class PrefixCache:
         if slots and Feature.KEEP in programs.features:
             self.slots = Prefixes(programs.lookahead, spare=manifest.build.prefill_chunk)
         self.pool = pool
-        self.queries = self.hits = 0  # tokens of prompts that were looked up; those that were there
-        # Some drafters carry what they have seen of the last rows: a prompt fills these in.
+        self.queries = self.hits = 0  # tokens of prompts that were looked up; those that were found
+        # Some drafters carry values that depend on the last rows; prompts compute these rows again.
         carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
         self._refilled = programs.lookahead if carried - MADE_ANEW else 0
 
     def place(self, filling: Filling, scheduler: Scheduler) -> None:
-        """Give a request's slot the rows that are known of its prompt.
+        """Load the known rows of a request's prompt into its slot.
 
-        If that raises, nobody knows which rows the slots hold: all are forgotten.
+        If that raises, it is unknown which rows the slots have, so all are forgotten.
         """
         try:
             self._place(filling, scheduler)
@@ -47,7 +47,7 @@ class PrefixCache:
 
     def _place(self, filling: Filling, scheduler: Scheduler) -> None:
         request, slot = filling.request, filling.slot
-        scored = request.params.prompt_logprobs is not None  # all of such a prompt is filled in
+        scored = request.params.prompt_logprobs is not None  # such a prompt is filled in completely
         prompt, salt = [] if scored else request.prompt, request.params.cache_salt or ""
         found = Found()
         if self.pool is not None:
@@ -70,20 +70,24 @@ class PrefixCache:
         request.cached_tokens = filling.at
 
     def end_of_chunk(self, filling: Filling, chunk: int) -> int:
-        """Where a prompt's next chunk ends: also where states of use to others can be kept."""
+        """Return the end of a prompt's next chunk.
+
+        With recurrent states a chunk also ends at the last position whose states other prompts can
+        reuse.
+        """
         end = min(filling.at + chunk, filling.end)
         border = filling.end - self._refilled
         return border if self._has_states and filling.at < border < end else end
 
     def filled(self, filling: Filling) -> None:
-        """A chunk is filled in; its states will be gone with the next one."""
+        """Keep the states after a filled-in chunk, before the next chunk overwrites them."""
         request, at = filling.request, filling.at
         if self._has_states and self.pool is not None and 0 < at <= filling.end - self._refilled:
             salt = request.params.cache_salt or ""
             self.pool.add(filling.slot, request.prompt, at, salt, states=True)
 
     def release(self, slot: int, request: Request, rows: int) -> None:
-        """A request has ended, and has left so many rows in its slot."""
+        """Keep the rows that an ended request left in its slot."""
         tokens, salt = request.prompt + request.token_ids, request.params.cache_salt or ""
         if self.pool is not None:
             self.pool.add(slot, tokens, rows, salt)
@@ -91,7 +95,7 @@ class PrefixCache:
             self.slots.keep(slot, tokens[:rows], salt)
 
     def move(self, source: int, target: int) -> None:
-        """Let a request that runs go on in another slot; rows are forgotten if that raises."""
+        """Move a running request to another slot; forget all rows if that raises."""
         try:
             if self.slots is not None and self.slots.holds(target):
                 cast(Keeping, self._programs).swap(source, target)
@@ -104,18 +108,18 @@ class PrefixCache:
             self.slots.exchange(source, target)
 
     def forget_slots(self) -> None:
-        """What slots hold is nobody's any more."""
+        """Forget the rows of all slots."""
         if self.slots is not None:
             self.slots.clear()
 
     def forget(self) -> None:
-        """Forget all but what the engine was built with."""
+        """Forget everything but the prefixes that the engine was built with."""
         self.forget_slots()
         if self.pool is not None:
             self.pool.clear()
 
     def close(self) -> None:
-        """Wait until what is kept in files is written."""
+        """Wait until the folder's files are written."""
         if self.pool is not None:
             self.pool.close()
 
@@ -124,7 +128,7 @@ class PrefixCache:
         return self.pool is not None and self.pool.recurrent
 
     def _arrange(self, placement: Placement, slot: int) -> None:
-        """Move and copy what slots hold before a prompt is filled in."""
+        """Move and copy rows of slots before a prompt is filled in."""
         assert self.slots is not None
         programs = cast(Keeping, self._programs)
         if placement.saved_to >= 0 and (self.pool is None or self.pool.limit == 0):

@@ -1,4 +1,4 @@
-"""Rows of prompts in safetensors files, which say whose they are."""
+"""Safetensors files of rows of prompts, with the identity of their engine."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
 
-TOKENS = "tokens"  # the tensor beside those of states
+TOKENS = "tokens"  # name of the tensor with the token ids
 NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
 DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
-PRIVATE = 0o600  # the mode of a file for its owner alone, as rows tell the text that they are of
+PRIVATE = 0o600  # mode of a file for its owner alone, as rows reveal the text of their prompt
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A file that was opened: what it says of itself, and its tensors, which are not read yet."""
+    """An open file: its metadata, and its tensors, which may be mapped and not read yet."""
 
     path: Path
     about: dict[str, str]
@@ -39,7 +39,7 @@ class RowsFile:
 
 
 def identity(manifest: Manifest) -> str:
-    """One hash of all that rows depend on: the build, and the files of the engine but prefixes."""
+    """Return a hash of all that rows depend on: the build and the files except prefixes."""
     own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
     said = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
@@ -48,9 +48,9 @@ def identity(manifest: Manifest) -> str:
 def write_rows(
     path: Path, tensors: Arrays, types: Mapping[str, str], about: dict[str, str]
 ) -> None:
-    """Write a file in one piece, or not at all, which its owner alone may read.
+    """Write a file atomically, readable by its owner alone.
 
-    types: the dtypes of tensors as a manifest names them. bfloat16 is held as bits.
+    types: the dtypes of tensors as a manifest names them. bfloat16 is held as uint16 bits.
     """
     arrays = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
     header = make_header(
@@ -68,7 +68,7 @@ def write_rows(
 
 
 def open_rows(path: Path, *, whole: bool = False) -> RowsFile:
-    """Open a file: map it, or read it whole; ValueError if it is not what `write_rows` writes."""
+    """Map a file, or read it whole; raise ValueError if `write_rows` cannot have written it."""
     try:
         header, about, start = read_header(path)
         data = np.fromfile(path, np.uint8) if whole else np.memmap(path, mode="r")
@@ -87,7 +87,7 @@ def open_rows(path: Path, *, whole: bool = False) -> RowsFile:
 
 
 def is_whole(file: RowsFile) -> bool:
-    """Whether all that it says and holds is what was written."""
+    """Tell whether the hash of metadata and tensors is the one that was written."""
     about = {name: value for name, value in file.about.items() if name != "sha256"}
     return _digest(about, file.header, [file.data]) == file.about.get("sha256")
 

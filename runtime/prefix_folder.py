@@ -1,4 +1,4 @@
-"""A pool's blocks in a folder: written behind the answers' backs, found after a restart."""
+"""A pool's blocks in a folder, written in the background and found again after a restart."""
 
 import logging
 import queue
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 SUFFIX = ".rows"
-MOST_WAITING = 1 << 28  # bytes
+MOST_WAITING = 1 << 28  # bytes of blocks that wait to be written
 log = logging.getLogger("mtpbuild")
 
 
 class PrefixFolder:
-    """Files by key, of one engine and one process; what can't be used is removed.
+    """The files of one engine and one process, by key; unusable files are removed.
 
-    A file that a killed process has written half has another name until it is whole.
+    A file has another name until it is complete, in case the process is killed.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._own = folder, identity(manifest)
         self._types = {s.name: s.dtype for s in manifest.state}
-        self._asked = self._written = 0  # bytes of files; each changes in one thread alone
+        self._asked = self._written = 0  # bytes of files; each counter changes in one thread alone
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class PrefixFolder:
         self._failed = False
 
     def entries(self) -> Iterator[Entry]:
-        """Yields what earlier processes left, the oldest first."""
+        """Yield the entries that earlier processes left, the oldest first."""
         paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
         removed = 0
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
@@ -73,9 +73,9 @@ class PrefixFolder:
             log.warning("%s: %d files of another engine were removed", self._folder, removed)
 
     def write(self, entry: Entry, arrays: Arrays) -> None:
-        """Write a file some time soon; nobody may change the arrays.
+        """Queue a file to be written; nobody may change the arrays.
 
-        On a slow disk some are not written, so that little memory is held by what waits.
+        If the disk is too slow, some files are not written, which limits the memory of the queue.
         """
         size = sum(array.nbytes for array in arrays.values())
         if self._asked + size - self._written > MOST_WAITING:
@@ -92,7 +92,7 @@ class PrefixFolder:
         self._jobs.put(job)
 
     def read(self, key: str) -> Arrays | None:
-        """The arrays of a file; None, and a line says so, if it is damaged."""
+        """Return the arrays of a file; None with a warning if it is damaged."""
         path = self._path(key)
         try:
             file = open_rows(path, whole=True)
@@ -107,13 +107,13 @@ class PrefixFolder:
         self._jobs.put(lambda: self._path(key).unlink(missing_ok=True))
 
     def close(self) -> None:
-        """Wait until all is written, and let other processes have the folder."""
+        """Wait until everything is written, and unlock the folder."""
         self._jobs.put(None)
         self._thread.join()
         self._lock.release()
 
     def _entry(self, file: RowsFile) -> Entry | None:
-        """Read what a file says of itself; None if it is another engine's."""
+        """Return the entry that a file describes; None if it belongs to another engine."""
         about = file.about
         if about["engine"] != self._own:
             return None
@@ -138,7 +138,7 @@ class PrefixFolder:
 
 
 def _locked(folder: Path) -> "BaseFileLock":
-    """Lock a folder for this process; raises UsageError if another one has it."""
+    """Lock a folder for this process; raise UsageError if another process has it."""
     try:
         from filelock import FileLock, Timeout
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Keeps rows and recurrent states of earlier prompts beside the slots, in a tree of tokens."""
+"""A pool of rows and recurrent states of earlier prompts outside the slots, as a tree of tokens."""
 
 import contextlib
 import heapq
@@ -31,16 +31,15 @@ from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.targets import targets_with
 
 log = logging.getLogger("mtpbuild")
-SHARE = 8  # the free memory is divided by it, unless a size is given
-SPARE = 64  # entries of the heap that may be out of date, besides as many as are not
+SHARE = 8  # by default the pool may take this fraction of the free memory: 1 / SHARE
+SPARE = 64  # outdated heap entries that are allowed in addition to the number of valid ones
 
 
 class PrefixPool:
-    """A tree over tokens, whose blocks are rows that the programs keep, in so many bytes.
+    """A tree of token blocks whose rows the programs save, up to a number of bytes.
 
-    The rows of a prompt are those of a path from the root. What was used longest ago is given up
-    first, and never before what follows it. Each salt has a tree of its own, and no request
-    finds anything in another one.
+    A path from the root has the rows of a prompt. The least recently used leaves are evicted first.
+    Each salt has its own tree, and requests find nothing in the trees of other salts.
     """
 
     def __init__(
@@ -58,13 +57,13 @@ class PrefixPool:
         self._numbers = itertools.count()
         self._roots: dict[str, Block] = {}
         self._clock = 0
-        self._order: list[tuple[int, int, Kept]] = []  # a heap; an entry may be out of date
+        self._order: list[tuple[int, int, Kept]] = []  # a heap, with some outdated entries
         self._entries = itertools.count()
-        self._count = 0  # of what is kept and not pinned
+        self._count = 0  # of blocks and states that are not pinned
         self._folder = folder
 
     def find(self, prompt: Sequence[int], most: int, salt: str = "") -> Found:
-        """Where the first rows of a prompt are, `most` at most."""
+        """Return the places of a prompt's first rows, at most `most` of them."""
         self._clock += 1
         path, states = self._path(prompt, most, salt)
         for kept in (*(block for block, _ in path), states):
@@ -83,9 +82,10 @@ class PrefixPool:
     def add(
         self, slot: int, tokens: Sequence[int], rows: int, salt: str = "", *, states: bool = False
     ) -> None:
-        """Keep the first rows of a slot, as far as they are final, and its states behind them.
+        """Save the first rows of a slot, as far as they are final, and its states after them.
 
-        tokens: all that are known, also behind the rows. What is there already is not copied.
+        tokens: all known tokens, including those after the rows. Rows that the pool has are not
+        copied.
         """
 
         def make(parent: Block, start: int, own: tuple[int, ...]) -> Block | None:
@@ -112,7 +112,7 @@ class PrefixPool:
 
     @contextlib.contextmanager
     def _discarding(self, number: int) -> Iterator[None]:
-        """Let the programs keep nothing under a number if the block raises."""
+        """Discard what is saved under a number if the block raises."""
         try:
             yield
         except BaseException:
@@ -127,7 +127,7 @@ class PrefixPool:
         states: Mapping[int, int],
         ready: Callable[[], bool],
     ) -> None:
-        """Hold rows that programs have under a number, and states behind some, for ever."""
+        """Pin rows that programs have under a number, and the states after some of them."""
 
         def make(parent: Block, start: int, own: tuple[int, ...]) -> Block:
             return Block(parent, number, 0, tokens=own, first=start, pinned=True, ready=ready)
@@ -140,11 +140,11 @@ class PrefixPool:
             last.states[place] = Kept(last, other, 0, pinned=True, ready=ready)
 
     def number(self) -> int:
-        """A number under which programs keep nothing yet."""
+        """Return a number under which programs have nothing saved."""
         return next(self._numbers)
 
     def restore(self) -> None:
-        """Find what earlier processes left in the folder; it is read when it is used."""
+        """Add the entries that earlier processes left in the folder; they are read on first use."""
         assert self._folder is not None
         blocks = {
             k.key: k for k in (*self._roots.values(), *self.contents()) if isinstance(k, Block)
@@ -164,7 +164,7 @@ class PrefixPool:
                     blocks[kept.key] = kept
                     ready.append(kept.key)
         for _, entry in itertools.chain(*waiting.values()):
-            self._folder.delete(entry.key)  # what it follows is gone
+            self._folder.delete(entry.key)  # its parent is gone
         self._make_room(0)
         log.info("%d blocks of prefixes were left by earlier processes", self._count)
 
@@ -192,24 +192,24 @@ class PrefixPool:
         return kept
 
     def close(self) -> None:
-        """Wait until all is written that goes to the folder."""
+        """Wait until the folder's files are written."""
         if self._folder is not None:
             self._folder.close()
 
     def clear(self) -> None:
-        """Give up all that is not pinned."""
+        """Evict everything that is not pinned."""
         for kept in reversed([*self.contents()]):
             if not kept.pinned and kept.is_free:
                 self._drop(kept)
 
     def contents(self) -> Iterator[Kept]:
-        """All blocks and states; what something depends on comes before it."""
+        """Yield all blocks and states, parents before children."""
         yield from below(*self._roots.values())
 
     def _path(
         self, prompt: Sequence[int], most: int, salt: str
     ) -> tuple[list[tuple[Block, int]], Kept | None]:
-        """The longest path whose rows are a prompt's; with recurrent states, up to some of them."""
+        """Return the longest path with a prompt's rows; it must end at states if there are any."""
         path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
         node, at, states = self._roots.get(root_key(salt)), 0, None
         while node is not None and at < most:
@@ -234,7 +234,7 @@ class PrefixPool:
         salt: str,
         make: Callable[[Block, int, tuple[int, ...]], Block | None],
     ) -> Block | None:
-        """Add the blocks of a path that are missing; returns its last one, None without room."""
+        """Add the missing blocks of a path; return its last block, or None if there is no room."""
         self._clock += 1
         name = root_key(salt)
         root = block = self._roots.get(name) or Block(None, 0, 0, pinned=True, key=name)
@@ -247,7 +247,7 @@ class PrefixPool:
                 if made is None:
                     return None
                 insort(block.followers, made, key=block_tokens)
-                self._roots[name] = root  # giving up what was in it, we may have forgotten it
+                self._roots[name] = root  # eviction may have dropped an empty root
                 made.used = self._clock
                 self._kept(made)
                 if near is not None and shared == len(near.tokens):
@@ -257,7 +257,7 @@ class PrefixPool:
         return block
 
     def _replace(self, shorter: Block, block: Block) -> None:
-        """A block that begins as another one, and goes on, takes its place."""
+        """Replace a block by one that begins with the same tokens and is longer."""
         if shorter.pinned or shorter.number < 0:
             return
         block.states, shorter.states = shorter.states, {}
@@ -269,7 +269,7 @@ class PrefixPool:
                 self._write(kept, behind)
 
     def _use(self, kept: Kept) -> bool:
-        """It is used now; False, and all that depends on it is gone, if its file is damaged."""
+        """Mark as used; if its file is damaged, drop it with all dependents and return False."""
         if kept.ready is not None and not kept.ready():
             for other in reversed([*below(kept)]):
                 self._drop(other)
@@ -278,7 +278,10 @@ class PrefixPool:
         return True
 
     def _kept(self, kept: Kept, behind: int = 0) -> None:
-        """Count what is kept from now on; states are behind so many rows of their block."""
+        """Count a new entry, write it to the folder and make it evictable.
+
+        behind: the number of its block's rows before a state.
+        """
         self.used += kept.size
         self._count += not kept.pinned
         self._write(kept, behind)
@@ -296,7 +299,7 @@ class PrefixPool:
             self._folder.write(entry, self._programs.saved(kept.number))
 
     def _offer(self, kept: Kept) -> None:
-        """It may be given up when its turn comes."""
+        """Make an entry evictable, unless it is pinned."""
         if kept.pinned:
             return
         heapq.heappush(self._order, (kept.used, next(self._entries), kept))
@@ -306,7 +309,7 @@ class PrefixPool:
             heapq.heapify(self._order)
 
     def _make_room(self, size: int) -> bool:
-        """Give up what was used longest ago; False if that would be what is used just now."""
+        """Evict least recently used entries; return False if only those in use are left."""
         while self.used + size > self.limit:
             if not self._order:
                 return False
@@ -322,7 +325,7 @@ class PrefixPool:
         return True
 
     def _drop(self, kept: Kept) -> None:
-        """Forget something on which nothing depends."""
+        """Drop an entry on which nothing depends."""
         parent = kept.parent
         assert parent is not None
         if isinstance(kept, Block):
@@ -345,9 +348,10 @@ class PrefixPool:
 def make_pool(
     programs: Programs, manifest: Manifest, limit: int | None, folder: str | Path | None = None
 ) -> PrefixPool | None:
-    """A pool of so many bytes (None: a share of the free ones), where the programs can have one.
+    """Return a pool of `limit` bytes, or None if the programs cannot have one.
 
-    folder: where what is kept survives this process. Raises UsageError if the programs can't.
+    limit: None for a share of the free memory. folder: keeps the pool's content after this process.
+    Raises UsageError if there is a folder and the programs cannot have a pool.
     """
     if folder is not None and Feature.SHARE in programs.features:
         raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
@@ -362,7 +366,7 @@ def make_pool(
 
 
 def kept_sizes(manifest: Manifest) -> tuple[int, int]:
-    """Bytes that a token's rows take in all caches, and a slot's recurrent states."""
+    """Return the bytes of a token's rows in all caches, and of a slot's recurrent states."""
     size = {"rows": 0, "recurrent": 0}
     for spec in manifest.state:
         if spec.role in size:

@@ -1,4 +1,4 @@
-"""The tree of tokens whose blocks a pool keeps, and the keys of these in a folder."""
+"""The tree of token blocks in a prefix pool, and their keys in a folder."""
 
 import hashlib
 from bisect import bisect_left
@@ -8,39 +8,40 @@ from dataclasses import dataclass, field
 from mtpbuild.runtime.contract.programs import Piece
 from mtpbuild.runtime.prefixes import common
 
-BLOCK = 64  # rows that are kept, and given up, together
+BLOCK = 64  # rows that are kept and evicted together
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What programs keep under a number for a block of the tree: rows, or recurrent states."""
+    """Rows or recurrent states that programs saved under a number for a block of the tree."""
 
     parent: "Block | None"
-    number: int  # -1: it is gone
-    size: int  # bytes that count in the pool
-    used: int = 0  # when, on a clock that ticks with each request
-    pinned: bool = False  # it stays, whatever is used
-    # Makes sure that what comes from a file is whole and there, before its first use.
+    number: int  # -1: discarded
+    size: int  # bytes that count towards the pool's limit
+    used: int = 0  # time of the last use, on a clock that ticks with each request
+    pinned: bool = False  # never evicted
+    # Loads and checks the file that the content comes from, before its first use.
     ready: Callable[[], bool] | None = None
-    key: str = ""  # of its file, in a pool that has a folder
+    key: str = ""  # of its file, if the pool has a folder
 
     @property
     def is_free(self) -> bool:
-        """Tells whether nothing depends on it."""
+        """Whether nothing depends on it."""
         return True
 
 
 @dataclass(slots=True, eq=False)
 class Block(Kept):
-    """Up to `BLOCK` rows. `tokens` are those of its rows, and the `lookahead` behind them.
+    """Up to `BLOCK` rows. `tokens` are those of the rows and the `lookahead` tokens after them.
 
-    The modules' last rows have seen these, so a block is of use only where they are the same. Only
-    a full block is followed by others. states: those behind so many of its rows.
+    The last rows of MTP modules depend on these later tokens, so a block can be used only if they
+    are the same. Only a full block has followers. states: recurrent states by the number of the
+    block's rows before them.
     """
 
     tokens: tuple[int, ...] = ()
-    first: int = 0  # of its rows, among those that have its number
-    followers: "list[Block]" = field(default_factory=list)  # in the order of their tokens
+    first: int = 0  # the block's first row among the rows saved under its number
+    followers: "list[Block]" = field(default_factory=list)  # sorted by their tokens
     states: dict[int, Kept] = field(default_factory=dict)
 
     @property
@@ -48,7 +49,7 @@ class Block(Kept):
         return not (self.followers or self.states)
 
     def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
-        """The follower that has most of the first tokens, and how many."""
+        """Return the follower that shares most of the first tokens, and their number."""
         at = bisect_left(self.followers, tokens, key=block_tokens)
         near = self.followers[max(0, at - 1) : at + 1]
         found = [(common(tokens, block.tokens), block) for block in near]
@@ -58,7 +59,7 @@ class Block(Kept):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where the first rows of a prompt are, and its recurrent states behind them."""
+    """The places where a prompt's first rows and the recurrent states after them are saved."""
 
     rows: int = 0
     pieces: tuple[Piece, ...] = ()
@@ -67,17 +68,17 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a folder's file holds: a block, or the states behind so many rows of its parent."""
+    """The description of a folder's file: a block, or the states after some rows of its parent."""
 
     key: str
     parent: str
     tokens: tuple[int, ...] = ()  # of a block
-    behind: int = 0  # of states
-    top: bool = False  # its parent is a root
+    behind: int = 0  # rows of the parent before the states; 0: a block
+    top: bool = False  # whether its parent is a root
 
     @property
     def fits(self) -> bool:
-        """Whether its key is the one that it should have."""
+        """Whether its key matches its content."""
         return self.key == entry_key(self.parent, self.tokens, self.behind)
 
 
@@ -87,7 +88,7 @@ def entry_key(parent: str, tokens: tuple[int, ...], behind: int) -> str:
 
 
 def below(*found: Kept) -> Iterator[Kept]:
-    """These, but for roots, and all that depends on them; what is depended on comes first."""
+    """Yield these, except roots, and everything that depends on them, parents before children."""
     waiting = [*found]
     while waiting:
         kept = waiting.pop()

@@ -1,4 +1,4 @@
-"""Which slot still holds the rows of which tokens, and what a new prompt takes of them."""
+"""The rows of prompts that free slots still have, and the choice of those that a prompt reuses."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,34 +6,35 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class KeptRows:
-    """Holds the rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
+    """The rows of a slot without a running request: row p belongs to token p of `tokens`."""
 
     tokens: Sequence[int] = ()
-    salt: str = ""  # of the request whose rows they are
-    used: int = 0  # when, on a clock that ticks with each request
+    salt: str = ""  # of the request that left the rows
+    used: int = 0  # time of the last use, on a clock that ticks with each request
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Says what happens to a slot before a prompt is filled in there.
+    """The changes to slots before a prompt is filled in.
 
-    Its rows go to `saved_to` first (-1: nobody wants them). Then the `common` first rows of slot
-    `source` are copied to it, or, if `taken`, the two slots are exchanged.
+    First the slot's rows are copied to `saved_to` (-1: they are not worth it). Then the first
+    `common` rows of slot `source` are copied to the slot, or, if `taken`, the two slots are
+    swapped.
     """
 
     saved_to: int = -1
-    source: int = -1  # -1: there is nothing to begin with
+    source: int = -1  # -1: no rows are reused
     common: int = 0
     taken: bool = False
 
 
 @dataclass(slots=True)
 class Prefixes:
-    """Knows the rows of all slots that nobody runs in.
+    """The rows of all slots without a running request.
 
-    lookahead: how many tokens behind a row its modules have seen. Of `common` equal tokens so many
-    rows fewer are of use, and what a drafter carries besides is made again with the rest. spare:
-    how many rows a prompt may cost the one that it goes on from.
+    lookahead: how many tokens after a row the MTP modules have seen. After `common` equal tokens
+    that many rows fewer are reused, and the drafter's carried values are computed again with the
+    rest. spare: how many kept rows a prompt may overwrite when it takes over a slot.
     """
 
     lookahead: int
@@ -42,7 +43,7 @@ class Prefixes:
     _clock: int = 0
 
     def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
-        """The slot is free; its first rows are those of these tokens."""
+        """Record a slot that became free, and the tokens of its first rows."""
         self._clock += 1
         self._rows[slot] = KeptRows(tokens, salt, self._clock)
 
@@ -50,17 +51,17 @@ class Prefixes:
         return slot in self._rows
 
     def save(self, slot: int, to: int) -> int:
-        """The slot's rows are copied to another one; returns how many."""
+        """Record a copy of the slot's rows to another slot; return the number of rows."""
         self._rows[to] = self._rows[slot]
         return len(self._rows[to].tokens)
 
     def exchange(self, source: int, target: int) -> None:
-        """What the slots hold has changed places."""
+        """Record a swap of two slots."""
         held = {source: self._rows.pop(target, None), target: self._rows.pop(source, None)}
         self._rows |= {slot: rows for slot, rows in held.items() if rows}
 
     def drop(self, slot: int) -> None:
-        """Somebody else's rows are in the slot now."""
+        """Forget the rows of a slot, which are overwritten now."""
         self._rows.pop(slot, None)
 
     def clear(self) -> None:
@@ -75,12 +76,15 @@ class Prefixes:
         salt: str = "",
         least: int = 1,
     ) -> Placement:
-        """Says where a prompt that will run in `slot` finds its first rows.
+        """Choose the rows that a prompt in slot `slot` begins with.
 
-        free: slots that nobody has, `slot` among them. taken: the others, and the tokens of their
-        rows. salt: of the request; rows of another one don't count. least: fewer rows are not worth
-        it. Kept rows that the prompt goes on from are taken, but for a few; of others, and of those
-        that are in use, a copy is made, over the free rows that were used longest ago.
+        free: slots without a request, including `slot`. taken: the other slots with the tokens of
+        their rows. salt: of the request; rows with another salt are not used. least: fewer rows are
+        not worth it.
+
+        A prompt that extends nearly all rows of a free slot takes over that slot. Other rows, and
+        those of running requests, are copied, and the rows of `slot` are first saved to the free
+        slot that was used longest ago.
         """
         own = {s: self._rows[s] for s in free if s in self._rows and self._rows[s].salt == salt}
         held = [(s, kept.tokens) for s, kept in own.items()]
@@ -98,13 +102,13 @@ class Prefixes:
         return Placement(saved_to, source, most, taken=source == slot)
 
     def _oldest(self, slot: int, free: Sequence[int]) -> int:
-        """Finds the free slot whose rows give way to those of `slot`; -1: its own, or none."""
+        """Return the free slot used longest ago, to save the rows of `slot`; -1: do not save."""
         oldest = min(free, key=lambda s: (self._rows.get(s, KeptRows()).used, s), default=slot)
         return -1 if oldest == slot or slot not in self._rows else oldest
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Says how many tokens two sequences begin with that are the same."""
+    """Return the number of equal tokens at the start of two sequences."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return i

@@ -1,4 +1,4 @@
-"""Ranks are the processes that share a model: a value that flags, manifests and graphs agree on."""
+"""Ranks, the processes that share a model, as flags, manifests and graphs describe them."""
 
 from dataclasses import dataclass, replace
 
@@ -9,11 +9,11 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class Ranks:
-    """Says how many ranks share a model, and how; a single one holds the whole.
+    """The number of ranks and the way in which they share a model; a single rank has all of it.
 
-    They form `ep` groups: those of a group hold only their part of the routed experts, and of each
-    of these one of tp / ep column parts. All else is split tp ways or replicated; with
-    attention-DP it is whole on each rank, which then has requests of its own.
+    The ranks form `ep` groups. Each group has its part of the routed experts, and each of its tp /
+    ep ranks a column part of these. All other weights are split tp ways or replicated. With
+    attention-DP they are whole on each rank, and each rank has its own requests.
     """
 
     tp: int = 1
@@ -22,27 +22,27 @@ class Ranks:
 
     @property
     def parts(self) -> int:
-        """Returns the number of parts that all is split into but the routed experts."""
+        """The number of parts of all weights except those of routed experts."""
         return 1 if self.attention_dp else self.tp
 
     @property
     def serving(self) -> int:
-        """Ranks that have requests of their own; those that share all of the model are one."""
+        """The number of ranks with requests of their own; ranks that share them count as one."""
         return self.tp if self.attention_dp else 1
 
     @property
     def suffix(self) -> str:
-        """Give what stands behind an engine's name: `_tp8_ep2`, or nothing if there is one rank."""
+        """The suffix of an engine's name, such as `_tp8_ep2`; "" for one rank."""
         named = {"tp": self.tp, "ep": self.ep}
         found = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
         return found + ("_adp" if self.attention_dp else "")
 
     def local(self, requests: int) -> int:
-        """Requests that the fullest rank serves."""
+        """Return the number of requests on the rank with the most."""
         return -(-requests // self.serving)
 
     def check(self, experts: int) -> None:
-        """Raise UsageError for numbers that fit no model of so many routed experts."""
+        """Raise UsageError for numbers that fit no model with `experts` routed experts."""
         for flag, value in (("--tp", self.tp), ("--ep", self.ep)):
             if not 1 <= value <= MAX_RANKS:
                 raise UsageError(f"{flag} {value} is outside 1..{MAX_RANKS}")
@@ -57,7 +57,7 @@ class Ranks:
             raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
 
     def others(self, most: int = MAX_RANKS) -> list["Ranks"]:
-        """Returns the same with every tp up to `most` that ep divides."""
+        """Return the same split for every tp up to `most` that ep divides."""
         return [replace(self, tp=n) for n in range(self.ep, most + 1, self.ep)]
 
 

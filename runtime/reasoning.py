@@ -1,4 +1,4 @@
-"""Splits an answer into its thought and its content while it comes in pieces."""
+"""Splitting of an answer into thought and content while it is generated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ Kind = Literal["reasoning", "content", "name", "arguments"]
 
 
 class Piece(NamedTuple):
-    """Is a piece of an answer: its text, or the name or arguments of tool call number `call`.
+    """A piece of an answer: text, or the name or arguments of tool call number `call`.
 
-    from_draft: whether the token that completed the piece was an accepted draft. block: which of
-    the answer's blocks has the piece.
+    from_draft: whether the token that completed the piece was an accepted draft. block: the number
+    of the answer's block with this piece.
     """
 
     kind: Kind
@@ -28,11 +28,12 @@ class Piece(NamedTuple):
 def opens_thought(
     prompt: Sequence[int], marks: tuple[int, int], tokenizer: Tokenizer | None = None
 ) -> bool:
-    """Tell whether a prompt ends within a thought; marks: the tokens that begin and end one.
+    """Tell whether a prompt ends inside a thought; marks: the tokens that begin and end one.
 
-    Texts of users may contain both. So a thought begins where the chat template puts it: right
-    after the tokens that begin an answer, of which no other follows. Without a template, at the
-    prompt's end. Without a tokenizer nobody's text is in the prompt, and the last mark counts.
+    Users' texts may contain both marks. So a thought must begin where the chat template puts it:
+    right after the tokens that begin an answer, with no special token after it. Without a template,
+    it must begin at the prompt's end. Without a tokenizer there are no users' texts, and the last
+    mark decides.
     """
     at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in marks), -1)
     if at < 0 or prompt[at] != marks[0]:
@@ -47,19 +48,19 @@ def opens_thought(
 
 @dataclass(slots=True)
 class ThinkingSplitter:
-    """Splits one answer: a thought begins with the answer or `<think>`, and ends at `</think>`.
+    """A splitter of one answer; a thought begins with the answer or `<think>`, ends at `</think>`.
 
-    marks: these two tokens. The same text of other tokens is text. thinking: whether the prompt has
-    opened the thought.
+    marks: these two tokens. The same text from other tokens is plain text. thinking: whether the
+    prompt has opened a thought.
     """
 
     marks: tuple[int, int]
     thinking: bool
     _begun: bool = field(default=False, init=False)
-    _space: list[Piece] = field(default_factory=list, init=False)  # before what comes first
+    _space: list[Piece] = field(default_factory=list, init=False)  # white space at the start
 
     def feed(self, span: Span) -> list[Piece]:
-        """Return the pieces that are certain."""
+        """Return the pieces whose kind is certain."""
         begin, end = self.marks
         if span.mark == begin and not self._begun:
             self._begun = self.thinking = True
@@ -76,7 +77,7 @@ class ThinkingSplitter:
         return [*self.finish(), piece]
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back, as the answer does not begin with `<think>`."""
+        """Return the white space that was held back: no `<think>` follows it."""
         self._begun = True
         pieces, self._space = self._space, []
         return pieces

@@ -1,4 +1,4 @@
-"""A request in flight: its tokens so far, its text, and when it ends."""
+"""A request: its tokens so far, its text, and its end."""
 
 import contextlib
 import logging
@@ -32,31 +32,31 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Holds log-probabilities at one position, under the plain softmax of the logits."""
+    """The log-probabilities at one position, under the plain softmax of the logits."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the N most probable tokens, the most probable first
-    rank: int = 0  # of a prompt's token: 1 for the most probable one
+    top: tuple[tuple[int, float], ...]  # the N most probable tokens in descending order
+    rank: int = 0  # for a prompt's token; 1: the most probable one
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Is what a decode step gave; text may lag behind its tokens, never the other way round."""
+    """The output of one decode step; the text may lag behind the tokens, never the reverse."""
 
-    spans: tuple[Span, ...]  # the new text, in pieces, each with the origin of its token
+    spans: tuple[Span, ...]  # the new text in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
-    finish_reason: FinishReason | None = None  # in the last chunk, as are the next two
-    stop_reason: str | int | None = None  # which of the request's stop strings or tokens ended it
+    finish_reason: FinishReason | None = None  # set in the last chunk, as are the next two
+    stop_reason: str | int | None = None  # the request's stop string or token that ended it
     metrics: RequestMetrics | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if asked for
-    # In the first chunk: of the prompt's tokens behind its first one, if asked for.
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if requested
+    # In the first chunk: of the prompt's tokens after its first one, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    # Per token: how many characters the request's tokens before it have given. A stop string that
-    # is cut off counts, so the text may be shorter.
+    # Per token: the number of characters that the request's earlier tokens have added. A stop
+    # string that is cut off counts, so the text may be shorter.
     starts: tuple[int, ...] = ()
-    reasoning_tokens: int = 0  # of all tokens so far, where thoughts are split off
+    reasoning_tokens: int = 0  # of all tokens so far, if thoughts are split off
 
     @property
     def text(self) -> str:
@@ -65,7 +65,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Holds a request's text, tokens and figures."""
+    """The text, tokens and metrics of a request."""
 
     text: str
     token_ids: list[int]
@@ -73,22 +73,22 @@ class Result:
     finish_reason: FinishReason
     metrics: RequestMetrics = field(repr=False)
     seed: int | None
-    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if asked for
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if requested
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
-    # Not empty: drafts were accepted by chance, at these rates, and the text means nothing.
+    # Not empty: drafts were accepted by chance, at these rates, and the text is meaningless.
     synthetic_acceptance_rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """Is the result of a conversation: `text` is all of it, thought and marks included."""
+    """The result of a chat; `text` is the whole answer, including thought and marks."""
 
     content: str = ""
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
     def of(cls, result: Result, pieces: Sequence[Piece] | None = None) -> Self:
-        """Join a result's pieces by their kind; without any all of its text is content."""
+        """Join an answer's pieces by kind; without pieces all of its text is content."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
         if pieces is None:
             return cls(**found, content=result.text)
@@ -100,24 +100,24 @@ class ChatResult(Result):
 
     @property
     def message(self) -> dict[str, str]:
-        """Returns the answer as a message of the conversation."""
+        """The answer as a message of the conversation."""
         said = {"role": "assistant", "content": self.content}
         thought = {"reasoning_content": self.reasoning_content}
         return said | (thought if self.reasoning_content else {})
 
 
 class Observer(Protocol):
-    """Watches the steps of a request; the thread that steps the loop calls it."""
+    """An observer of a request's steps; the thread that steps the loop calls it."""
 
     def step(self, request: "Request", output: StepOutput, slot: int) -> None:
-        """Sees a decode step before the request takes its tokens; must not keep the arrays."""
+        """Observe a step before the request takes its tokens; the next step reuses the arrays."""
 
     def end(self, request: "Request", reason: FinishReason) -> None:
-        """Sees that the request has all its tokens; not called for one that failed."""
+        """Observe that the request has all its tokens; not called for a failed request."""
 
 
 def failed(error: BaseException) -> RequestFailedError:
-    """Return the error of a request that the host's own code failed at; log the code's."""
+    """Log an exception of the host's own code, and return the request's error for it."""
     log.error("a request failed in the host's own code", exc_info=error)
     failure = RequestFailedError(f"the request failed: {first_line(error)}")
     failure.__cause__ = error
@@ -125,15 +125,15 @@ def failed(error: BaseException) -> RequestFailedError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name if it has none."""
+    """Return the first line of an error's message; the type's name if the message is empty."""
     line = str(error).partition("\n")[0] or type(error).__name__
     return line.encode("utf-8", "backslashreplace").decode()
 
 
 class Request:
-    """Is a request in flight. Only the thread that steps the loop changes it.
+    """A request in flight, which only the thread that steps the loop changes.
 
-    `outbox` holds the chunks that the caller has not taken; each new one calls `listener`.
+    `outbox` has the chunks that the caller has not taken; each new chunk calls `listener`.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Request:
         self.from_draft: list[bool] = []
         self.finish_reason: FinishReason | None = None
         self.error: MtpbuildError | None = None
-        self.grammar: Grammar | None = None  # the form that its tokens must follow
-        self.forced = 0  # tokens that the grammar made certain before they were judged
+        self.grammar: Grammar | None = None  # the grammar that its tokens must follow
+        self.forced = 0  # accepted drafts that a grammar forced
         self.cancelled = False  # the loop ends a cancelled request before its next step
         self.outbox: deque[Chunk] = deque()
         self.acceptance = Acceptance(manifest.build.nextn)
@@ -176,9 +176,9 @@ class Request:
             stop_in_thought=params.stop_in_thought,
         )
         self._pieces: list[str] = []
-        self.cached_tokens = 0  # of the prompt: their cache rows were there already
+        self.cached_tokens = 0  # tokens of the prompt whose cache rows were reused
         self._submitted = time.perf_counter()
-        self.started: float | None = None  # when it got a slot
+        self.started: float | None = None  # time at which it got a slot
         self._first = self._last = 0.0
 
     @property
@@ -187,11 +187,11 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Returns the number of committed cache rows: one for each known token but the newest."""
+        """The number of committed cache rows: one for each known token except the newest."""
         return len(self.prompt) + len(self.token_ids) - 1
 
     def start(self) -> None:
-        """Notes the time at which the request got a slot."""
+        """Record the time at which the request got a slot."""
         self.started = time.perf_counter()
 
     def receive(
@@ -201,11 +201,11 @@ class Request:
         logprobs: Sequence[TokenLogprobs] = (),
         totals: Acceptance | None = None,
     ) -> int:
-        """Takes one step's tokens [n]: n - 1 accepted drafts of `drafted`, then the model's own.
+        """Take the tokens [n] of a step: n - 1 accepted drafts of `drafted`, then the model's own.
 
-        If the request ends at one of them, the rest is dropped. logprobs: one for each token, if
-        the request asks for them. totals: counts the steps of all requests. Returns how many tokens
-        the request has kept.
+        If the request ends at one of them, the rest are dropped. logprobs: one for each token, if
+        the request asks for them. totals: counts the steps of all requests. Returns the number of
+        tokens that the request has kept.
         """
         assert tokens, "a step of an active slot emits at least one token"
         accepted, had = len(tokens) - 1, len(self.token_ids)
@@ -225,41 +225,41 @@ class Request:
         for counts in (self.acceptance, *([totals] if totals else [])):
             counts.add(accepted, drafted, kept)
         self.logprobs += logprobs[:kept]
-        self._publish(had, reason)  # whoever gets the tokens may ask for the counts at once
+        self._publish(had, reason)  # last, because a listener may read the counts at once
         return kept
 
     def end(self, reason: FinishReason) -> None:
-        """Ends the request with the tokens that it has."""
+        """End the request with the tokens that it has."""
         self._publish(len(self.token_ids), reason)
 
     @property
     def wants_tokens(self) -> bool:
-        """Tells whether it wants an answer, not the prompt's scores alone."""
+        """Whether it asks for tokens, not only for the prompt's log-probabilities."""
         return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:
-        """End the request with an error, and wake whoever waits for it."""
+        """End the request with an error, and wake the thread that waits for it."""
         self.error = error
         with contextlib.suppress(Exception):  # the waiter is gone
             self.listener()
 
     @contextlib.contextmanager
     def contain(self) -> Iterator[None]:
-        """Fail this request alone if the block raises; one that has its answer keeps it.
+        """Fail this request alone if the block raises; a request that has ended keeps its result.
 
-        What ends everybody passes: a program's own failure, a rank that is gone, Ctrl-C.
+        Exceptions that end all requests pass: a program's own failure, a lost rank, Ctrl-C.
         """
         try:
             yield
         except (StepError, RankError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of Rust's code, too, which is no Exception
+        except BaseException as error:  # includes panics of Rust code, which are no Exception
             failure = error if isinstance(error, MtpbuildError) else failed(error)
             if self.finish_reason is None:
                 self.fail(failure)
 
     def result(self) -> Result:
-        """Returns the result of a request that has ended."""
+        """Return the result of a request that has ended."""
         assert self.finish_reason
         return Result(
             "".join(self._pieces),
@@ -288,7 +288,7 @@ class Request:
         )
 
     def _follow(self, token: int) -> bool:
-        """Gives the grammar a token that does not end the request; False: it can't go on."""
+        """Advance the grammar by a token; return False if it fails, which fails the request."""
         assert self.grammar is not None
         try:
             self.grammar.take(token)
@@ -297,7 +297,7 @@ class Request:
         return self.error is None
 
     def _read(self, token: int, from_draft: bool) -> FinishReason | None:
-        """Appends the newest token's text; returns why the request ends with it, if it does."""
+        """Append the newest token's text; return the finish reason if the request ends with it."""
         count = len(self.token_ids)
         self._starts.append(self._text.length)
         may_stop = count >= self.params.min_tokens
@@ -307,7 +307,7 @@ class Request:
         return "length" if count >= self._limit else None
 
     def _reasoning_tokens(self) -> int:
-        """Returns how many tokens are a thought: all, if it has begun and not ended."""
+        """Return the number of thought tokens: all, if the thought has not ended."""
         if self._thought is None:
             return 0
         return len(self.token_ids) if self._thought.thinking else self._thought.tokens
@@ -317,7 +317,7 @@ class Request:
         return self._text.stopped_by or (newest if newest in self.params.stop_token_ids else None)
 
     def _publish(self, had: int, reason: FinishReason | None) -> None:
-        """Adds a chunk: the tokens behind the first `had`, and the text that is certain."""
+        """Add a chunk with the tokens after the first `had` and the text that is final."""
         spans = self._text.take(everything=reason is not None)
         self._pieces += [span.text for span in spans]
         if self.observer and reason:

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: the length of a JSON text, and the text; tensors follow.
+"""Headers of safetensors files: the length of a JSON text, and the text, before the tensors.
 
-The `safetensors` package neither says where a tensor's bytes begin nor writes a header alone.
+The `safetensors` package neither returns the offset of a tensor nor writes a header alone.
 """
 
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 from mtpbuild.runtime.files import check_regular
 
-ALIGNMENT = 64  # of the first byte of tensors, for memory mapping
-MOST_BYTES = 100_000_000  # of a header, as for the package
+ALIGNMENT = 64  # of the first tensor byte, for memory mapping
+MOST_BYTES = 100_000_000  # of a header; the package has the same limit
 METADATA = "__metadata__"
 Header = dict[str, dict[str, Any]]  # dtype, shape and data_offsets of each tensor
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Header:
-    """Return the header of tensors side by side: name, dtype, shape and number of bytes of each."""
+    """Return the header of consecutive tensors, given as name, dtype, shape and number of bytes."""
     header, end = Header(), 0
     for name, dtype, shape, nbytes in tensors:
         span = [end, end := end + nbytes]
@@ -26,7 +26,7 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Hea
 
 
 def encode_header(header: Header, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the bytes of a file before those of its tensors."""
+    """Return the bytes of a file that precede its tensors."""
     about = {METADATA: metadata} if metadata else {}
     text = json.dumps(about | header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -34,9 +34,9 @@ def encode_header(header: Header, metadata: Mapping[str, str] | None = None) -> 
 
 
 def read_header(path: Path) -> tuple[Header, dict[str, str], int]:
-    """Return a file's header, its metadata, and where its tensors begin.
+    """Return a file's header, its metadata, and the offset of its tensors.
 
-    Raises OSError, or ValueError for what is no header; entries are not checked.
+    Raises OSError, or ValueError if it is no header; entries are not checked.
     """
     check_regular(path)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Defines SamplingParams, whose fields are the table of all settings of a request."""
+"""SamplingParams, whose fields are the table of a request's settings."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -49,7 +49,7 @@ token_ids = partial(list_of, "int", token)
 
 
 def rule_name(value: object) -> str:
-    """Checks the name of a rule of acceptance: ours, or one of an installed package."""
+    """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
     own = ("strict", "rejection")
     return str(value) if value in own else choice(*own, *names())(value)
 
@@ -64,46 +64,48 @@ def typed_biases(flag: str, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Wishes):
-    """Says how to continue a prompt; raises RequestError for an invalid value.
+    """The settings for continuing a prompt; RequestError for an invalid value.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
-    drafts samples with the same seed; "rejection" has the same distribution but a text that depends
+    drafts samples with the same seed; "rejection" has the same distribution, but its text depends
     on nextn. `draft_sample_method` is vLLM's: "probabilistic" drafts are sampled, "greedy" ones are
-    argmax. `relaxed_topk` > 1 accepts, in the thinking phase of a greedy request, a draft among the
-    most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed acceptance);
-    the phase's tokens are the engine's own or `begin_` and `end_thinking_phase_token`.
+    the argmax. In the thinking phase of a greedy request, `relaxed_topk` > 1 accepts a draft among
+    the most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed
+    acceptance). The tokens of the thinking phase are the engine's own, or
+    `begin_thinking_phase_token` and `end_thinking_phase_token`.
 
-    `acceptance` may also be the name of a rule that the engine was built with
-    (`build --acceptance-rule`); `acceptance_settings` are that rule's own.
+    `acceptance` may also name a rule that the engine was built with (`build --acceptance-rule`);
+    `acceptance_settings` are that rule's settings.
 
-    `rejection_sample_method` is vLLM's too: "block" judges a step's drafts together; "synthetic" is
-    for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
+    `rejection_sample_method` is vLLM's too: "block" verifies a step's drafts together; "synthetic"
+    is for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
     non-increasing) or with a mean acceptance length: its text is meaningless.
 
-    `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count the output's tokens,
+    `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count tokens of the output,
     `repetition_penalty` (0.01..100, 1: off) those of prompt and output; `logit_bias` adds -100..100
-    to the logits of token ids. They are vLLM's, act before temperature and filters, and act on
-    each token as if those before it had been decoded one by one, whatever nextn is.
+    to the logits of token ids. They follow vLLM and apply before temperature and filters. Each
+    token gets the same penalties as if the tokens before it had been decoded one by one, whatever
+    nextn is.
 
-    `allowed_token_ids` are all that an answer may have, thought and end of sequence included, and
-    `bad_words` are texts that it may not have, in the spellings of vLLM: as it begins a text and
-    behind a space.
+    `allowed_token_ids` are the only tokens of an answer, including its thought and the end of
+    sequence. `bad_words` are texts that an answer may not contain, in vLLM's spellings: at the
+    start of a text and after a space.
 
-    A stop token or end of sequence is part of the result's token ids but not of its text; a stop
+    A stop token or end of sequence is part of the result's token ids but not of its text. A stop
     string is cut off the text, unless `include_stop_str_in_output`. With `split_thought`, which
-    chats set, stop strings count after the thought alone, unless `stop_in_thought`. Before
-    `min_tokens` tokens the former are not emitted and the latter do not end the request. `logprobs`
-    N reports each token's log-probability, before temperature and filters, and the N most probable
-    tokens (0: none of them); `prompt_logprobs` N does so for the prompt's tokens behind the first,
-    where the engine was built with `--score`, and then `max_tokens` may be 0. A special token adds
-    nothing to the text, unless it is one of `shown_tokens`: then its name is text.
+    chats set, stop strings count only after the thought, unless `stop_in_thought`. Before
+    `min_tokens` tokens, stop tokens are not emitted and stop strings do not end the request.
+    `logprobs` N reports each token's log-probability, before temperature and filters, and the N
+    most probable tokens (0: none of them). `prompt_logprobs` N does the same for the prompt's
+    tokens after the first, if the engine was built with `--score`; `max_tokens` may then be 0. A
+    special token adds no text, unless it is one of `shown_tokens`: then its name is added.
 
-    `seed` is -2**63..2**64 - 1; a negative one is the same as that of 2**64 more.
+    `seed` is -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
 
-    Of earlier prompts' rows a request finds those alone that were left with the same `cache_salt`.
+    A request reuses the rows of earlier prompts only if these had the same `cache_salt`.
 
-    `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
-    begins at the thought's end.
+    `structured_outputs` constrains the answer to a form. If the prompt has opened a thought, the
+    form begins at the end of the thought.
     """
 
     max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
@@ -207,7 +209,7 @@ class SamplingParams(Wishes):
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
         self._check_rule()
-        # They would emit tokens that are forbidden, or go on behind a form's end.
+        # They would emit forbidden tokens, or continue after the end of a form.
         beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
         for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
             if self.held and getattr(self, name):
@@ -216,7 +218,7 @@ class SamplingParams(Wishes):
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
-        """Adds the defaults of a rule's settings; raises RequestError for one that is wrong."""
+        """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
         said = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
             object.__setattr__(self, "acceptance_settings", find_rule(self.acceptance).asked(said))
@@ -225,20 +227,20 @@ class SamplingParams(Wishes):
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
 
     def with_seed(self, seed: int) -> Self:
-        """Return the same settings with another seed; they are not checked again."""
+        """Return the same settings with another seed, without checking them again."""
         own = copy(self)
         object.__setattr__(own, "seed", seed)
         return own
 
     @property
     def held(self) -> str:
-        """Names the setting by which each step is told what it may say; "" if there is none."""
+        """The name of the setting that limits the tokens of each step; "" if there is none."""
         names = ("structured_outputs", "allowed_token_ids", "bad_words")
         return next((name for name in names if getattr(self, name) not in (None, ())), "")
 
     @property
     def synthetic(self) -> bool:
-        """Says whether the text is meaningless because drafts are accepted by chance."""
+        """Whether drafts are accepted by chance, so that the text is meaningless."""
         return self.rejection_sample_method == "synthetic"
 
 
@@ -247,15 +249,15 @@ DEFAULTS = defaults_of(SamplingParams)
 
 
 def http_settings() -> dict[str, Setting]:
-    """Returns the settings of HTTP bodies and input files, including those of rules."""
+    """Return the settings of HTTP bodies and input files, including those of rules."""
     rules = {name: setting for rule in all_rules() for name, setting in rule.known.items()}
     return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
 
 
 def as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings as fields of SamplingParams, one of which holds all settings of a rule.
+    """Return settings as fields of SamplingParams, with a rule's settings in one of them.
 
-    A value of None stands for a setting that is not given.
+    Settings of None are dropped.
     """
     said = {name: value for name, value in given.items() if value is not None}
     rule = {name: said.pop(name) for name in [*said] if name not in SETTINGS}

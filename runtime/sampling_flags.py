@@ -1,4 +1,4 @@
-"""Makes the flags of a request's settings from their table."""
+"""The flags of a request's settings, made from their table."""
 
 from dataclasses import make_dataclass
 from typing import Any, get_type_hints
@@ -18,7 +18,7 @@ GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict:
 
 
 def flag_field(name: str, hint: Any, setting: Setting) -> Field:
-    """Makes the field of a flag; numbers show their default, all others have None as theirs."""
+    """Return the field of a flag; numbers keep their default, other types default to None."""
     default = DEFAULTS[name]
     if isinstance(default, int | float):
         return name, hint, flag(default, setting.help)
@@ -30,13 +30,13 @@ def flag_field(name: str, hint: Any, setting: Setting) -> Field:
 
 
 def fields_of(everywhere: bool) -> list[Field]:
-    """Makes the fields for all commands, or those for `run` alone."""
+    """Return the fields for all commands, or those for `run` alone."""
     shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED}
     return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
 
 
 def rule_fields() -> list[Field]:
-    """Makes the fields of the settings of rules of acceptance."""
+    """Return the fields of the settings of acceptance rules."""
     return [
         (name, get_type_hints(rule.settings)[name] | None, flag(None, setting.help))
         for rule in all_rules()
@@ -54,7 +54,7 @@ RequestFlags: Any = group("RequestFlags", fields_of(everywhere=False))
 
 
 def sampling_params(flags: Any, settings: Settings, **others: Any) -> SamplingParams:
-    """Joins the settings of flags, configuration and `others`.
+    """Join the settings of flags, configuration and `others`.
 
     Raises UsageError for a contradiction, RequestError for an invalid value.
     """
@@ -75,5 +75,5 @@ def sampling_params(flags: Any, settings: Settings, **others: Any) -> SamplingPa
 
 
 def option(name: str) -> str:
-    """Spells a setting as the command line does."""
+    """Return a setting's name as a flag."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The scheduler knows who is in which slot, whose prompt is being filled in, and who is next."""
+"""The scheduler: which request has which slot, whose prompt is filled in, and which is next."""
 
 import contextlib
 from collections import deque
@@ -14,7 +14,7 @@ from mtpbuild.runtime.request import Request
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """Is a request whose prompt is being filled in, all but its last token, which a step takes."""
+    """A request whose prompt is filled in, up to its last token, which the first step processes."""
 
     slot: int
     request: Request
@@ -30,14 +30,13 @@ class Filling:
 
 
 class Scheduler:
-    """Holds B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
+    """B slots and a queue; any thread may `add` and `cancel`, the rest is for the loop alone.
 
-    Prompts are filled in in the order in which they came, one at a time, and take turns with steps:
-    a chunk, a step, a chunk. So a prompt of any length delays who runs by a chunk per step.
+    Prompts are filled in one at a time in the order of their arrival, and alternate with steps: a
+    chunk, a step, a chunk. So a prompt of any length delays running requests by one chunk per step.
 
-    ranks: how many have requests of their own. Each has an equal number of the slots, one rank's
-    behind the other's, and a request stays on the rank where it began. Each fills in a prompt of
-    its own.
+    ranks: the number of ranks with requests of their own. The slots are divided equally into one
+    range per rank. A request stays on the rank where it began. Each rank fills in its own prompt.
     """
 
     def __init__(self, slots: int, ranks: int = 1) -> None:
@@ -46,7 +45,7 @@ class Scheduler:
         self._ranks = [range(first, first + own) for first in range(0, slots, own)]
         self._filling: list[Filling | None] = [None] * ranks
         self.waiting: deque[Request] = deque()
-        self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that a step advances
+        self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that steps advance
         self._cancelled: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
@@ -60,17 +59,17 @@ class Scheduler:
 
     @property
     def admitted(self) -> list[Request]:
-        """Returns the requests that have a slot and have not ended."""
+        """The requests that have a slot and have not ended."""
         return [r for r in self.slots if r is not None and not r.ended]
 
     @property
     def running(self) -> list[tuple[int, Request]]:
-        """Returns those that a step advances, with their slots."""
+        """The requests that steps advance, with their slots."""
         found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
         return [(s, r) for s, r in found if self.active[s]]
 
     def release(self) -> list[tuple[int, Request, int]]:
-        """Free the slots of requests that have ended; return these, and how many rows they have."""
+        """Free the slots of ended requests; return slot, request and number of rows of each."""
         self.end_cancelled()
         filled = {f.slot: f.at for f in self._filling if f}
         seats = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
@@ -80,10 +79,10 @@ class Scheduler:
         return [(slot, request, filled.get(slot, request.length)) for slot, request in seats]
 
     def turns(self) -> Iterator[Filling]:
-        """Yield whose prompts may go on now, by a chunk each: one of each rank at most.
+        """Yield the prompts that may run a chunk now, at most one per rank.
 
-        The loop says with `begin` that a prompt is whole. If it needed no chunk, the next one has
-        the same turn.
+        The loop calls `begin` when a prompt is complete. If the prompt needed no chunk, the rank's
+        next prompt gets the same turn.
         """
         for rank in sorted(range(len(self._ranks)), key=lambda rank: -len(self.free(rank))):
             while filling := self._filling[rank] or self._admit(rank):
@@ -93,20 +92,19 @@ class Scheduler:
                     break
 
     def begin(self, filling: Filling) -> None:
-        """The prompt is whole: steps advance the slot from now on."""
+        """Let steps advance the slot, as its prompt is complete."""
         self._filling[self._rank_of(filling.slot)] = None
         self.active[filling.slot] = True
 
     def drop(self, filling: Filling) -> None:
-        """Fill in no more of a prompt whose request has ended."""
+        """Stop filling in the prompt of a request that has ended."""
         self._filling[self._rank_of(filling.slot)] = None
 
     def close_gaps(self) -> Iterator[tuple[int, int, Request]]:
-        """Yield moves that leave a rank no free slot below one that steps advance.
+        """Yield moves after which no free slot of a rank is below one that steps advance.
 
-        Each has the slot that a request leaves, its new one, and the request.
-
-        A step computes every slot up to the last one, so a move pays for itself in a step or two.
+        Each move is the request's old slot, its new slot, and the request. A step computes all
+        slots up to the last active one, so a move pays for itself in a step or two.
         """
         for rank in self._ranks:
             taken = [slot for slot in rank if self.active[slot]]
@@ -130,11 +128,11 @@ class Scheduler:
             request.fail(error)
 
     def free(self, rank: int) -> list[int]:
-        """Returns the slots of a rank that nobody has."""
+        """Return the free slots of a rank."""
         return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
 
     def held(self, salt: str, *, besides: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the other slots that requests of a salt have, and the tokens of their rows."""
+        """Yield the other slots of requests with this salt, and the tokens of their rows."""
         filled = {f.slot: f.at for f in self._filling if f}
         for slot, request in enumerate(self.slots):
             if request is None or slot == besides:
@@ -144,7 +142,7 @@ class Scheduler:
                 yield slot, (request.prompt + request.token_ids)[:rows]
 
     def _admit(self, rank: int) -> Filling | None:
-        """Give the next who waits the lowest free slot of a rank."""
+        """Give the next waiting request the lowest free slot of a rank."""
         free = self.free(rank)
         if not self.waiting or not free:
             return None
@@ -156,7 +154,7 @@ class Scheduler:
         return slot // len(self._ranks[0])
 
     def end_cancelled(self) -> None:
-        """End those that were asked to end; between steps."""
+        """End the cancelled requests; called between steps."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.ended:

@@ -1,16 +1,16 @@
-"""Counts accepted drafts per position, and says latencies and tokens per second.
+"""Statistics: accepted drafts per position, latencies, and tokens per second.
 
-The words and formulas are vLLM's. A *step* is a decode step, the first one (which has no drafts to
-judge) and those of an engine without drafting included, so whole steps give
-`num_spec_steps + num_accepted_draft_tokens` tokens. Drafts are counted by whole steps, also by the
-last one, of which a request may keep only a part; the mean length counts the tokens that were kept.
+Names and formulas are vLLM's. A *step* is a decode step, including the first one (which has no
+drafts to verify) and those of an engine without drafts, so complete steps give `num_spec_steps +
+num_accepted_draft_tokens` tokens. Drafts are counted for whole steps, even if a request keeps only
+a part of its last one; the mean length counts the tokens that were kept.
 """
 
 import logging
 from dataclasses import dataclass, field
 
 WATCHED_STEPS = 200
-COLLAPSED = 0.01  # acceptance rate under which drafting is broken rather than bad
+COLLAPSED = 0.01  # acceptance rate below which drafting is broken, not just bad
 
 REJECTED = (
     "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
@@ -24,7 +24,7 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeDecoding:
-    """Says how drafts were accepted over some decode steps."""
+    """The acceptance of drafts over some decode steps."""
 
     mean_acceptance_length: float | None  # tokens kept / steps; None before the first step
     draft_acceptance_rate: float | None  # accepted / drafted; None when nothing was drafted
@@ -33,12 +33,12 @@ class SpeculativeDecoding:
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
-    num_spec_tokens: int  # nextn: drafts that a step can have
+    num_spec_tokens: int  # nextn: the largest number of drafts of a step
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Measures one request; seconds count from its submission, waiting for a slot included."""
+    """The metrics of a request; its seconds start at submission, before the wait for a slot."""
 
     prompt_tokens: int
     output_tokens: int
@@ -46,34 +46,34 @@ class RequestMetrics:
     tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
     tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
     speculative_decoding: SpeculativeDecoding
-    cached_tokens: int = 0  # of the prompt, whose rows were there from an earlier one
-    queue_s: float | None = None  # until it got a slot; None if it never did
-    # Of the output, the accepted drafts that a grammar made certain, in place of the modules'.
+    cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier one
+    queue_s: float | None = None  # until it got a slot; None if it never got one
+    # Accepted drafts that a grammar forced, in place of the MTP modules' drafts.
     forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts all requests since the engine was loaded."""
+    """The totals of all requests since the engine was loaded."""
 
     requests_running: int
     requests_waiting: int
     requests_ended: int
-    prompt_tokens: int  # of the requests that were admitted
-    output_tokens: int  # that requests got
+    prompt_tokens: int  # of the admitted requests
+    output_tokens: int  # that requests received
     speculative_decoding: SpeculativeDecoding
-    prefix_queries: int = 0  # tokens of prompts whose beginning was looked for
-    prefix_hits: int = 0  # of those, the ones that were there
-    prefix_bytes: int = 0  # of memory that rows of ended requests have beside the slots
-    prefix_limit: int = 0  # of memory that they may have
-    num_drafts: int = 0  # times that a request's drafts were judged
-    cache_usage: float = 0.0  # of the cache rows of all slots, the share that requests have
-    # How many steps filled in and emitted so many tokens: tokens -> steps.
+    prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
+    prefix_hits: int = 0  # how many of them were found
+    prefix_bytes: int = 0  # memory of rows of ended requests outside the slots
+    prefix_limit: int = 0  # limit of that memory
+    num_drafts: int = 0  # number of times that a request's drafts were verified
+    cache_usage: float = 0.0  # the share of all slots' cache rows that requests use
+    # Number of tokens filled in and emitted by a step -> number of such steps.
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class Acceptance:
-    """Counts drafts and what became of them; a histogram holds it all."""
+    """A counter of drafts and their acceptance, as a histogram."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
 
@@ -82,9 +82,9 @@ class Acceptance:
         self.drafted = self.drafts = self.tokens = 0
 
     def add(self, accepted: int, drafted: int, kept: int | None = None) -> None:
-        """Count a decode step of a request, which accepted some of its drafts.
+        """Count a decode step that accepted `accepted` of a request's drafts.
 
-        kept: how many of the step's tokens the request got, where it ended within them.
+        kept: how many of the step's tokens the request kept, if it ended within them.
         """
         self.tokens += accepted + 1 if kept is None else kept
         self.histogram[accepted] += 1
@@ -115,14 +115,14 @@ class Acceptance:
 
 
 class AcceptanceWatch:
-    """Warns, once, when drafts are no longer accepted: the most common silent failure of MTP."""
+    """A watch that warns once if drafts are not accepted, MTP's most common silent failure."""
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0
         self._seen = Acceptance(nextn)
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Count a decode step; every WATCHED_STEPS of them are judged."""
+        """Count a decode step; check the acceptance every WATCHED_STEPS steps."""
         if self._quiet:
             return
         self._seen.add(accepted, drafted)

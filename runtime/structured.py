@@ -1,4 +1,4 @@
-"""StructuredOutputs says what form an answer must have, under vLLM's names."""
+"""StructuredOutputs, the form that an answer must have, with vLLM's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,12 +10,12 @@ from mtpbuild.runtime.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """Is one form that an answer must have; raises RequestError for none, two, or another type.
+    """One form that an answer must have; RequestError for none, several, or a wrong type.
 
-    json: a JSON schema, as text or as an object. regex: the whole answer matches it. choice: the
-    answer is one of these texts. grammar: in Lark's syntax (llguidance's variant) or in llama.cpp's
+    json: a JSON schema, as text or as an object. regex: matches the whole answer. choice: the texts
+    of which the answer is one. grammar: in Lark's syntax (llguidance's variant) or in llama.cpp's
     GBNF. json_object: any JSON object. JSON is written without white space. An object whose
-    properties are listed has no others, unless the schema says `additionalProperties`.
+    properties are listed has no others, unless the schema has `additionalProperties`.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -26,7 +26,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
-        if self.json is False:  # a schema too: nothing fits it
+        if self.json is False:  # also a schema, which nothing fits
             given.append("json")
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))

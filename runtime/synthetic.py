@@ -1,4 +1,4 @@
-"""Computes the rates of vLLM's synthetic acceptance: drafts accepted by chance, for timing."""
+"""The rates of vLLM's synthetic acceptance, where drafts are accepted by chance, for timing."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from mtpbuild.runtime.errors import RequestError
 
 
 def check_synthetic(method: str | None, rates: object, length: object) -> None:
-    """Raises RequestError unless synthetic acceptance, and only it, has rates or a length."""
+    """Raise RequestError unless rates or a length are given exactly for synthetic acceptance."""
     name = "rejection_sample_method 'synthetic'"
     if method == "synthetic" and (rates is None) == (length is None):
         raise RequestError(
@@ -21,10 +21,10 @@ def check_synthetic(method: str | None, rates: object, length: object) -> None:
 def synthetic_rates(
     rates: Sequence[float] | None, length: float | None, nextn: int
 ) -> tuple[float, ...]:
-    """Returns the unconditional acceptance rate of each of nextn positions; () if neither is given.
+    """Return the unconditional acceptance rates of nextn positions; () if neither is given.
 
     A mean acceptance length L becomes 1 for the first floor(L - 1) positions, then the fraction,
-    then 0. Raises RequestError if rates or length don't fit nextn.
+    then 0. Raises RequestError if rates or length do not fit nextn.
     """
     if rates is not None:
         if len(rates) != nextn:
@@ -40,6 +40,6 @@ def synthetic_rates(
 
 
 def conditional(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns each position's chance, given that the positions before it are accepted."""
+    """Return each position's probability, given that the positions before it are accepted."""
     before = (1.0, *rates)[: len(rates)]
     return tuple(rate / b if b else 0.0 for rate, b in zip(rates, before, strict=True))

@@ -1,6 +1,6 @@
-"""Options that targets declare, as flags and as values; those at build and those at load alike.
+"""The options of targets as flags and as values, for builds and for loading.
 
-`options_of` says which: it maps a target's name to a frozen dataclass whose fields are `flag`s.
+`options_of` selects one of the two: it maps a target's name to a frozen dataclass of `flag`s.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ OptionsOf: TypeAlias = Callable[[str], type[Any]]
 
 
 def load_options(target: str) -> type[Any]:
-    """Returns a target's options when an engine is loaded."""
+    """Return the class of a target's options for loading an engine."""
     return find_target(target).LoadOptions
 
 
 def option_flags(options_of: OptionsOf) -> type[Any]:
-    """Returns a group of every target's options; each target has its own panel in the help.
+    """Return a group of every target's options; each target has its own panel in the help.
 
-    An option of several targets is in the panel of the first, with the help of all of them.
+    An option of several targets is in the panel of the first, with the help texts of all of them.
     """
     found: dict[str, tuple[str, Any, Any]] = {}
     for target in names():
@@ -39,13 +39,13 @@ def option_flags(options_of: OptionsOf) -> type[Any]:
 
 
 def changed(flags: Any) -> dict[str, Any]:
-    """Returns those flags of a group that differ from their defaults."""
+    """Return the flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}
 
 
 def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -> Any:
-    """Makes a target's options; raises UsageError for an option that only others have, or none."""
+    """Return a target's options; raise UsageError for an option that the target does not have."""
 
     def has(other: str, option: str) -> bool:
         return option in {each.name for each in fields(options_of(other))}

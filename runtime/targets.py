@@ -1,6 +1,6 @@
-"""Targets by name: a small record names the modules that build and run a target's engines.
+"""The registry of targets: a small record names the modules that build and run a target's engines.
 
-A package adds its own by entry points of the group `mtpbuild.targets`, each a `TargetRecord`.
+A package adds a target by an entry point of the group `mtpbuild.targets`, a `TargetRecord`.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Stands for the options of a target that has none."""
+    """The options of a target that has none."""
 
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """Says what is known of a target before its modules are imported; it needs no torch.
+    """The properties of a target that are known before its modules are imported; it needs no torch.
 
     programs: the module that runs its engines. Its `load(folder, manifest, threads)` returns an
     engine's programs. It also takes each field of `LoadOptions` by name, and `channel` for an
-    engine that ranks share.
+    engine of several ranks.
 
     builder: the module whose `TARGET` builds its engines, or that object itself.
 
-    install: what a user does about a package that `programs` imports and that is missing.
+    install: advice for users if a package that `programs` imports is missing.
 
-    LoadOptions: a frozen dataclass whose fields are `flag`s: what a user may say when an engine is
-    loaded. The commands that load engines have these flags.
+    LoadOptions: a frozen dataclass of `flag`s, the options for loading an engine. The commands that
+    load engines have these flags.
 
-    build_flags: returns the flags of `mtpbuild build`, beyond those of every target, that build
-    another engine of the same kind: another rank, or the same model without drafts.
+    build_flags: returns the target's own flags of `mtpbuild build` for another engine of the same
+    kind: another rank, or the same model without drafts.
 
-    features: what its engines can do, each with the condition for it in words, such as "on a CPU"
-    ("": always).
+    features: the features of its engines, each with its condition in words, such as "on a CPU" ("":
+    always).
     """
 
     name: str
@@ -54,7 +54,7 @@ class TargetRecord:
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
-        """Say how to install what an import in the block finds missing."""
+        """Turn an ImportError in the block into advice on what to install."""
         try:
             yield
         except ImportError as error:
@@ -75,7 +75,7 @@ class InductorLoadOptions:
 
 
 def _architectures(manifest: "Manifest") -> str:
-    """Returns the GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
+    """Return an engine's compute capabilities as the value of a flag: sm89,sm120."""
     return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
 
 
@@ -151,6 +151,6 @@ register, find_target, names = _targets.register, _targets.find, _targets.names
 
 
 def targets_with(feature: Feature) -> str:
-    """Name the targets whose engines have a feature, for a refusal."""
+    """Return the targets whose engines have a feature, with conditions, for an error message."""
     having = (target for target in _targets.all() if feature in target.features)
     return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)

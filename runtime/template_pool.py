@@ -1,4 +1,4 @@
-"""The processes that render chat templates, started when they are needed and used again."""
+"""The processes that render chat templates, started on demand and reused."""
 
 import atexit
 import marshal
@@ -27,14 +27,14 @@ MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
 
 
 class TemplateProcess:
-    """A process that renders one template after another until one of them takes too much."""
+    """A process that renders templates until one of them exceeds a limit."""
 
     def __init__(self) -> None:
-        from subprocess import DEVNULL, PIPE, Popen  # 10 ms, only for those who chat
+        from subprocess import DEVNULL, PIPE, Popen  # takes 10 ms; only chats need it
 
         names = (find_spec(name) for name in ("jinja2", "markupsafe"))
         folders = {str(Path(spec.origin).parents[1]) for spec in names if spec and spec.origin}
-        # It imports what it needs from these folders alone, and gets no Ctrl-C from the terminal.
+        # It imports from these folders alone, and gets no Ctrl-C from the terminal.
         command = [sys.executable, "-I", "-S", template_process.__file__, *sorted(folders)]
         try:
             self._process: Popen[bytes] = Popen(
@@ -51,7 +51,7 @@ class TemplateProcess:
         return self._process.poll() is None
 
     def answer(self, request: bytes) -> Answer:
-        """Return what a template makes of a request, or which limit it has met."""
+        """Return the rendered text of a request, or the limit that was exceeded."""
         with suppress(BrokenPipeError):
             write_block(self._requests, request)
             if answer := read_block(self._answers):
@@ -68,12 +68,12 @@ class TemplateProcess:
         self._process.kill()
         self._process.wait()
         self._answers.close()
-        with suppress(BrokenPipeError):  # what it has not read
+        with suppress(BrokenPipeError):  # unread input
             self._requests.close()
 
 
 class TemplatePool:
-    """At most MOST_PROCESSES processes; a rendering has one of them alone."""
+    """At most MOST_PROCESSES processes; each runs one rendering at a time."""
 
     def __init__(self) -> None:
         self._idle: list[TemplateProcess] = []
@@ -84,7 +84,7 @@ class TemplatePool:
             process = self._take()
             try:
                 kind, text = process.answer(request)
-            except BaseException:  # a Ctrl-C, after which its answer would be another request's
+            except BaseException:  # after Ctrl-C its answer would reach another request
                 process.end()
                 raise
             if process.lives:
@@ -110,12 +110,12 @@ _pool = TemplatePool()
 
 
 def render_text(source: str, variables: dict[str, Any]) -> Answer:
-    """Render a template; returns the kind of the answer, and its text or the reason."""
+    """Render a template; return the kind of the answer, and its text or the reason."""
     return _pool.answer(marshal.dumps((source, variables)))
 
 
 def _forget() -> None:
-    """Leave a forked parent's processes to it."""
+    """Leave the processes to the parent after a fork."""
     global _pool
     _pool = TemplatePool()
 

@@ -1,7 +1,7 @@
-"""The process in which chat templates run: one that takes too much time or memory ends it alone.
+"""The main program of the processes that render chat templates within time and memory limits.
 
-`template_pool.py` starts it by its path, with the folders of Jinja's packages; it imports nothing
-of mtpbuild. It reads requests on standard input, and writes an answer to each on standard output.
+`template_pool.py` starts it by path, with the folders of Jinja's packages; it imports nothing of
+mtpbuild. It reads requests from standard input and writes an answer to each to standard output.
 """
 
 import json
@@ -13,9 +13,9 @@ from datetime import datetime
 from functools import lru_cache
 from typing import IO, Any, NoReturn
 
-SECONDS, MEMORY = 2.0, 256 << 20  # of one rendering; memory beyond that of an idle process
-MOST_TEXT = 16 << 20  # bytes of a prompt; no engine takes as many
-MOST_REASON = 1000  # characters of what a template says when it refuses
+SECONDS, MEMORY = 2.0, 256 << 20  # per rendering; memory in addition to an idle process's
+MOST_TEXT = 16 << 20  # bytes of a prompt; no engine takes that many
+MOST_REASON = 1000  # characters of a template's own error message
 DONE, REFUSED, SYNTAX, LIMIT = b"dryl"  # the first byte of an answer, before its text
 OUT_OF_MEMORY = 77  # exit code
 Answer = tuple[int, str]
@@ -50,12 +50,12 @@ def render(compiled: Any, source: str, variables: dict[str, Any]) -> Answer:
         return DONE, template.render(variables)
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: it can fail in any way
+    except Exception as error:  # a template is a program and can fail in any way
         return REFUSED, str(error)[:MOST_REASON]
 
 
 def limit_memory() -> None:
-    """Allow MEMORY beyond what is in use, where the system counts it."""
+    """Limit memory to MEMORY in addition to what is in use, on Linux."""
     if sys.platform == "linux":
         import resource
 
@@ -68,13 +68,13 @@ def limit_memory() -> None:
 
 
 def set_alarm(seconds: float) -> None:
-    """Let the system end this process after some seconds; 0 takes that back."""
+    """Let the system end this process after some seconds; 0 cancels that."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def read_block(file: IO[bytes]) -> bytes:
-    """Read bytes and their number before them; b"" if the other end is gone."""
+    """Read a block after its length; return b"" if the other end is closed."""
     size = int.from_bytes(file.read(8), "little")
     block = file.read(size)
     return block if len(block) == size else b""
@@ -87,7 +87,7 @@ def write_block(file: IO[bytes], block: bytes) -> None:
 
 
 def make_environment() -> Any:
-    """Make a Jinja environment with the extensions and functions of transformers."""
+    """Return a Jinja environment with the extensions and functions of transformers."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -96,7 +96,7 @@ def make_environment() -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """`{% generation %}` marks the model's words for training; here it only shows them."""
+        """The `{% generation %}` tag, which marks text for training; it only shows its body."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's own way)
 
@@ -106,9 +106,9 @@ def make_environment() -> Any:
             return nodes.Scope(body, lineno=line)
 
     class GuardedNamespace(Namespace):
-        """Is a namespace without names that could lead to Python's internals."""
+        """A namespace without names that could lead to Python's internals."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so may an attribute be called `self`
+        def __init__(*args: Any, **kwargs: Any) -> None:  # an attribute may be called `self`
             self, *rest = args
             Namespace.__init__(self)
             for name, value in dict(*rest, **kwargs).items():
@@ -120,7 +120,7 @@ def make_environment() -> Any:
             super().__setitem__(name, value)
 
     class Dict:
-        """Is `dict` without the attributes of the type."""
+        """The function `dict` without the attributes of the type."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
             return dict(*args, **kwargs)

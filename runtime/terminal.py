@@ -1,4 +1,4 @@
-"""Prints the results of commands: streamed text with accepted drafts in colour, summaries, JSON."""
+"""Terminal output of commands: streamed text with accepted drafts in colour, summaries, JSON."""
 
 import contextlib
 import os
@@ -43,14 +43,14 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are
 
 
 def json_line(task_id: str | int, result: Result) -> str:
-    """Write a request's result as docs/cli-json.md describes it."""
+    """Return a request's result as a line of JSON; docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
     return dumps({key: said for key, said in answer.items() if said not in (None, ())})
 
 
 def summary(result: Result) -> str:
-    """Say a request's speed and acceptance in one line."""
+    """Return a request's speed and acceptance as one line."""
     metrics, drafting = result.metrics, result.metrics.speculative_decoding
     parts = [
         f"{metrics.output_tokens} tokens ({result.finish_reason})",
@@ -70,7 +70,7 @@ def summary(result: Result) -> str:
 def answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
-    """Answer a prompt by one JSON object, or by streamed text and a summary."""
+    """Answer a prompt with one JSON object, or with streamed text and a summary."""
     observer = trace.request() if trace else None
     if json:
         print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
@@ -102,7 +102,7 @@ def show(
 ) -> Result:
     """Stream the text to standard output, then print the summary to standard error.
 
-    ending: the context in which the stream is read; `ended_by_ctrl_c` is one.
+    ending: the context in which the stream is read, such as `ended_by_ctrl_c`.
     """
     colour = _has_colour(sys.stdout)
     with contextlib.ExitStack() as stack:
@@ -122,7 +122,7 @@ def show(
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let the first Ctrl-C end the stream's request, and a second one interrupt the program."""
+    """Let the first Ctrl-C end the stream's request; a second one interrupts the program."""
 
     def end(*signal_and_frame: object) -> None:
         signal.signal(signal.SIGINT, usual)
@@ -140,8 +140,8 @@ def converse(
 ) -> None:
     """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts.
 
-    opening: the messages that every conversation begins with. Ctrl-C ends an answer, and the
-    conversation goes on with what was said; at the prompt it raises KeyboardInterrupt.
+    opening: the first messages of every conversation. Ctrl-C ends an answer, and the conversation
+    continues with the partial answer; at the prompt it raises KeyboardInterrupt.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing in `input`)
@@ -154,7 +154,7 @@ def converse(
             answer = show(engine, prompt, params, ending=ended_by_ctrl_c)
             if answer.text and not isinstance(prompt, str):
                 messages.append({"role": "assistant", "content": answer.text})
-            else:  # nothing was said, or texts do not follow each other
+            else:  # an empty answer, or texts, which do not build on each other
                 messages.pop()
         except RequestError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -164,9 +164,9 @@ def converse(
 
 
 def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptions) -> Prompt:
-    """Put the messages through the chat template, or take the last one as a text to continue.
+    """Render the messages with the chat template, or return the last one as a text to continue.
 
-    Raises RequestError if the engine has no tokenizer, or messages that only a template can take.
+    Raises RequestError if the engine has no tokenizer, or for messages that need a template.
     """
     if engine.tokenizer is None:
         raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
@@ -176,7 +176,7 @@ def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptio
 
 
 def describe(folder: Path, manifest: Manifest) -> None:
-    """Print the manifest for people."""
+    """Print the manifest as tables."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
     for fact in _facts(folder, manifest).items():
@@ -224,7 +224,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _prefixes(manifest: Manifest) -> str:
-    """Say which prefixes the engine has, and what those of earlier prompts take."""
+    """Describe the engine's own prefixes, and the memory of those of earlier prompts."""
     has = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
     if manifest.target.compute_capabilities or not manifest.pools:
         return has
@@ -234,7 +234,7 @@ def _prefixes(manifest: Manifest) -> str:
 
 
 def _needs(manifest: Manifest) -> str:
-    """Say what the engine takes of a machine, beside its hardware."""
+    """Describe the memory and libraries that the engine needs."""
     state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
     own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
     weights = sum(size for name, size in own if name.endswith(".safetensors"))
@@ -244,7 +244,7 @@ def _needs(manifest: Manifest) -> str:
 
 
 def _cross(target: TargetInfo) -> dict[str, str]:
-    """Describe an engine that was compiled without its GPU, and what it lacks."""
+    """Describe an engine that was compiled without its GPU, and the steps left out."""
     if (cross := target.cross_compiled) is None:
         return {}
     return {
@@ -280,7 +280,7 @@ def _series(names: Iterable[str]) -> Iterator[str]:
 
 
 def _ask() -> str | None:
-    """Read a line that is not blank; None at Ctrl-D."""
+    """Read a line that is not blank; return None at Ctrl-D."""
     with contextlib.suppress(EOFError):
         while not (line := input("> ")).strip():
             pass
@@ -290,7 +290,7 @@ def _ask() -> str | None:
 
 
 def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
-    """Give a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
+    """Return a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
     ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
     own = ((span.text, span.from_draft) for span in chunk.spans)
     spans: Iterable[tuple[str, bool]] = own if engine.tokenizer else ids
@@ -298,5 +298,5 @@ def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
 
 
 def _has_colour(stream: TextIO) -> bool:
-    """Tell whether a terminal shows colours, unless the user wants none (no-color.org)."""
+    """Tell whether a terminal shows colours, unless the user disabled them (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

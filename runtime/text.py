@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come: whole characters, cut before a stop string."""
+"""Conversion of tokens to text in a stream: whole characters, cut before a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 class Span(NamedTuple):
     """The text that one token completed.
 
-    mark: the token, if it is one of those that the stream was told to tell from their text.
+    mark: the token, if it is one of the stream's `marks`.
     """
 
     text: str
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 def held_back(text: str, *markers: str) -> int:
-    """Returns how many characters at the end of the text may begin a marker."""
+    """Return the number of characters at the end of the text that may begin a marker."""
     for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
             return length
@@ -28,13 +28,13 @@ def held_back(text: str, *markers: str) -> int:
 
 
 class TextStream:
-    """Makes the text of one request; the work per token does not grow with its length.
+    """The text of one request; the work per token does not depend on the text's length.
 
-    `stopped_by` is the stop string that has ended it, `length` how many characters its tokens have
-    given, those of the stop string included.
+    `stopped_by` is the stop string that ended it. `length` is the number of characters of all
+    tokens, including those of the stop string.
 
-    Tokens are bytes, and a character may be spread over several: the decoder holds its beginning
-    until the rest is there. The possible beginning of a stop string is held back too.
+    A character may be spread over several tokens: the decoder keeps its first bytes until the rest
+    arrives. The possible beginning of a stop string is held back too.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class TextStream:
         thought: Thought | None = None,
         stop_in_thought: bool = False,
     ) -> None:
-        """shown: special tokens whose names become part of the text.
+        """Start an empty text; shown: special tokens whose names become part of the text.
 
-        with_stop: whether the stop string that ends the text is a part of it. marks: tokens that
-        have spans of their own, so that nobody takes the same text of other tokens for them.
-        thought: in which stop strings do not count, unless `stop_in_thought`.
+        with_stop: whether the stop string that ends the text is part of it. marks: tokens that get
+        spans of their own, to distinguish them from the same text of other tokens. thought: stop
+        strings in it do not count, unless `stop_in_thought`.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop, self._with_stop, self._marks = stop, with_stop, frozenset(marks)
@@ -64,7 +64,7 @@ class TextStream:
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
-        """Append a token; returns True if it completes a stop string."""
+        """Append a token; return True if it completes a stop string."""
         if self._tokenizer is None:
             return False
         raw = self._tokenizer.token_bytes(token)
@@ -72,7 +72,7 @@ class TextStream:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
         mark = token if token in self._marks else None
         rest = "" if mark is None else self._utf8.decode(b"", final=True)
-        if rest:  # half a character
+        if rest:  # an incomplete character
             self._held.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
             self._held.append(Span(text, from_draft, mark))
@@ -89,10 +89,10 @@ class TextStream:
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
-        """Take the text since the last call; with `everything` also the text that is held back."""
+        """Return the text since the last call; with `everything` also the held-back text."""
         if everything:
             self._free()
-            if rest := self._utf8.decode(b"", final=True):  # half a character
+            if rest := self._utf8.decode(b"", final=True):  # an incomplete character
                 self._ready.append(Span(rest, False))
         spans = tuple(self._ready)
         self._ready.clear()
@@ -114,7 +114,7 @@ class TextStream:
         return False
 
     def _release(self, chars: int, *, cut_marks: bool = False) -> None:
-        """Make the first `chars` held characters ready; a mark stays whole, or is one no more."""
+        """Release the first `chars` held characters; a mark stays whole or becomes plain text."""
         while chars > 0:
             span = self._held.pop(0)
             if span.mark is not None and len(span.text) > chars:

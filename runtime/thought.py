@@ -1,14 +1,15 @@
-"""Tells the tokens of a thought from those of the answer after it."""
+"""Distinction of the tokens of a thought from those of the answer after it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Thought:
-    """Follows an answer token by token.
+    """The state of an answer's thought, updated token by token.
 
-    marks: the tokens that begin and end a thought. thinking: whether it is one, first whether the
-    prompt has opened it. tokens: of the thought so far, with its marks.
+    marks: the tokens that begin and end a thought. thinking: whether the answer is inside the
+    thought; at first, whether the prompt opened it. tokens: the number of thought tokens so far,
+    with its marks.
     """
 
     marks: tuple[int, int]
@@ -18,7 +19,7 @@ class Thought:
     _taken: int = 0
 
     def take(self, token: int, text: str) -> bool | None:
-        """Take a token and its text; returns whether it belongs to the thought; None: unknown."""
+        """Take a token and its text; return whether it belongs to the thought; None: unknown."""
         self._taken += 1
         begin, end = self.marks
         belongs = self.thinking

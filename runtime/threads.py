@@ -1,4 +1,4 @@
-"""How many threads a CPU's work takes: those that a user names, or one for each physical core."""
+"""The number of CPU threads: the user's choice, or one for each physical core."""
 
 import math
 import os
@@ -13,14 +13,14 @@ from mtpbuild.runtime.free_memory import text_of
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
-VARIABLE = "OMP_NUM_THREADS"  # which programs that compute on several threads obey
+VARIABLE = "OMP_NUM_THREADS"  # obeyed by programs that use several threads
 P = ParamSpec("P")
 R = TypeVar("R")
-_stack_size = threading.Lock()  # it is one for the process, and read when a thread starts
+_stack_size = threading.Lock()  # it is global, and read when a thread starts
 
 
 def parse_threads(text: str) -> int | None:
-    """Reads the value of `--threads`; None stands for `default_threads`. Raises ValueError."""
+    """Read the value of `--threads`; None for `auto`. Raise ValueError for anything else."""
     if text == AUTO:
         return None
     try:
@@ -30,9 +30,9 @@ def parse_threads(text: str) -> int | None:
 
 
 def default_threads() -> int:
-    """Returns how many threads are taken unless they are said: one for each physical core.
+    """Return the default number of threads: one for each physical core.
 
-    OMP_NUM_THREADS, which users set to leave cores to others, is a limit, too.
+    OMP_NUM_THREADS, which users set to leave cores to others, is an upper limit.
     """
     said = os.environ.get(VARIABLE, "")
     limit = int(said) if said.isdecimal() and int(said) else math.inf
@@ -40,11 +40,11 @@ def default_threads() -> int:
 
 
 def physical_cores(root: Path = Path("/"), usable: Collection[int] | None = None) -> int:
-    """Counts the physical cores of the processors that this process may use.
+    """Count the physical cores of the processors that this process may use.
 
-    Two threads of one core share its arithmetic and its caches, so a second one makes a step no
-    faster. A container's quota of processor time, by control groups, is a limit, too. root: of the
-    system's files. usable: numbers of processors; by default those that the system lets us use.
+    Two threads on one core share its arithmetic units and caches, so a second one makes a step no
+    faster. A container's quota of processor time, from its control group, is a limit too. root: of
+    the system's files. usable: processor numbers; by default those that the process may use.
     """
     if usable is None:
         usable = _usable()
@@ -59,19 +59,19 @@ def _usable() -> Collection[int]:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Names a processor's core, by the processors that share it; by its own number if unknown."""
+    """Return an id of a processor's core: the processors on it, or its own number if unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return text_of(topology / "thread_siblings_list").strip() or str(cpu)
 
 
 def _quota(root: Path) -> float:
-    """Returns how many processors' time the control group may take; without a limit infinity."""
+    """Return the number of processors whose time the control group may use; infinity: no limit."""
     said = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max .."
     return math.inf if said is None else math.ceil(int(said[1]) / int(said[2]))
 
 
 def call_with_stack(size: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call it in a thread whose stack has so many bytes, as foreign code may recurse deeply."""
+    """Call a function in a thread with a stack of `size` bytes, for code that recurses deeply."""
     future = Future[R]()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Holds a request to tokens that it may say, and keeps it from texts that it may not."""
+"""Limits on a request's tokens: only allowed tokens, and no bad words."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,19 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 
 class TokenLimits:
-    """Follows a request's answer; it is a `Grammar` that forces nothing.
+    """The limits of a request's tokens, as a `Grammar` that forces nothing.
 
-    As in vLLM, a text that may not be said is its tokens, and the last one of them is forbidden
-    where the answer ends with the others.
+    As in vLLM, a bad word is a sequence of tokens; its last token is forbidden when the answer ends
+    with the others.
     """
 
     def __init__(
         self, params: SamplingParams, manifest: Manifest, tokenizer: Tokenizer | None
     ) -> None:
-        """Raises RequestError for tokens that are not there, and if none may be said."""
+        """Raise RequestError for tokens outside the vocabulary or if no first token is allowed."""
         size = manifest.model.vocab_size
         self._window, self._said = manifest.window, list[int]()
-        self._free = np.ones(size, bool)  # [V] by what does not depend on the answer
+        self._free = np.ones(size, bool)  # [V] limits that do not depend on the answer
         if (allowed := params.allowed_token_ids) is not None:
             self._free[:] = False
             self._free[[*allowed]] = True
@@ -37,7 +37,7 @@ class TokenLimits:
             raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
         self._free[[ids[0] for ids in found if len(ids) == 1]] = False
         self._bad = [ids for ids in found if len(ids) > 1]
-        # Steps forbid these too, but what is left must be known before one runs.
+        # Steps forbid these too, but the check for a first token needs them before a step.
         self._early, self._least = self._free.copy(), params.min_tokens
         self._early[[id for id in end_ids(params, manifest) if id < size]] = False
         if not self._behind([]).any():
@@ -46,9 +46,9 @@ class TokenLimits:
         self.kept = 0
 
     def ahead(self, drafts: Sequence[int]) -> Constraint:
-        """Says what each row may hold behind the drafts before it.
+        """Return the tokens that each row may emit after the drafts before it.
 
-        Drafts behind which nothing may follow are left out. Raises RequestError if nothing may
+        Drafts after which no token is allowed are dropped. Raises RequestError if no token may
         follow the answer itself.
         """
         taken, words = list(drafts), -(-len(self._free) // WORD)
@@ -68,7 +68,7 @@ class TokenLimits:
 
     def take(self, token: int) -> None:
         self._said.append(token)
-        del self._said[: -max(map(len, self._bad), default=1)]  # the rest decides nothing
+        del self._said[: -max(map(len, self._bad), default=1)]  # earlier tokens have no effect
 
     def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         free = self._early if len(said) < self._least else self._free
@@ -81,7 +81,7 @@ class TokenLimits:
 
 
 def spellings(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Lists the tokens of a text, and those of it behind a space where these are as many."""
+    """Return the tokens of a text, and of the text after a space if they are equally many."""
     assert tokenizer is not None
     text = text.lstrip() or text
     plain, spaced = (tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))

@@ -1,4 +1,4 @@
-"""The engine's tokenizer: text to token ids, a token's bytes, and prompts of conversations."""
+"""The engine's tokenizer: token ids of texts, bytes of tokens, and prompts of conversations."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
 LONG = 16 * 1024  # characters
-SPARSE = 8  # characters of a token, beyond which a text is looked at before it is tokenised
+SPARSE = 8  # characters per token; longer texts are checked before they are tokenized
 
 
 class Tokenizer:
-    """Is a byte-level tokenizer, as all DeepSeek models have one: a token stands for bytes."""
+    """A byte-level tokenizer, as in all DeepSeek models: each token stands for bytes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Tokenizer:
         bos_token: str = "",
         add_bos: bool = False,
     ) -> None:
-        """bos_token: a text that begins with it gets no second one.
+        """Wrap a backend; bos_token: a text that begins with it gets no second one.
 
         add_bos: whether to put it before a text even if the backend does not.
         """
@@ -44,7 +44,7 @@ class Tokenizer:
         self._bytes = dict(_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn `text` into token ids; a text that begins with the BOS gets no second one."""
+        """Return the token ids of `text`; a text that begins with the BOS gets no second one."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -61,8 +61,9 @@ class Tokenizer:
     def exceeds(self, text: str, count: int) -> bool:
         """Tell whether a text certainly has more than `count` tokens.
 
-        The work grows with the count, and not with the text. A text that is cut into pieces has
-        about as many tokens; if it has twice as many as `count`, it has more in one piece, too.
+        The work grows with the count, not with the text. A text that is cut into pieces has about
+        as many tokens as in one piece; if the pieces have twice as many as `count`, the whole has
+        more than it.
         """
         if len(text) > count * self.longest:
             return True
@@ -77,44 +78,44 @@ class Tokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """Return how many characters of a text become one token at most."""
+        """The largest number of characters that become one token."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)  # a letter stands for a byte
         most = max(map(len, vocabulary), default=1)
         return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Map the text of each token that was added to the vocabulary to its id."""
+        """The ids of the tokens that were added to the vocabulary, by their text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items()}
 
     def token_bytes(self, token: int) -> bytes:
-        """Give the bytes that a token adds to the text: none for a special or unknown token."""
+        """Return the bytes that a token adds to the text: none for a special or unknown token."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
         return found
 
     def special_name(self, token: int) -> str | None:
-        """Give the name of a token that adds nothing to the text; None for any other token."""
+        """Return the name of a token that adds nothing to the text; None for any other token."""
         if self.token_bytes(token):
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Map the name of each special token that was added to the vocabulary to its id."""
+        """The ids of the special tokens that were added to the vocabulary, by name."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items() if token.special}
 
     def spell(self, text: str) -> list[int]:
-        """Turn `text` into ordinary tokens, also where it has the names of added ones."""
+        """Return `text` as ordinary tokens, even if it contains the names of added ones."""
         split = self._backend.pre_tokenizer
         pieces = [piece for piece, _ in split.pre_tokenize_str(text)] if split else [text]
         return [token.id for piece in pieces for token in self._backend.model.tokenize(piece)]
 
     def rstrip(self, ids: Sequence[int]) -> list[int]:
-        """Drop the tokens of white space at the end."""
+        """Return the ids without trailing tokens of white space."""
         end = len(ids)
         while end and (raw := self.token_bytes(ids[end - 1])) and not raw.strip():
             end -= 1
@@ -122,7 +123,7 @@ class Tokenizer:
 
     @cached_property
     def answer_head(self) -> list[int]:
-        """The tokens that the chat template puts before an answer; [] if that is not known."""
+        """The tokens that the chat template puts before an answer; [] if unknown."""
         asked = [{"role": "user", "content": "a"}]
         try:
             without = self.chat_prompt(asked, add_generation_prompt=False)
@@ -134,13 +135,13 @@ class Tokenizer:
         return self.rstrip(self.encode(head, add_special_tokens=False)) if known else []
 
     def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
-        """Turn tokens into text, with the names of those special tokens that are `shown`."""
+        """Return the text of tokens, with the names of the special tokens in `shown`."""
         names = {id: (self.special_name(id) or "").encode() for id in shown}
         raw = b"".join(self.token_bytes(id) or names.get(id, b"") for id in ids)
         return raw.decode("utf-8", "replace")
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Write the prompt for the next answer in a conversation; see `ChatOptions`.
+        """Return the prompt for the next answer in a conversation; see `ChatOptions`.
 
         Raises RequestError if there is no template, or if the template refuses the messages.
         """
@@ -150,7 +151,7 @@ class Tokenizer:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json that we can decode; raises ValueError that names the file."""
+    """Read a tokenizer.json with a byte-level decoder; raise ValueError that names the file."""
     try:
         check_regular(path, MOST_TOKENIZER)
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -165,7 +166,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     """Load the tokenizer of a checked engine; None if the engine was built without one.
 
-    Raises EngineFileError for a file that can't be used.
+    Raises EngineFileError for a file that cannot be used.
     """
     if TOKENIZER not in manifest.files:
         return None
@@ -177,7 +178,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     config = given or {}
     tokenizer_files.add_tokens(backend, config)
     backend.encode_special_tokens = config.get("split_special_tokens") is True
-    backend.no_truncation()  # a tokenizer.json may have kept its training's
+    backend.no_truncation()  # a tokenizer.json may have kept the settings of training
     backend.no_padding()
     special = tokenizer_files.special_tokens(config)
     own = _own_tokens(backend, manifest)
@@ -185,13 +186,13 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         folder, manifest, config, own if given is None else special
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
-    # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek has no other.
+    # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.
     add_bos = config.get("add_bos_token") is True
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
 
 def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
-    """Find BOS and EOS by the model's ids, for a tokenizer without a configuration."""
+    """Return BOS and EOS by the model's ids, for a tokenizer without a configuration."""
     model = manifest.model
     ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
     valid = {name: id for name, id in ids.items() if id is not None and 0 <= id < 2**32}
@@ -199,10 +200,10 @@ def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, 
 
 
 def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
-    """Give the bytes of the tokens that were added to the vocabulary: a special one has none.
+    """Yield the bytes of the tokens that were added to the vocabulary; a special one has none.
 
-    Any other is plain text, even if all its characters are in GPT-2's alphabet. A token that the
-    vocabulary has as well may be a byte, so it is spelled like the rest.
+    Other added tokens are plain text, even if all their characters are in GPT-2's alphabet. A token
+    that is also in the vocabulary may be a byte, so it is decoded like the rest.
     """
     for id, token in backend.get_added_tokens_decoder().items():
         if token.special:
@@ -212,7 +213,7 @@ def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Make GPT-2's alphabet, in which a printable character stands for each byte."""
+    """Return GPT-2's alphabet, in which a printable character stands for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -223,7 +224,7 @@ _BYTE = _byte_of_char()
 
 
 def _spelled(token: str) -> bytes:
-    """Spell a vocabulary entry; with a character outside the alphabet it is plain text."""
+    """Return the bytes of a vocabulary entry; one with characters outside the alphabet is text."""
     try:
         return bytes(_BYTE[char] for char in token)
     except KeyError:

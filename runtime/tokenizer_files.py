@@ -1,7 +1,7 @@
-"""Reads special tokens, added tokens and chat templates from the files beside tokenizer.json.
+"""Reading of special tokens, added tokens and chat templates from the files beside tokenizer.json.
 
-The precedence is transformers': tokenizer_config.json overrides tokenizer.json about a token, and a
-template in a file of its own overrides one in tokenizer_config.json.
+The precedence is that of transformers: tokenizer_config.json overrides tokenizer.json for a token,
+and a template in its own file overrides one in tokenizer_config.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
 def chat_templates(
     folder: Path, manifest: Manifest, config: Config, special: Mapping[str, str]
 ) -> ChatTemplates | None:
-    """Find the model's chat templates; None if it has none."""
+    """Return the model's chat templates; None if it has none."""
     sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 
@@ -83,7 +83,7 @@ def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tem
 
 
 def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
-    """Find templates in tokenizer_config.json: a text, or a list of names and texts."""
+    """Yield the templates in tokenizer_config.json: one text, or a list of names and texts."""
     given = config.get("chat_template")
     if isinstance(given, str):
         given = [{"name": DEFAULT, "template": given}]
@@ -99,7 +99,7 @@ def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
 
 
 def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
-    """Read the tokens of `added_tokens_decoder` by id, with their flags."""
+    """Yield the tokens of `added_tokens_decoder` by id, with their flags."""
     given = config.get("added_tokens_decoder")
     for id, token in given.items() if isinstance(given, dict) else ():
         try:
@@ -112,7 +112,7 @@ def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
 
 
 def _unnamed(config: Config) -> Iterator[str]:
-    """Find the special tokens without names."""
+    """Yield the special tokens without names."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     for token in extra if isinstance(extra, list) else ():
         if (text := _text(token)) is not None:
@@ -120,7 +120,7 @@ def _unnamed(config: Config) -> Iterator[str]:
 
 
 def _text(token: object) -> str | None:
-    """Read a token, which is a text or {"content": text}."""
+    """Return the text of a token, which is a text or {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""Runs an engine's programs once, so that no request waits for what a first one loads."""
+"""One run of an engine's programs, so that no request waits for lazy loading."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -14,10 +14,10 @@ PROMPT = 8  # tokens
 
 
 def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParams]) -> None:
-    """Fill in a short prompt and make a step, for requests with each of these settings.
+    """Fill in a short prompt and run a step, for requests with each of these settings.
 
-    An adaptive engine makes one with each nextn, as each is a program of its own. Nobody has the
-    slot afterwards; the next request begins in it as in any other.
+    An adaptive engine runs a step with each nextn, as each is a program of its own. The slot is
+    free afterwards; the next request begins in it as in any other.
     """
     build = manifest.build
     length = min(PROMPT, build.prefill_chunk, build.max_seq_len - 1)

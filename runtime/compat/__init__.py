@@ -1,1 +1,1 @@
-"""Reads what vLLM and TensorRT-LLM call a setting: two tables, and a function that reads them."""
+"""Tables of the settings of vLLM and TensorRT-LLM, and the function that reads them."""

@@ -1,4 +1,4 @@
-"""Reads a configuration in another system's words into settings of ours."""
+"""Read configurations of vLLM and TensorRT-LLM into mtpbuild's settings."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,9 @@ from mtpbuild.runtime.errors import UsageError
 
 
 def read_keys(raw: object, table: Table, where: str) -> Iterator[Said]:
-    """Yield the settings and notes of an object's keys, and of those in an object inside it.
+    """Yield the settings and notes of an object's keys, including those of nested objects.
 
-    Raises UsageError for a key that is unknown or not supported, or for a wrong value.
+    Raises UsageError for a key that is unknown or unsupported, and for a wrong value.
     """
     given = as_object(raw, where)
     if table is SPECULATIVE and given.get("decoding_type") is None:
@@ -39,7 +39,7 @@ def read_keys(raw: object, table: Table, where: str) -> Iterator[Said]:
 
 
 def check_method(name: object, methods: Methods, where: str) -> Iterator[Said]:
-    """Yield a note if a method has an older name of ours; raise UsageError if it is not ours."""
+    """Yield a note for a deprecated name of the MTP method; raise UsageError for another method."""
     names = {_spelling(method): method for method in (methods.ours, *methods.others)}
     given = _spelling(name)
     if given in [_spelling(f"{model}_mtp") for model in methods.models]:
@@ -55,7 +55,7 @@ def _spelling(name: object) -> str:
 
 
 def _nearest(key: str, table: Table) -> str:
-    """Return a hint for an unknown key: its place, our spelling of it, or the nearest key."""
+    """Return a hint for an unknown key: its place, its name in this table, or a similar key."""
     if table is TRTLLM and key in SPECULATIVE:
         return "; it belongs under speculative_config"
     every = {**VLLM, **SPECULATIVE, **TRTLLM}

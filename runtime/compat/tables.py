@@ -1,4 +1,4 @@
-"""The keys of vLLM and TensorRT-LLM: which setting of ours each is, or why it is none."""
+"""The keys of vLLM and TensorRT-LLM, each with mtpbuild's setting or the reason for having none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of another system is here: a setting of ours, refused, or without effect."""
+    """The meaning of a key of another system: a setting, a refusal, or no effect."""
 
     setting: str = ""
-    true: str = ""  # the setting's value for true, if the key is a switch; false leaves it open
-    refused: str = ""  # why, since it would change a result
+    true: str = ""  # the setting's value if the key is a switch and true; false gives no value
+    refused: str = ""  # the reason; the key would change results
     idle: tuple[int, ...] = ()  # values that ask for nothing
-    instead: str = ""  # what to do instead, if the key is without effect
+    instead: str = ""  # advice, if the key has no effect
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Methods:
 
     ours: str
     others: list[str]
-    models: list[str]  # MODEL_mtp is an older name of ours
+    models: list[str]  # MODEL_mtp is a deprecated name of ours
 
 
 Table = Mapping[str, "Key | Methods | Table"]
 
 
 def each(names: str, key: Key | None = None) -> Mapping[str, Key]:
-    """Return keys that mean the same; by default each is a setting of ours, of its own name."""
+    """Return the same entry for several keys; by default each key is a setting of the same name."""
     return {name: key or Key(name) for name in names.split()}
 
 
@@ -40,7 +40,7 @@ RANKS = Key(refused="ranks share a model by --tp, --ep and --attention-dp alone"
 TOKENS = Key(refused="a step runs no Python: use penalties, --json-schema or structured outputs")
 WEIGHTS = Key(refused="the checkpoint runs as it is")
 
-# Names, separated by blanks; those that are ignored have no effect here.
+# Names, separated by blanks. Keys in *_IGNORED are accepted and have no effect.
 VLLM_METHODS = """ngram ngram_gpu medusa mlp_speculator draft_model suffix custom_class eagle eagle3
     extract_hidden_states dflash dspark"""
 MODELS = """bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4
@@ -77,7 +77,7 @@ MTP = Methods("MTP", TRTLLM_METHODS.split(), [])
 VLLM: Table = {  # vLLM's --speculative-config
     "method": Methods("mtp", VLLM_METHODS.split(), MODELS.split()),
     "num_speculative_tokens": Key("nextn"),
-    "draft_tensor_parallel_size": Key("tp", idle=(1, -1)),  # modules are split as the main model
+    "draft_tensor_parallel_size": Key("tp", idle=(1, -1)),  # modules are split like the main model
     **each("rejection_sample_method draft_sample_method"),
     **each("synthetic_acceptance_rates synthetic_acceptance_length"),
     "num_speculative_tokens_per_batch_size": FIXED,
@@ -99,7 +99,7 @@ SPECULATIVE: Table = {  # TensorRT-LLM's speculative_config
     **each("speculative_model speculative_model_dir", MODULES),
     **each(SPECULATIVE_IGNORED, Key()),
 }
-TRTLLM: Table = {  # its YAML file
+TRTLLM: Table = {  # TensorRT-LLM's YAML file
     "speculative_config": SPECULATIVE,
     "tensor_parallel_size": Key("tp"),
     "moe_expert_parallel_size": Key("ep", idle=(-1,)),

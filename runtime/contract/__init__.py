@@ -1,1 +1,1 @@
-"""What an engine is: its states, its controls, its programs and its manifest. No torch here."""
+"""The contract between builder and runtime: states, controls, programs and manifest. No torch."""

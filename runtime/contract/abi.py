@@ -1,5 +1,6 @@
-"""The number of the contract between builder and run time."""
+"""The version of the contract between builder and runtime."""
 
-# Raise it when states, controls or programs come to mean something else to the run time though no
-# code changes that a fingerprint sees. Then engines of before are built anew; they still run.
+# Raise it when the runtime reads states, controls or programs in a new way and no source file that
+# the fingerprint hashes has changed. Builds then make existing engines again; existing engines
+# still run.
 ABI = 1

@@ -1,8 +1,8 @@
-"""Controls are what a request asks of a step, as the programs, slots and kernels take it.
+"""The controls of a request: the per-slot inputs that programs, slots and kernels read.
 
-A new control is a field of `Controls`, or of `Wishes` where users say it as it is. The mixed
-program gets it as an input [B, *shape] of that name, a manifest lists it, and every target writes
-it when a request begins.
+To add a control, add a field to `Controls`, or to `Wishes` if it is the user's setting unchanged.
+The field becomes an input [B, *shape] of that name in the mixed program and an entry of the
+manifest, and every target writes it when a request begins.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,13 +26,14 @@ from mtpbuild.runtime.contract.settings import MAX_LOGPROBS as MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import Control as Control
 
 MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
-HISTORY = "history"  # the state [B, positions] that penalties count tokens in
-NOTHING = -1  # fills a list of ids or rates that is shorter than its place
+HISTORY = "history"  # the state [B, positions] in which penalties count tokens
+NOTHING = -1  # pads a list of ids or rates to the length of its input
 
-# Streams of `uniforms`, each numbered by absolute position. Strict draws its target with DRAFT.
+# Streams of `uniforms`, each indexed by absolute position. Strict acceptance samples with DRAFT.
 DRAFT, ACCEPT, RECOVER = 0, 1, 2
-# A block's verdict depends on all its drafts, so the numbers of those it drops are not unseen and
-# can't serve again: draft k > 1 has a stream of its own, numbered by the block's first position.
+# Block verification looks at all drafts of a step, so the numbers of a rejected draft have
+# influenced the result and must not be used again. Draft k > 1 therefore has its own stream,
+# indexed by the position of the block's first draft.
 BLOCK_DRAFT = 3
 
 RELAXED = Needs(("relaxed_topk",))
@@ -41,22 +42,23 @@ PENALISED = Needs(("presence_penalty", "frequency_penalty", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls(Wishes):
-    """Holds what one request asks of acceptance and drafting; by default strict and greedy."""
+    """The acceptance and drafting settings of one request; by default strict and greedy."""
 
     rejection: Annotated[bool, Control("bool", setting="acceptance"), SAMPLED] = False  # or strict
-    # Rejection judges a step's drafts together.
+    # Verify a step's drafts together, not one by one.
     block: Annotated[bool, Control("bool", setting="rejection_sample_method"), SAMPLED] = False
-    # Chance of each draft if those before it are accepted; empty: acceptance is real.
+    # Probability of accepting each draft, given that those before it were accepted. Empty:
+    # acceptance is real.
     synthetic: Annotated[
         tuple[float, ...], Control("float32", ("window",), setting="rejection_sample_method")
     ] = ()
-    # Above temperature 0; else drafts are argmax.
+    # Above temperature 0. False: drafts are the argmax.
     sampled_drafts: Annotated[bool, Control("bool", setting="draft_sample_method"), SAMPLED] = True
-    # They begin and end the thinking phase.
+    # The tokens that begin and end the thinking phase.
     thinking_ids: Annotated[
         tuple[int, int], Control("int64", (2,), setting="relaxed_topk"), RELAXED
     ] = (-1, -1)
-    # These are not emitted at positions before `banned_until`.
+    # Tokens that are not emitted at positions before `banned_until`.
     banned_ids: Annotated[
         tuple[int, ...], Control("int64", (MAX_BANNED,), setting="min_tokens")
     ] = ()
@@ -69,19 +71,20 @@ class Controls(Wishes):
         Control("float32", (MAX_BIASES,), core=False, setting="logit_bias"),
         Needs(("bias_ids",)),
     ] = ()
-    # Tokens behind the prompt's are output, to penalties.
+    # Penalties count tokens from this position on as output.
     prompt_length: Annotated[int, Control("int64", core=False), PENALISED] = 0
-    # A rule of another package, and what the request says of it: control -> value.
+    # The request's values for the controls of another package's rule, by name; {} for a built-in
+    # rule.
     rule: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    # The host keeps these: they are no input of a program.
-    thinking: Annotated[bool, RELAXED] = False  # whether the prompt ends inside the phase
-    alternatives: bool = False  # whether top_ids and top_logprobs are wanted
-    constrained: bool = False  # by a grammar, whose masks each step is given anew
+    # The fields below stay on the host; no program has them as inputs.
+    thinking: Annotated[bool, RELAXED] = False  # whether the prompt ends inside the thinking phase
+    alternatives: bool = False  # whether to report top_ids and top_logprobs
+    constrained: bool = False  # by a grammar, whose masks are set before each step
     seed: Annotated[int, SAMPLED] = 0
-    history: Annotated[tuple[int, ...], PENALISED] = ()  # the prompt, where its tokens are counted
+    history: Annotated[tuple[int, ...], PENALISED] = ()  # the prompt, if its tokens are counted
 
     def counts(self, name: str) -> bool:
-        """Tells whether a field counts: neither it nor what it needs is at its default."""
+        """Tell whether a field has an effect: it and one of those it needs are not defaults."""
         if getattr(self, name) == _defaults()[name]:
             return False
         needs = _needs().get(name)
@@ -89,20 +92,20 @@ class Controls(Wishes):
 
     @property
     def plain(self) -> bool:
-        """Strict and greedy, nothing more: the decode program without sampling will do."""
+        """Whether no field has an effect: the decode program without sampling is enough."""
         return not any(map(self.counts, _defaults()))
 
     @property
     def penalised(self) -> bool:
-        """Tells whether the model's logits are edited: by a penalty or by a bias."""
+        """Whether a penalty or a bias changes the model's logits."""
         return any(map(self.counts, PENALISED.names))
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
-        """[streams, count] in [0, 1): a function of seed, stream and position alone.
+        """Return uniform numbers [streams, count] in [0, 1).
 
-        So the numbers never depend on batch, step or nextn.
+        They depend on seed, stream and position alone, never on batch, step or nextn.
         """
-        # In a list, numbers from 2**63 on would become floats.
+        # A list of Python ints would turn seeds from 2**63 on into floats.
         keys = [np.array([self.seed % 2**64, stream], np.uint64) for stream in range(streams)]
         numbers = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
         return np.stack([each.random(count, np.float32) for each in numbers])
@@ -110,10 +113,10 @@ class Controls(Wishes):
     def rows(
         self, places: Mapping[str, tuple[tuple[int, ...], Any]]
     ) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield what each control of a slot becomes.
+        """Yield the row of each control for a slot.
 
-        places: shape and dtype of a slot's place in each control that the programs have. A plain
-        request draws no numbers: its row of `uniforms` stays as it is.
+        places: shape and dtype of one slot's row, for each control that the programs have. A plain
+        request draws no random numbers, so its row of `uniforms` is left unchanged.
         """
         for name, (shape, dtype) in places.items():
             if name == UNIFORMS:
@@ -126,7 +129,7 @@ class Controls(Wishes):
             yield name, row
 
     def value(self, name: str) -> Any:
-        """Returns the value of a control; a rule that the request did not choose has zeros."""
+        """Return the value of a control; 0 for a setting of a rule that was not chosen."""
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 
@@ -149,14 +152,14 @@ CONTROLS: tuple[Control, ...] = (
 )
 CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)
 
-# What a grammar lets a step emit. They are no controls: engines for a GPU or of several ranks have
-# no such inputs.
+# The inputs by which a grammar limits a step. They are not part of `CONTROLS`, because engines for
+# GPUs or of several ranks have no such inputs.
 CONSTRAINED, ALLOWED = "constrained", "allowed"
-WORD = 32  # tokens that one word of `allowed` is about
+WORD = 32  # tokens per word of `allowed`
 CONSTRAINTS: tuple[Control, ...] = (
-    Control("bool", name=CONSTRAINED),  # whether `allowed` counts
-    # Bit t % 32 of word t // 32 says whether row j may emit token t; bits beyond the vocabulary
-    # mean nothing.
+    Control("bool", name=CONSTRAINED),  # whether `allowed` applies
+    # Bit t % 32 of word t // 32 says whether row j may emit token t. Bits beyond the vocabulary are
+    # ignored.
     Control("int32", ("window", "words"), name=ALLOWED),
 )
 
@@ -164,7 +167,7 @@ CONSTRAINTS: tuple[Control, ...] = (
 def control_shapes(
     nextn: int, positions: int = 0, vocabulary: int = 0, table: Iterable[Control] = CONTROLS
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of a slot's place in each control of a table, in an engine for `nextn` drafts."""
+    """Return the shape of one slot's row for each control, in an engine for `nextn` drafts."""
     sizes = {
         "window": nextn + 1,
         "streams": BLOCK_DRAFT + max(nextn - 1, 0),

@@ -1,7 +1,8 @@
-"""Drafters by name: each is a way to propose the tokens that the next step verifies.
+"""The registry of drafters, which propose the tokens that the next step verifies.
 
-A package adds its own by entry points of the group `mtpbuild.drafters`, each a `DrafterRecord`. A
-record needs no torch, and an engine runs without the package that its drafter came from.
+A package adds a drafter by an entry point of the group `mtpbuild.drafters` that names a
+`DrafterRecord`. Records need no torch. An engine runs without the package that its drafter came
+from.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.contract.state import StateSpec
 
 EAGLE, VANILLA = "mtp-eagle", "mtp-vanilla"
-NONE = "none"  # drafts nothing real: `bench` subtracts its steps to time drafting
+NONE = "none"  # drafts nothing: `bench` subtracts its step times to time drafting
 
 
 def _nothing(plan: Any) -> tuple["StateSpec", ...]:
@@ -25,21 +26,21 @@ def _nothing(plan: Any) -> tuple["StateSpec", ...]:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """Says what is known of a drafter before its program is imported.
+    """The properties of a drafter that are known before its program is imported.
 
-    program: `module:Class`, which only a build imports. The class is made with nextn and has the
+    program: `module:Class`, imported by builds alone. The class is created with nextn and has the
     methods of `Drafter` in builder/program/draft.py.
 
-    modules: returns how many of the model's MTP modules it runs for a nextn. The engine keeps their
-    caches.
+    modules: maps nextn to the number of the model's MTP modules that the drafter runs. The engine
+    keeps their caches.
 
-    lookahead: returns how many tokens behind a prompt's chunk its `prefill` takes, at least 1 for a
-    drafter that has modules or states. With 0, `prefill` is not called.
+    lookahead: maps nextn to the number of tokens after a prompt's chunk that `prefill` reads, at
+    least 1 for a drafter with modules or states. With 0, `prefill` is not called.
 
-    states: returns, for a `Plan`, what it carries from step to step besides: states with role
-    "carry" whose first size is the batch. Each call must return the new tensors of all.
+    states: maps a `Plan` to the drafter's additional states: role "carry", batch as the first
+    dimension. Each call must return new tensors for all of them.
 
-    adaptive: whether the class also makes fewer drafts than the engine has places for, even none.
+    adaptive: whether the class also makes fewer drafts than the engine has room for, down to none.
     """
 
     name: str
@@ -50,12 +51,12 @@ class DrafterRecord:
     adaptive: bool = False
 
     def make(self, nextn: int) -> Any:
-        """Import its class and make one that drafts nextn tokens."""
+        """Import the drafter's class and create one that drafts nextn tokens."""
         return resolve_name(self.program)(nextn)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Returns the modules with its code: an engine is built again when they change."""
+        """The modules that contain its code; the builder hashes them to notice changes."""
         return self.program.partition(":")[0], self.states.__module__
 
 
@@ -83,11 +84,11 @@ find_drafter = _drafters.find
 
 
 def offered() -> tuple[str, ...]:
-    """Returns the names that --drafter takes."""
+    """Return the names that --drafter accepts."""
     return tuple(name for name in _drafters.names() if name != NONE)
 
 
 def check_offered(name: str | None) -> None:
-    """Refuse a name that --drafter does not take."""
+    """Raise UsageError for a name that --drafter does not accept."""
     if name not in (None, *offered()):
         raise UsageError(f"--drafter {name} is unknown; supported: {', '.join(offered())}")

@@ -1,17 +1,17 @@
-"""Features are what some engines can do and others can't: one list, by which all of them refuse."""
+"""The optional features of engines, which decide what a request or a flag may ask for."""
 
 from enum import StrEnum
 
 
 class Feature(StrEnum):
-    """Is one feature. Programs that declare it have the methods of the protocol named here."""
+    """An optional feature; programs that declare it implement the protocol named beside it."""
 
-    KEEP = "keep"  # slots keep what they hold for later prompts: `Keeping`
-    POOL = "pool"  # copies of what slots hold are kept beside them: `Pooling`
-    OVERLAP = "overlap"  # a step is launched before the last one's tokens are read: `Overlapping`
-    ADAPT = "adapt"  # steps may draft fewer tokens than there are places for: `Adaptive`
-    CONSTRAIN = "constrain"  # a grammar decides what steps may emit: `Constraining`
-    PENALISE = "penalise"  # requests may have penalties and biases
+    KEEP = "keep"  # slots keep their rows for later prompts: `Keeping`
+    POOL = "pool"  # rows and states are copied to memory outside the slots: `Pooling`
+    OVERLAP = "overlap"  # a step is launched before the last one's output is read: `Overlapping`
+    ADAPT = "adapt"  # a step may draft fewer than nextn tokens: `Adaptive`
+    CONSTRAIN = "constrain"  # a grammar limits the tokens that steps emit: `Constraining`
+    PENALISE = "penalise"  # requests may have penalties and logit biases
     SCORE = "score"  # prompts may have log-probabilities: `Scoring`
     SHARE = "share"  # other processes run the same programs and may fail: `Shared`
 

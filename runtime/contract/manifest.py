@@ -1,4 +1,4 @@
-"""`engine.json`: what an engine directory is made of, and the check that it is whole."""
+"""`engine.json`, the manifest of an engine directory, and the check of the engine's files."""
 
 import difflib
 import hashlib
@@ -21,19 +21,19 @@ from mtpbuild.runtime.targets import find_target
 
 FORMAT_VERSION: Literal[4] = 4
 MANIFEST = "engine.json"
-WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
-PREFIXES = "prefixes"  # the folder of rows of prompts that an engine was built with
-CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoint has
-SHARED = "{}.shared.json"  # of one: names of weights that it is given, and holds no copy of
+WEIGHTS = "weights.safetensors"  # of all programs; some targets embed weights in programs
+PREFIXES = "prefixes"  # the folder of prompt prefixes that were added to the engine
+CONSTANTS = "{}.constants.safetensors"  # of one program: constants that are not in the checkpoint
+SHARED = "{}.shared.json"  # of one program: names of the weights that it reads from WEIGHTS
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
-COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what was built
-MOST_MANIFEST = 1 << 22  # bytes; those of large models have some hundred thousand
+COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that is not as it was built
+MOST_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
-AllreduceStrategy = Literal["one-shot"]  # what sums between ranks in NCCL's place
+AllreduceStrategy = Literal["one-shot"]  # sums tensors of ranks in place of NCCL
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
-HeadType = Literal["int8", "int4"]  # of embedding and head, where they are quantised
+HeadType = Literal["int8", "int4"]  # of embedding and head, if they are quantised
 WeightsType = Literal[FloatType, QuantisedType]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
@@ -43,7 +43,7 @@ class _Record(BaseModel):
 
 
 class TensorSpec(_Record):
-    """Describes one input or output of a program."""
+    """An input or output of a program."""
 
     name: str
     dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
@@ -51,12 +51,12 @@ class TensorSpec(_Record):
 
 
 class ProgramSpec(_Record):
-    """Describes one compiled graph of the engine."""
+    """A compiled graph of the engine."""
 
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    # Bytes of intermediate results that it holds at once on a GPU, at most, by an estimate.
+    # Estimated peak bytes of the program's intermediate results on a GPU.
     temporary: int = Field(default=0, ge=0)
 
 
@@ -66,85 +66,86 @@ class FileSpec(_Record):
 
 
 class ModelInfo(_Record):
-    """Describes the model that was compiled."""
+    """The model that was compiled."""
 
     name: str
     architecture: str
-    parameters: int  # of main model and MTP modules, shared tensors once
+    parameters: int  # of the main model and the MTP modules; shared tensors count once
     vocab_size: int
     num_hidden_layers: int
     num_nextn_predict_layers: int
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    thinking_token_ids: tuple[int, int] | None = None  # <think> and </think>, where there are such
+    thinking_token_ids: tuple[int, int] | None = None  # <think> and </think>, if the model has them
 
 
 class BuildInfo(_Record):
-    """Holds the flags of `mtpbuild build` that the engine was compiled with."""
+    """The flags of `mtpbuild build` and other properties of the build."""
 
     nextn: int = Field(ge=0, le=NEXTN_LIMIT)
-    drafter: str | None  # its name; its package need not be installed here
+    drafter: str | None  # the drafter's name; its package need not be installed to run
     adaptive: bool = False  # a step may draft fewer than nextn tokens
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
-    capacity: int = Field(ge=2, le=2 * MAX_SEQ_LEN)  # rows that a slot has in each cache
+    capacity: int = Field(ge=2, le=2 * MAX_SEQ_LEN)  # rows per slot in each cache
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
-    # Columns of a product that share a scale, where `weights` are integers.
+    # Columns of a weight that share a scale, if `weights` are integers.
     block_size: int | None = Field(default=None, ge=16)
-    # How weights are packed for the CPU's library of kernels; None: its operators are not used.
+    # Layout in which weights are packed for mtpbuild's library of CPU kernels. None: the engine
+    # does not use it.
     cpu_layout: str | None = None
-    # Whether texts and log-probabilities by strict acceptance depend on tokens and weights alone:
-    # all operators of all programs are ones that were probed.
+    # Whether texts and log-probabilities with strict acceptance depend on tokens and weights alone.
+    # It is true if all operators are known ones and the checks in `probed` passed.
     exact: bool = False
-    probed: tuple[str, ...] = ()  # what the build has tried of it
-    # What the build quantised the checkpoint's weights to; None: they are in its own formats.
+    probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
+    # The format that the build quantised weights to. None: they have the checkpoint's formats.
     quantised_to: QuantisedType | None = None
-    head_weights: HeadType | None = None  # likewise embedding and head
-    # How many tokens drafts are chosen from, which draft_vocab.json lists; None: all.
+    head_weights: HeadType | None = None  # the same for embedding and head
+    # The number of tokens that drafts are chosen from, listed in draft_vocab.json. None: all.
     draft_vocab: int | None = Field(default=None, ge=1)
     dtype: FloatType = "float32"  # of caches and hidden states
-    fingerprint: str  # of everything that went in; equal means nothing changed
+    fingerprint: str  # hash of all inputs of the build; equal means that nothing changed
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model
-    ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts of the routed experts
-    attention_dp: bool = False  # each rank has requests of its own, max_batch at once
-    revision: str | None = None  # --revision of its repository; None: main, or no repository
-    # The main layers of its model that it has; None: all.
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts that the routed experts are split into
+    attention_dp: bool = False  # each rank has its own requests, up to max_batch at once
+    revision: str | None = None  # --revision of the repository. None: main, or no repository
+    # The range of the model's main layers that the engine has. None: all.
     layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")
 
     @property
     def drafts(self) -> str:
-        """Returns the number of drafts that a step makes, in words."""
+        """The number of drafts per step as text, such as "3" or "0 to 3"."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
     @property
     def ranks(self) -> Ranks:
-        """Says how processes share the model."""
+        """The way in which processes share the model."""
         return Ranks(self.tp, self.ep, self.attention_dp)
 
     @property
     def slots(self) -> int:
-        """Requests that run at once, on all ranks."""
+        """The number of requests that run at once, on all ranks."""
         return self.max_batch * self.ranks.serving
 
 
 class CrossCompiled(_Record):
-    """Says how an engine was compiled on a machine without its GPU: it was not loaded there."""
+    """How an engine was compiled on a machine without its GPU, where it could not be loaded."""
 
     architecture: str  # of its kernels, such as sm_90
-    assumed: str  # the GPU whose properties the compiler was told
-    left_out: tuple[str, ...]  # of what compiling on the GPU does
+    assumed: str  # the GPU whose properties the compiler used
+    left_out: tuple[str, ...]  # steps that need the GPU and were skipped
 
 
 class TargetInfo(_Record):
-    """Describes the target and the machine that the engine was compiled for."""
+    """The target, and the machine that the engine was compiled for."""
 
     name: str
     hardware: str
     versions: dict[str, str]
-    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
-    cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that run the engine, such as 12.0
+    cross_compiled: CrossCompiled | None = None  # None: compiled on a machine that runs it
     allreduce_strategy: AllreduceStrategy | None = None  # None: NCCL sums between GPUs
 
     @field_validator("name")
@@ -157,7 +158,7 @@ class TargetInfo(_Record):
 
 
 class Manifest(_Record):
-    """Is the whole of `engine.json`; docs/engine-format.md explains each field."""
+    """The contents of `engine.json`; docs/engine-format.md explains each field."""
 
     format_version: Literal[4] = FORMAT_VERSION
     mtpbuild: str
@@ -165,31 +166,31 @@ class Manifest(_Record):
     build: BuildInfo
     target: TargetInfo
     capabilities: dict[str, list[str]]
-    lookahead: int = Field(ge=0)  # tokens behind a chunk that prefill wants to see
+    lookahead: int = Field(ge=0)  # tokens after a chunk that prefill reads
     programs: dict[str, ProgramSpec]
     state: tuple[StateSpec, ...]
     files: dict[str, FileSpec]
-    rank: int | None = None  # of a rank's folder in an engine of several
+    rank: int | None = None  # the rank whose folder this is, in an engine of several ranks
 
     @property
     def whole_model(self) -> str:
-        """Name of the model, also if the engine is some of its layers."""
+        """The model's name without the suffix for a range of layers."""
         layers = self.build.layers
         return self.model.name.removesuffix(f"-layers{layers}") if layers else self.model.name
 
     @property
     def split(self) -> bool:
-        """Tells whether programs and weights are in the folders of ranks."""
+        """Whether programs and weights are in one folder per rank."""
         return self.build.tp > 1 and self.rank is None
 
     @property
     def window(self) -> int:
-        """T: tokens that one step verifies, the newest and nextn drafts."""
+        """T: the number of tokens that a step verifies, the newest one and nextn drafts."""
         return self.build.nextn + 1
 
     @property
     def features(self) -> Features:
-        """Says what the engine's graphs and states allow; its programs may be able to do more."""
+        """The features that the engine's graphs and states allow; its programs may have more."""
         mixed = self.programs.get(MIXED)
         has = {
             Feature.KEEP: self.build.ranks.serving == 1 and all(s.kept for s in self.state),
@@ -202,7 +203,7 @@ class Manifest(_Record):
 
     @property
     def pools(self) -> bool:
-        """Tells whether a prompt can begin with copies of an earlier one's rows and states."""
+        """Whether a prompt can begin with copies of an earlier prompt's rows and states."""
         known = all(s.kept or s.role == "recurrent" for s in self.state)
         return self.build.ranks.serving == 1 and known
 
@@ -211,7 +212,7 @@ class Manifest(_Record):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse `folder/engine.json`; raises EngineFormatError with what to do."""
+    """Parse `folder/engine.json`; raise EngineFormatError that says what to do."""
     path = folder / MANIFEST
     try:
         raw = read_json(path, MOST_MANIFEST)
@@ -237,7 +238,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _meant(folder: Path) -> str:
-    """Names an engine in this folder, or of a like name beside it or in `engines`."""
+    """Return a hint that names an engine in this folder, or one with a similar name nearby."""
     places = (folder,) if folder.is_dir() else (folder.parent, Path("engines"))
     found = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
     there = {path.name: path for path in sorted(found)}
@@ -246,7 +247,7 @@ def _meant(folder: Path) -> str:
 
 
 def first_error(error: ValidationError, part: slice) -> str:
-    """Repeats what pydantic says of the first wrong field, behind that part of its place."""
+    """Return pydantic's message for the first wrong field, after that part of its location."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"][part]))
     return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
@@ -257,7 +258,7 @@ def rank_name(rank: int) -> str:
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
-    """Reads a rank's manifest; raises EngineFormatError if it is not of the engine's build."""
+    """Read a rank's manifest; raise EngineFormatError if it belongs to another build."""
     place = folder / rank_name(rank)
     own = read_manifest(place)
     if own.build != manifest.build or own.rank != rank:
@@ -266,23 +267,23 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """Lists the ranks whose folders are here: machines may have built them one by one."""
+    """Return the ranks whose folders are on this machine; machines may build only their own."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 
 
 def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """Returns the engine's folder, then those of the ranks that are there, with their manifests."""
+    """Yield the engine's folder and those of the ranks on this machine, with their manifests."""
     yield folder, manifest
     for rank in ranks_here(folder, manifest):
         yield folder / rank_name(rank), read_rank(folder, manifest, rank)
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False) -> None:
-    """Require exactly the listed files with their sizes; hash all bytes up to 1 GB, or on request.
+    """Require exactly the listed files and their sizes; hash up to 1 GB, or all bytes on request.
 
-    What is in the folders of ranks is their own manifests' business. Raises EngineFileError that
-    names the first file that is missing, foreign, changed or not to be read.
+    The folders of ranks have their own manifests and are skipped. Raises EngineFileError that names
+    the first file that is missing, unlisted, changed or unreadable.
     """
     try:
         _check_names(folder, manifest)
@@ -322,7 +323,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
-    # A prefix is hashed when it is used for the first time.
+    # A prefix is hashed when it is first used.
     known = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
     if verify_hashes or sum(f.size for f in known.values()) <= HASH_LIMIT:
         for name, spec in known.items():
@@ -330,7 +331,7 @@ def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None
                 found = hash_file(folder / name)
             except PermissionError:
                 if name.startswith(PREFIXES):
-                    continue  # whoever opens the prefixes says so
+                    continue  # `open_prefixes` reports it
                 raise
             if found != spec.sha256:
                 changed = "bytes changed since the build (sha256)"

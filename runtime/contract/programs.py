@@ -1,4 +1,4 @@
-"""The protocol that the loop asks of a target: fill a slot's caches, start it, step all slots."""
+"""The protocols of an engine's programs: fill a slot's caches, start it, step all slots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,63 +14,65 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Words = NDArray[np.int32]
-Piece: TypeAlias = tuple[int, int, int]  # a number under which rows are kept, the first, how many
+Piece: TypeAlias = tuple[int, int, int]  # number of saved rows, first row, count
 
 PREFILL = "prefill"  # the program of a prompt's chunk
-SCORE = "score"  # the same, with the log-probabilities of the tokens behind
+SCORE = "score"  # the same, with log-probabilities of the tokens that follow
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
-WEIGHT = "weights.{}"  # the input by which a program is given a weight that others read, too
+WEIGHT = "weights.{}"  # name of the input that carries a shared weight
 
 
 def host_type(dtype: str) -> np.dtype[Any]:
-    """NumPy's type for a manifest's tensor. It has no bfloat16, which is held as bits."""
+    """Return NumPy's type for a tensor of a manifest; bfloat16 is held as uint16 bits."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def program_name(kind: str, nextn: int, most: int) -> str:
-    """Returns the program for steps of `nextn` drafts, in an engine for up to `most`."""
+    """Return the name of the program for steps of `nextn` drafts, in an engine for up to `most`."""
     return kind if nextn == most else f"{kind}_{nextn}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Is one decode step of all B slots; T = nextn + 1. The arrays are reused by the next step.
+    """The output of a decode step of all B slots, T = nextn + 1; the next step reuses its arrays.
 
-    In an adaptive engine, nextn is what the step judged and made, not the most there can be.
+    In an adaptive engine, nextn is the number of drafts that this step verified and made, not the
+    largest one possible.
     """
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
     num_tokens: Ints  # [B] 1..T, 0 for an inactive slot
-    window: Ints  # [B, T] the tokens that were judged: the newest, then the drafts
+    window: Ints  # [B, T] the step's input tokens: the newest, then the drafts
     num_drafts: Ints  # [B] how many of the window's drafts were real
     logprobs: Floats  # [B, T] log-probability of each emitted token
     margins: Floats  # [B, T] top-1 minus top-2 logit of each row
-    # The mixed program alone gives these:
+    # Only the mixed program returns these:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 
     def finite(self, slot: int) -> bool:
-        """Tells whether the logits behind the slot's tokens were finite.
+        """Tell whether the logits of the slot's emitted tokens were finite.
 
-        A log-probability is a number only if its row's logits are: it holds the sum of all.
+        A log-probability is finite only if all logits of its row are, because it contains their
+        sum.
         """
         return bool(np.isfinite(self.logprobs[slot, : self.num_tokens[slot]]).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Says what a slot may emit in its next step, by its request's grammar; T = nextn + 1."""
+    """The tokens that a request's grammar allows in its slot's next step; T = nextn + 1."""
 
-    drafts: list[int]  # that are judged, up to T - 1
-    kept: int  # how many of them the slot has already; those behind are certain to be accepted
+    drafts: list[int]  # to verify, up to T - 1
+    kept: int  # how many of them are the slot's own; the grammar forces those after them
     allowed: Words  # [T, ceil(V / 32)]: bit t % 32 of word t // 32 allows token t in the row
 
 
 class Programs(Protocol):
-    """Declares what an engine's programs do with their state.
+    """The operations of an engine's programs on their state.
 
-    lookahead: how many tokens behind a chunk prefill wants to see. features: what these programs
-    can do besides; each feature's methods are in a protocol below.
+    lookahead: how many tokens after a chunk prefill reads. features: the optional operations of
+    these programs; the protocols below have their methods.
     """
 
     lookahead: int
@@ -81,64 +83,65 @@ class Programs(Protocol):
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         """Fill the slot's caches for positions start .. start + T - 1.
 
-        tokens [T + lookahead]: the chunk and the tokens behind it (0 where the prompt has ended).
+        tokens [T + lookahead]: the chunk and the tokens after it (0 beyond the end of the prompt).
         """
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
-        """Make the slot decode: `length` rows are committed, `newest` is the token behind them."""
+        """Let the slot decode from `length` committed rows; `newest` is the token after them."""
 
     def move(self, source: int, target: int) -> None:
-        """Make slot `target`, whatever it held, go on where `source` is; `source` is then free.
+        """Move the request of slot `source` to slot `target`, and free `source`.
 
-        Between steps, for a slot that has begun.
+        The old contents of `target` are lost. Called between steps, for a slot that has begun.
         """
 
     def finite(self, slot: int, rows: int) -> bool:
-        """Tell whether a slot's first rows, and its recurrent states, are finite."""
+        """Tell whether a slot's first rows and its recurrent states are finite."""
         ...
 
     def clear(self, slot: int) -> None:
-        """Make all that a free slot holds finite: masked rows count as zeros only if they are."""
+        """Make a free slot's values finite; a masked row counts as zero only if it is finite."""
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         """Verify, accept, rewind and draft in the active slots [B].
 
-        Slots behind the last active one need not be computed. They, and inactive ones, keep what
-        they hold.
+        Slots after the last active one need not be computed. They and other inactive slots keep
+        their contents.
 
-        rows: at least lengths + T of every active slot, as the step writes T rows in each.
+        rows: at least lengths + T of every active slot, because the step writes T rows in each.
         """
         ...
 
 
 class Adaptive(Programs, Protocol):
-    """Are programs that need not draft nextn tokens."""
+    """Programs that can draft fewer than nextn tokens."""
 
     def draft(self, nextn: int) -> None:
-        """Judge and make so many drafts at most from the next step on; at first as many as can be.
+        """Set the largest number of drafts that steps verify and make, from the next step on.
 
-        Of the drafts that a slot holds, those behind the first `nextn` are dropped.
+        The initial value is the largest that the engine supports. A slot's pending drafts after the
+        first `nextn` are dropped.
         """
         ...
 
 
 class Constraining(Programs, Protocol):
-    """Are programs whose steps can be held to a grammar, for requests whose controls say so.
+    """Programs whose steps can follow a grammar, for requests whose controls say so.
 
-    What a step has drafted is read before the next one is launched, so they are not `Overlapping`.
+    The drafts of a step are read before the next one is launched, so these are never `Overlapping`.
     """
 
     def drafts(self, slot: int) -> list[int]:
-        """Returns the drafts that the slot's next step will judge, behind the newest token."""
+        """Return the drafts that the slot's next step will verify, without the newest token."""
         ...
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
-        """Hold the slot's next step to a constraint; each step of such a slot has its own."""
+        """Constrain the slot's next step; each step of such a slot needs its own constraint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Says what a prompt's tokens were to the model, under the plain softmax of its logits."""
+    """The scores of a prompt's tokens, under the plain softmax of the logits."""
 
     logprobs: Floats  # [T]
     ranks: Ints  # [T] 1 for the most probable token of the vocabulary
@@ -147,82 +150,81 @@ class Scores:
 
 
 class Scoring(Programs, Protocol):
-    """Are programs that say how probable a prompt is."""
+    """Programs that compute the log-probabilities of a prompt."""
 
     def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
-        """Do what `prefill` does; returns the scores of `following` [T], a token behind each."""
+        """Do the work of `prefill`; return the scores of `following` [T], each's next token."""
         ...
 
 
 class Keeping(Programs, Protocol):
-    """Are programs whose slots keep cache rows behind the last active slot, for other prompts.
+    """Programs whose free slots keep their cache rows for later prompts.
 
-    A prompt may be filled in from any position whose earlier rows its slot holds, less `lookahead`.
+    A prompt can be filled in from any position whose earlier rows its slot has, minus `lookahead`.
     """
 
     def copy(self, source: int, target: int, rows: int) -> None:
-        """Make the first rows of slot `target`'s caches those of slot `source`'s."""
+        """Copy the first rows of slot `source`'s caches to slot `target`."""
 
     def swap(self, source: int, target: int) -> None:
-        """Do what `move` does, and give slot `source` the cache rows that `target` had."""
+        """Do the work of `move`, and give slot `source` the cache rows that `target` had."""
 
 
 class Pooling(Programs, Protocol):
-    """Are programs that keep copies of rows and recurrent states beside their slots, by number.
+    """Programs that save copies of rows and recurrent states outside their slots, by number.
 
-    A prompt may be filled in from any position whose rows, and states if there are any, its slot
-    has been given, less what its drafter carries besides.
+    A prompt can be filled in from any position whose rows, and states if there are any, were loaded
+    into its slot, minus the rows that the drafter's carried states need.
     """
 
     def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        """Keep a copy of rows start .. stop - 1 of a slot under a number that is free."""
+        """Save a copy of rows start .. stop - 1 of a slot under an unused number."""
 
     def save_states(self, number: int, slot: int) -> None:
-        """Keep a copy of a slot's recurrent states."""
+        """Save a copy of a slot's recurrent states under an unused number."""
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Make the first rows of a slot that nobody runs in those of all pieces, in order."""
+        """Fill a slot without a running request with the rows of all pieces, in order."""
 
     def load_states(self, slot: int, number: int) -> None:
-        """Make a slot's recurrent states those that are kept under a number."""
+        """Set a slot's recurrent states to those that were saved under a number."""
 
     def discard(self, number: int) -> None:
-        """Forget what is kept under a number."""
+        """Delete what was saved under a number."""
 
     def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
-        """Show what is kept under a number: rows [rows, width] or states by their names.
+        """Return the rows [rows, width] or the states that were saved under a number, by name.
 
-        Programs that other processes run too need not have this, nor `adopt`.
+        Programs that other processes run too need neither this method nor `adopt`.
         """
         ...
 
     def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep arrays under a number that is free, as `saved` shows them; nobody writes to them."""
+        """Keep arrays as `saved` returns them under an unused number; nobody writes to them."""
 
 
 class Shared(Programs, Protocol):
-    """Are programs that other processes run too; these may end before the next call finds out."""
+    """Programs that other processes run too; a process may end unnoticed until the next call."""
 
     def close(self) -> None:
-        """Tell the others that nothing will be called again."""
+        """Tell the other processes that there will be no more calls."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Says why nothing can be called any more; None while all are there, as far as is known."""
+        """The reason why no more calls are possible; None while all processes seem to run."""
         ...
 
 
 class Overlapping(Programs, Protocol):
-    """Are programs that can be given the next step before the last one's tokens were read."""
+    """Programs that can launch a step before the output of the last one is read."""
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        """Begin a step; the result waits for it and gives what it emitted.
+        """Launch a step; the result, when called, waits for the step and returns its output.
 
-        Steps run in the order of their launch, and with what is asked of slots between them.
-        A result need not be called; its arrays are reused by the second launch after it, so two
-        steps at most are of use at a time.
+        Steps and operations on slots run in the order of their calls. A result need not be called.
+        The second launch after it reuses its arrays, so at most two outputs are valid at a time.
 
-        rows: as for `step`, where a step that was launched and not read may have emitted T tokens.
+        rows: as for `step`; a step that was launched and not read may have emitted T tokens.
         """
         ...

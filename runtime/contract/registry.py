@@ -1,7 +1,7 @@
-"""What packages can add by a name: those of this package, registered ones, and entry points.
+"""A registry of named items: built-in ones, registered ones, and those of installed packages.
 
-A package adds its own without being imported, by an entry point of the registry's group. Entry
-points are only looked at for a name that isn't registered, or for a list of all names.
+A package adds an item by an entry point of the registry's group and is imported only when that item
+is used. Entry points are read only for a name that is not registered, or to list all names.
 """
 
 import sys
@@ -22,18 +22,18 @@ Item = TypeVar("Item", bound=Named)
 
 
 class Registry(Generic[Item]):
-    """Finds the items of one kind by their names."""
+    """The items of one kind, found by name."""
 
     def __init__(self, kind: str, group: str, built_in: Iterable[Item] = ()) -> None:
         self.kind, self.group = kind, group
         self._registered = {item.name: item for item in built_in}
 
     def register(self, item: Item) -> None:
-        """Make an item known; it takes the place of another one of that name."""
+        """Add an item; it replaces another one of the same name."""
         self._registered[item.name] = item
 
     def find(self, name: str) -> Item:
-        """Returns the item of that name; raises UsageError that lists the known names."""
+        """Return the item of that name; raise UsageError that lists the known names."""
         if name in self._registered:
             return self._registered[name]
         if entry := self._installed().get(name):
@@ -43,11 +43,11 @@ class Registry(Generic[Item]):
         raise UsageError(f"unknown {self.kind} {name!r}; supported: {known}")
 
     def names(self) -> tuple[str, ...]:
-        """Returns all names that can be found, those of registered items first."""
+        """Return all known names, registered items first."""
         return (*dict.fromkeys((*self._registered, *self._installed())),)
 
     def all(self) -> tuple[Item, ...]:
-        """Returns all items that can be found, in the order of `names`."""
+        """Return all known items, in the order of `names`."""
         return tuple(map(self.find, self.names()))
 
     def _installed(self) -> dict[str, EntryPoint]:
@@ -56,5 +56,5 @@ class Registry(Generic[Item]):
 
 @lru_cache
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Returns the entry points on a path: to look for them takes milliseconds."""
+    """Return a group's entry points on a path; cached, as the search takes milliseconds."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -1,4 +1,4 @@
-"""Rules of acceptance by name: which drafts of a step stand, as other packages may decide it.
+"""Rules of acceptance by name: other packages can decide which drafts of a step are accepted.
 
     @dataclass(frozen=True)
     class Settings:
@@ -30,25 +30,28 @@ from mtpbuild.runtime.contract.settings import (
 )
 from mtpbuild.runtime.errors import RequestError
 
-BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # every engine has them
+BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # in every engine
 
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Stands for the settings of a rule that has none."""
+    """The settings of a rule that has none."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Is a rule of acceptance beside the built-in ones.
+    """A rule of acceptance that is not built in.
 
-    keeps: says of each row [B, T] of `Judged` whether its draft stands if all before it do. It is
-    traced into the mixed program, so only a build calls it. settings: a frozen dataclass whose
-    fields have `Setting` and `Control`; their names are the request's, so prefix them with the
-    rule's. kernel: the same without branches, by operators of the targets that have kernels of
-    acceptance; without one these targets refuse the rule.
+    keeps: returns [B, T], whether each row of `Judged` keeps its draft if all drafts before it are
+    kept. It is traced into the mixed program, so it runs at build time alone.
 
-    A draft whose probability is 0 never stands. Behind the drafts that stand comes the token that
+    settings: a frozen dataclass whose fields have `Setting` and `Control`. Their names become
+    fields of requests, so prefix them with the rule's name.
+
+    kernel: the same function without branches, in operators that targets with acceptance kernels
+    support. Without it those targets refuse the rule.
+
+    A draft whose probability is 0 is never accepted. After the accepted drafts comes the token that
     strict acceptance would emit there.
     """
 
@@ -59,17 +62,17 @@ class Rule:
 
     @property
     def controls(self) -> tuple[Control, ...]:
-        """Its inputs of the mixed program: whether a slot's request chose it, and its settings."""
+        """The rule's inputs of the mixed program: whether the request chose it, and settings."""
         chosen = Control("bool", setting="acceptance", name=self.name)
         return (chosen, *controls_in(self.settings))
 
     @property
     def known(self) -> dict[str, Setting]:
-        """Its settings by name."""
+        """The rule's settings by name."""
         return annotations(self.settings, Setting)
 
     def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
-        """Returns the value of each of its settings; raises RequestError for one that can't be."""
+        """Return a value for each setting, defaults included; a wrong one is a RequestError."""
         values = defaults_of(self.settings)
         for name, value in said.items():
             if name not in values:
@@ -81,7 +84,7 @@ class Rule:
         return values
 
     def identity(self) -> str:
-        """Hash the files that define it: an engine is built again when they change."""
+        """Hash the files that define the rule; a change makes builds start again."""
         parts: list[Any] = [part for part in (self.keeps, self.settings, self.kernel) if part]
         files = {inspect.getsourcefile(part) for part in parts} - {None}
         digest = hashlib.sha256()

@@ -1,9 +1,9 @@
-"""What a request may say, declared once: each field's annotations are its line of the table.
+"""The table of request settings: the annotations of a field are its row.
 
-`Setting` is how users say a field: its range, its flag, whether HTTP bodies have it, what `diff`
-makes of it. `Control` makes it an input of the mixed program. `Needs` names the fields without
-which it means nothing. `SamplingParams` and `Controls` are dataclasses of such fields; flags, HTTP
-fields, lines of input files, a trace's notes and the programs' inputs are read from them.
+`Setting` says how users give a field: range, flag, presence in HTTP bodies, treatment by `diff`.
+`Control` makes the field an input of the mixed program. `Needs` names the fields without which it
+has no effect. `SamplingParams` and `Controls` are dataclasses of such fields. Flags, HTTP fields,
+lines of input files, notes of a trace and the programs' inputs are derived from them.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from mtpbuild.runtime.checks import Check, number, whole_number
 
 T = TypeVar("T")
-MAX_LOGPROBS = 20  # alternatives that a row reports, as many as OpenAI's API takes
-MAX_STOPS = 64  # stop strings; each token's text is searched for all of them
-MAX_STOP = 1024  # characters of one
+MAX_LOGPROBS = 20  # alternatives per token; OpenAI's API has the same limit
+MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
+MAX_STOP = 1024  # characters of a stop string
 MAX_SALT = 256  # characters of a request's cache_salt
-MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API takes
-MAX_WORD = 256  # characters of one of its bad_words
+MAX_BIASES = 300  # tokens that a request may bias; OpenAI's API has the same limit
+MAX_WORD = 256  # characters of a text in bad_words
 MAX_STOP_IDS = 1024
-MAX_TOKENS = 2**18  # of a vocabulary
-# The logits that a float32 can tell apart are far apart at this temperature: all that is left is
-# the most probable token. Quotients by a lower one would overflow.
+MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
+# At this temperature even neighbouring float32 logits are so far apart that only the most probable
+# token is left. Division by a lower temperature would overflow.
 COLDEST = 1e-20
 
 
@@ -35,14 +35,14 @@ def read_temperature(value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Says how users name a setting, and how it is checked.
+    """The flag of a setting, its checks, and where users may give it.
 
-    check: returns a value as it is kept; its ValueError says what the value must be. help: of its
-    flag; a setting without help has no flag. everywhere: whether bench and eval have the flag, not
-    run alone. parse: makes the value of the flag's name and text, where the text is not the value.
-    http: whether bodies of the server and lines of input files have it. differs: what `diff` does
-    with two traces that differ in it: it refuses them, notes it, or ("") ignores it. tokens:
-    whether its values are token ids, which an engine's vocabulary must have.
+    check: returns the value to store; its ValueError says what the value must be. help: of the
+    flag; a setting without help has no flag. everywhere: whether bench and eval have the flag
+    besides run. parse: turns the flag's name and text into a value, if the text is not the value
+    itself. http: whether HTTP bodies and lines of input files have the setting. differs: what
+    `diff` does with two traces that differ in it: refuse them, note it, or ("") ignore it. tokens:
+    whether its values are token ids, which must be in the engine's vocabulary.
     """
 
     check: Check
@@ -56,18 +56,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Is one input of the mixed program: [B, *shape], where a named size is the engine's."""
+    """An input of the mixed program, [B, *shape]; strings in `shape` name sizes of the engine."""
 
     dtype: Literal["float32", "int64", "int32", "bool"]
     shape: tuple[int | str, ...] = ()
-    core: bool = True  # whether every mixed program has it; else those alone that have penalties
-    setting: str = ""  # what users call it, if not as the field
-    name: str = ""  # the field's, when it is read from a table
+    core: bool = True  # in every mixed program; False: only in those with penalties
+    setting: str = ""  # what users call it; by default the field's name
+    name: str = ""  # the field's name, filled in by `controls_in`
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A field counts only if one of these fields is not at its default."""
+    """The fields that another field needs: one of them must differ from its default."""
 
     names: tuple[str, ...]
 
@@ -80,7 +80,7 @@ SAMPLED = Needs(("temperature",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Holds the settings of a request that its steps are given as they are."""
+    """The request settings that steps receive unchanged."""
 
     temperature: Annotated[float, shaping(read_temperature, "0: greedy."), Control("float32")] = 0.0
     top_k: Annotated[
@@ -101,7 +101,7 @@ class Wishes:
         Control("float32"),
         SAMPLED,
     ] = 0.0
-    # In the thinking phase of a greedy request; 1 is strict.
+    # Applies in the thinking phase of greedy requests; 1 means strict acceptance.
     relaxed_topk: Annotated[
         int,
         noted(whole_number(1), "Relaxed: accept one of so many most probable tokens."),
@@ -113,7 +113,7 @@ class Wishes:
         Control("float32"),
         Needs(("relaxed_topk",)),
     ] = 0.0
-    # As in vLLM: plugins/penalties.py has the formulas.
+    # As in vLLM; plugins/penalties.py has the formulas.
     presence_penalty: Annotated[
         float,
         penalty(number(-2, 2), "Subtract it from the logits of tokens in the output; -2..2."),
@@ -134,7 +134,7 @@ class Wishes:
 
 
 def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
-    """Returns the annotations of one type in a dataclass's fields, by the fields' names."""
+    """Return the annotations of one type in a dataclass, by field name."""
     hints = get_type_hints(kind, include_extras=True)
     every = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(kind)}
     return {
@@ -143,7 +143,7 @@ def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
 
 
 def controls_in(kind: type[Any]) -> tuple[Control, ...]:
-    """Lists the inputs of the mixed program that a dataclass's fields are, in their order."""
+    """Return a dataclass's fields that are inputs of the mixed program, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)
         for name, control in annotations(kind, Control).items()
@@ -151,7 +151,7 @@ def controls_in(kind: type[Any]) -> tuple[Control, ...]:
 
 
 def defaults_of(kind: type[Any]) -> dict[str, Any]:
-    """Says what each of a dataclass's fields is where nobody says anything."""
+    """Return the defaults of a dataclass's fields, by field name."""
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in fields(kind)

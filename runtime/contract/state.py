@@ -1,4 +1,4 @@
-"""States are what slots hold between steps: each has a role, an owner and named sizes."""
+"""The tensors that slots keep between steps, each with a role, an owner and named sizes."""
 
 from typing import Literal
 
@@ -7,17 +7,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from mtpbuild.runtime.contract.controls import HISTORY
 
 StateType = Literal["int64", "bool", "float32", "bfloat16"]
-# rows: one for each token, [batch, 1, rows, width], written in place. A rewind is a smaller length:
-#   the rows behind it are garbage, always finite, and overwritten later.
-# recurrent: what all tokens so far have left behind. A prompt's chunk advances it by all of its
-#   tokens, a step by those that it emits. Nothing rewinds it; at position 0 it counts as zeros,
-#   whatever an earlier request has left.
-# carry: what a step leaves for the next one; the host writes it when a request begins.
+# rows: one row per token, [batch, 1, rows, width], written in place. A rewind only reduces the
+#    length: the rows after it are finite garbage and are overwritten later.
+# recurrent: a summary of all tokens so far. A prompt's chunk advances it by all of its tokens, a
+#    step by those that it emits. It cannot be rewound. At position 0 it counts as zeros, whatever
+#    an earlier request left.
+# carry: a value that one step leaves for the next; the host writes it when a request begins.
 # history: the tokens before the window, which the host writes when a request begins.
 Role = Literal["rows", "recurrent", "carry", "history"]
-STEP = "step"  # the owner of what belongs to no layer
+STEP = "step"  # the owner of states that belong to no layer
 ROWS_SIZES = ("batch", "head", "rows", "width")
-# The sizes of a slot's place in each state of the step and of its drafter.
+# The sizes of a slot's part of each state of the step and of its drafter.
 STEP_SIZES: dict[str, tuple[str, ...]] = {
     "lengths": (),
     "window": ("window",),
@@ -31,7 +31,7 @@ STEP_SIZES: dict[str, tuple[str, ...]] = {
 
 
 class StateSpec(BaseModel):
-    """Describes one state tensor of all slots.
+    """A state tensor of all slots.
 
     Every program that has the input `name` has the output `name + ".out"`. The owner is a layer of
     the main model (`layers.3`), an MTP module (`mtp.0`) or the step.
@@ -44,7 +44,7 @@ class StateSpec(BaseModel):
     owner: str = Field(default=STEP, pattern=r"^((layers|mtp)\.\d{1,6}|step)$")
     dtype: StateType
     sizes: dict[str, int]  # by name, in the order of the dimensions
-    kept: bool = True  # whether it lets a later prompt begin with the rows of an earlier one
+    kept: bool = True  # False: a later prompt cannot begin with an earlier prompt's rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,28 +52,28 @@ class StateSpec(BaseModel):
 
 
 def layer_rows(layer: int) -> str:
-    """Returns the name of the rows that a layer of the main model keeps."""
+    """Return the name of the cache rows of a layer of the main model."""
     return f"kv.{layer}"
 
 
 def module_rows(module: int) -> str:
-    """Returns the name of the rows that an MTP module keeps."""
+    """Return the name of the cache rows of an MTP module."""
     return f"mtp_kv.{module}"
 
 
 def layer_state(name: str, layer: int) -> str:
-    """Returns the name of a layer's recurrent state, which its family calls `name`."""
+    """Return the name of a layer's recurrent state; `name` is the model family's."""
     return f"{name}.{layer}"
 
 
 def rows_spec(name: str, owner: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
-    """Describes rows of a layer or a module, [batch, 1, rows, width]."""
+    """Return the spec of the cache rows of a layer or a module, [batch, 1, rows, width]."""
     sizes = dict(zip(ROWS_SIZES, shape, strict=True))
     return StateSpec(name=name, role="rows", owner=owner, dtype=dtype, sizes=sizes)
 
 
 def step_spec(name: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
-    """Describes a state of the step, or of its drafter, [batch, ..]."""
+    """Return the spec of a state of the step or of its drafter, [batch, ..]."""
     sizes = dict(zip(("batch", *STEP_SIZES[name]), shape, strict=True))
     role: Role = "history" if name == HISTORY else "carry"
     return StateSpec(name=name, role=role, dtype=dtype, sizes=sizes)

@@ -1,1 +1,1 @@
-"""Traces record the steps of requests; they are shown as a page, and compared."""
+"""Traces of the steps of requests, their HTML page, and their comparison."""

@@ -1,4 +1,4 @@
-"""Compares two traces of the same requests: where they part, and whether at a near-tie."""
+"""Compare two traces of the same requests: the first difference, and whether it is a near-tie."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,13 +8,14 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling import SETTINGS
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
-# Rounding may decide a margin of up to so many times the measured log-probability difference.
+# A margin counts as a near-tie if it is at most this many times the largest difference of
+# log-probabilities, since rounding may decide it.
 TIE_FACTOR = 4
-LEAST_TIE = 1e-5  # where nothing was measured, or the same engine ran twice
+LEAST_TIE = 1e-5  # if no difference was measured, or the same engine ran twice
 
-# Traces that differ in one of these, or in the seed, have nothing to compare.
+# Traces that differ in one of these, or in the seed, cannot be compared.
 SAMPLING = [name for name, setting in SETTINGS.items() if setting.differs == "refused"]
-# These may change a token too, and that may be just what one wants to see.
+# These may change tokens too, and that change may be what the user wants to see.
 NOTED = [name for name, setting in SETTINGS.items() if setting.differs == "noted"]
 
 Verdict = Literal["equal", "different", "shorter", "missing"]
@@ -22,7 +23,7 @@ Verdict = Literal["equal", "different", "shorter", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Is a token in one of the traces."""
+    """A token in one of the traces."""
 
     step: int
     token: int
@@ -33,9 +34,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """Is the first token that differs."""
+    """The first token that differs."""
 
-    position: int  # the prompt's first token being 0
+    position: int  # the prompt's first token is 0
     a: Place
     b: Place
     near_tie: bool
@@ -43,7 +44,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True)
 class DraftDifference:
-    """Is the first step with other drafts, or with the same ones judged otherwise."""
+    """The first step whose drafts, or the number accepted of equal drafts, differ."""
 
     step: int
     position: int  # of the step's newest token
@@ -55,7 +56,7 @@ class DraftDifference:
 
 @dataclass(frozen=True, slots=True)
 class RequestDiff:
-    """Says how a request differs; `drafts` are compared if nextn and drafter are the same."""
+    """The comparison of a request; `drafts` are compared if nextn and drafter are the same."""
 
     task_id: TaskId
     verdict: Verdict
@@ -69,7 +70,7 @@ class RequestDiff:
 
 @dataclass(frozen=True, slots=True)
 class TraceDiff:
-    """Holds all requests in the first trace's order; `notes` says what limits the comparison."""
+    """The comparison of all requests, in the first trace's order; `notes` list its limitations."""
 
     requests: list[RequestDiff]
     notes: list[str]
@@ -83,7 +84,7 @@ class TraceDiff:
 
 
 def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
-    """Compare two traces; raises UsageError if model, prompts or sampling differ."""
+    """Compare two traces; raise UsageError if models, prompts or sampling settings differ."""
     notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.whole]
     found = []
     for task_id in dict.fromkeys([*a.requests, *b.requests]):
@@ -98,7 +99,7 @@ def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
 
 
 def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLine) -> None:
-    """Refuse requests to different models, or with different prompts or sampling."""
+    """Raise UsageError for requests with different models, prompts or sampling settings."""
 
     def refuse(what: str, mine: object, other: object) -> None:
         raise UsageError(
@@ -167,7 +168,7 @@ def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | N
         return None
     for left, right in zip(a.steps, b.steps, strict=False):
         if left.position != right.position or left.window[0] != right.window[0]:
-            return None  # the tokens have parted before
+            return None  # the tokens differ before this step
         if (left.window, left.n) != (right.window, right.n):
             return DraftDifference(
                 left.step, left.position, left.window[1:], right.window[1:], left.n - 1, right.n - 1

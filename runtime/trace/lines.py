@@ -1,4 +1,4 @@
-"""Defines a trace file's lines, and reads them; docs/trace.md explains each field."""
+"""The lines of a trace file and their parser; docs/trace.md explains each field."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from mtpbuild.runtime.sampling import DEFAULTS
 VERSION: Literal[1] = 1
 
 TaskId = str | int
-Number = float | None  # None stands for an infinity, which JSON can't say
+Number = float | None  # None stands for an infinity, which JSON cannot express
 
 
 class _Line(BaseModel):
-    # A later version may say more: fields are only ever added.
+    # Later versions only add fields, so unknown ones are ignored.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class RequestLine(_Line):
-    """Is the first line of a request: the prompt, its parameters and the engine."""
+    """The first line of a request: prompt, parameters and engine."""
 
     kind: Literal["request"] = "request"
     version: Literal[1] = VERSION
@@ -47,12 +47,12 @@ class RequestLine(_Line):
         return self.nextn, self.drafter
 
     def setting(self, name: str) -> Any:
-        """Returns a setting; an older trace lacks new ones, which had their defaults."""
+        """Return a setting; if an older trace lacks it, return its default."""
         return self.params.get(name, DEFAULTS[name])
 
 
 class Uniforms(_Line):
-    """Holds the numbers that the window's rows could draw by, [num_drafts + 1] for each purpose."""
+    """The random numbers for the window's rows, [num_drafts + 1] for each purpose."""
 
     draft: list[float]
     accept: list[float]
@@ -60,7 +60,7 @@ class Uniforms(_Line):
 
 
 class StepLine(_Line):
-    """Is a decode step of a request: m drafts were judged, n tokens emitted."""
+    """A decode step of a request: m drafts were verified, n tokens emitted."""
 
     kind: Literal["step"] = "step"
     task_id: TaskId
@@ -87,17 +87,17 @@ class StepLine(_Line):
 
 
 class EndLine(_Line):
-    """Is the end of a request."""
+    """The end of a request."""
 
     kind: Literal["end"] = "end"
     task_id: TaskId
     finish_reason: str
-    output_tokens: int  # what the request kept of its steps' tokens
+    output_tokens: int  # the number of tokens that the request kept
     speculative_decoding: dict[str, Any]
 
 
 class SummaryLine(_Line):
-    """Is the last line of a trace that is whole."""
+    """The last line of a complete trace."""
 
     kind: Literal["summary"] = "summary"
     requests: int
@@ -111,19 +111,19 @@ _ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind"
 
 @dataclass(slots=True)
 class TracedRequest:
-    """Holds the lines of one request; one without an end was interrupted."""
+    """The lines of one request; without `end` it was interrupted."""
 
     request: RequestLine
     steps: list[StepLine] = field(default_factory=list)
     end: EndLine | None = None
 
     def rows(self) -> Iterator[tuple[StepLine, int]]:
-        """Give (step, row) of each token that the request kept."""
+        """Yield (step, row) of each token that the request kept."""
         rows = [(step, row) for step in self.steps for row in range(step.n)]
         yield from rows if self.end is None else rows[: self.end.output_tokens]
 
     def add(self, line: StepLine | EndLine) -> None:
-        """Append a line; raises ValueError if it does not follow the last one."""
+        """Append a line; raise ValueError if it does not follow the last one."""
         if self.end is not None:
             raise ValueError("its request has ended before")
         if isinstance(line, EndLine):
@@ -140,7 +140,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """Holds the contents of a trace file; `whole` unless its run was interrupted."""
+    """The contents of a trace file; `whole` is false if its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]
@@ -148,9 +148,9 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> TraceFile:
-    """Parse a JSONL trace; raises UsageError that names file and line.
+    """Parse a JSONL trace; raise UsageError that names file and line.
 
-    A last line without a newline is left out: the run died while it was being written.
+    A last line without a newline is ignored: the process died while writing it.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -174,7 +174,7 @@ def read_trace(path: Path) -> TraceFile:
 
 
 def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
-    """Add a line to its request; raises ValueError if it does not belong there."""
+    """Add a line to its request; raise ValueError if it does not belong there."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
             raise ValueError(f"request {line.task_id} has begun before")

@@ -1,4 +1,4 @@
-"""Shows a trace as one page: the text token by token, and where each token came from."""
+"""The HTML page of a trace: the text token by token, with the origin of each token."""
 
 import codecs
 import json
@@ -15,7 +15,7 @@ TEMPLATE, PLACE = "page.html", "TRACE_DATA"
 
 
 class Page:
-    """Collects lines, and writes the page when it is closed, by way of a temporary file."""
+    """A file that collects lines and is written, via a temporary file, when it is closed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         self._path, self._tokenizer = path, tokenizer
@@ -40,7 +40,7 @@ class Page:
 
 
 def render(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
-    """Make the page's HTML, which loads no other file."""
+    """Return the page's HTML, which loads no other file."""
     template = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     data = json.dumps([_data(request, tokenizer) for request in requests])
     # Only "<" can end a script element or begin a comment in it.
@@ -48,7 +48,7 @@ def render(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
 
 
 def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Give a request's lines, with the text of each token."""
+    """Return a request's lines, with the text of each token."""
     speller = Speller(tokenizer)
     prompt = [speller.next(token) for token in traced.request.prompt]
     steps = []
@@ -64,7 +64,7 @@ def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 class Speller:
-    """Spells consecutive tokens, each as [kind, text].
+    """A speller of consecutive tokens, each as [kind, text].
 
     "text" is the text that a token completes; it is empty if the token ends within a character.
     "special" is the name of a token without text, "id" a token's number if there is no tokenizer.

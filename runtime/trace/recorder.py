@@ -1,4 +1,4 @@
-"""Records the steps of requests in JSONL files and pages."""
+"""Recording of the steps of requests in JSONL files and HTML pages."""
 
 import contextlib
 import math
@@ -19,14 +19,14 @@ from mtpbuild.runtime.trace.page import Page
 
 
 class Trace(contextlib.AbstractContextManager["Trace", None]):
-    """Writes down each step of an engine's requests.
+    """A recorder of each step of an engine's requests.
 
         with Trace(engine, "out.jsonl", "out.html") as trace:
             engine.stream(prompt, params, observer=trace.request()).result()
 
-    A JSONL file grows line by line and is useful at any moment; its last line says that it is
-    whole. A page is written when the trace is closed, also by an error. Later steps are not
-    recorded. Raises UsageError for a file that can't be written or of another kind.
+    A JSONL file grows line by line and can be read at any time; its last line says that it is
+    complete. A page is written when the trace is closed, also after an error. Later steps are not
+    recorded. Raises UsageError for a file that cannot be written or has another suffix.
     """
 
     def __init__(self, engine: Engine, *paths: str | Path) -> None:
@@ -43,7 +43,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self._ended = 0
 
     def request(self, task_id: lines.TaskId | None = None) -> "RequestTrace":
-        """Make an observer for `engine.stream`; by default requests are numbered from 0."""
+        """Return an observer for `engine.stream`; by default requests are numbered from 0."""
         name = len(self._names) if task_id is None else task_id
         if name in self._names:
             raise UsageError(f"two requests have task_id {name}: a trace needs one of its own each")
@@ -51,7 +51,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         return RequestTrace(name, self)
 
     def close(self, *, whole: bool = True) -> None:
-        """Complete the files; `whole` is False if the run broke off."""
+        """Complete the files; `whole` is False if the run was interrupted."""
         with self._lock:
             if self._closed:
                 return
@@ -76,7 +76,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
                 self._counts["output_tokens"] += line.output_tokens
             try:
                 self._each(line)
-            except UsageError:  # this step fails with its requests, but no later one does
+            except UsageError:  # the requests of this step fail; later steps are not recorded
                 self.close(whole=False)
                 raise
 
@@ -86,7 +86,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
 
 
 class RequestTrace:
-    """Observes one request."""
+    """The observer of one request."""
 
     def __init__(self, task_id: lines.TaskId, trace: Trace) -> None:
         self._task_id, self._manifest, self._write = task_id, trace.manifest, trace.write
@@ -144,7 +144,7 @@ class RequestTrace:
         )
 
     def _drawn(self, first: int, count: int) -> lines.Uniforms | None:
-        """Give the numbers of positions first .. first + count - 1, if the request draws any."""
+        """Return the numbers of positions first .. first + count - 1, if the request draws any."""
         if self._uniforms is None:
             return None
         rows = [_numbers(row) for row in self._uniforms[:, first : first + count]]
@@ -152,7 +152,7 @@ class RequestTrace:
 
 
 class JsonLines:
-    """Is a file that gets each line at once; the first line creates it."""
+    """A file that gets each line at once and is created with the first one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -169,7 +169,7 @@ class JsonLines:
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # all that could be written is there
+            with contextlib.suppress(OSError):  # all lines that could be written are there
                 self._file.close()
 
 
@@ -186,12 +186,12 @@ def check_paths(paths: Sequence[str | Path]) -> None:
 
 
 def _numbers(row: Floats) -> list[Any]:
-    """Give the shortest decimals that mean the same 32-bit numbers; None for an infinity."""
+    """Return the shortest decimals for 32-bit numbers; None for infinities and NaN."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
 
 
 def entropies(top: Floats) -> list[Any]:
-    """Give each row's entropy in nats; the tokens behind the most probable ones count as one.
+    """Return each row's entropy in nats; all tokens after the most probable ones count as one.
 
     top: [n, MAX_LOGPROBS] log-probabilities.
     """

@@ -1,4 +1,4 @@
-"""Writes the lines of `mtpbuild diff`: each request of two traces, and where they part."""
+"""The text output of `mtpbuild diff`: each request of two traces and its first difference."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ Spell = Callable[[int], str]
 
 
 def speller(engine: Path | None) -> Spell:
-    """Make a function that spells a token by the engine's tokenizer; without one, as its id."""
+    """Return a function that spells a token with the engine's tokenizer, if any, or as its id."""
     if engine is None:
         return str
     tokenizer = load_tokenizer(engine, read_manifest(engine))
@@ -28,7 +28,7 @@ def speller(engine: Path | None) -> Spell:
 
 
 def report(found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell) -> Iterator[str]:
-    """Say in lines what is equal in two traces, and where they part."""
+    """Yield lines about equal and different requests of two traces."""
     for name, trace in zip("ab", traces, strict=True):
         first = next(iter(trace.requests.values())).request
         drafter = f", {first.drafter}" if first.drafter else ""
