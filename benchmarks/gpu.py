@@ -107,7 +107,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
 
 
 def r1_experts(quick: bool) -> list[Experts]:
-    """Lists the shapes of one rank of 8: an eighth of the experts (--ep 8), or of each (--tp 8)."""
+    """List the shapes of one rank of 8: an eighth of the experts (--ep 8), or of each (--tp 8)."""
     shapes = ((32, 8, 7168, 2048), (256, 8, 7168, 256))
     return [Experts(n, *shape) for shape in shapes for n in ((1, 4) if quick else (1, 4, 16, 64))]
 

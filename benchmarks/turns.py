@@ -25,7 +25,7 @@ from mtpbuild.runtime.request import FinishReason, Request
 
 
 class Timed:
-    """Wraps programs and times their calls."""
+    """A wrapper of programs that times their calls."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -46,7 +46,7 @@ class Timed:
 
 
 class Gaps:
-    """Notes the times of a request's steps."""
+    """An observer that records the times of a request's steps."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -55,7 +55,7 @@ class Gaps:
         self.at.append(time.perf_counter())
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """Does nothing: the end of a request is not noted."""
+        """Do nothing, as the end of a request is not recorded."""
 
 
 def main() -> None:
