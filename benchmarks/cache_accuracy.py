@@ -1,6 +1,6 @@
 """Measures how much accuracy bfloat16 caches cost deepseek-tiny's int8 and int4 engines.
 
-  python benchmarks/cache_accuracy.py [--work runs/cache_accuracy] [--texts 24] [--tokens 100]
+    python benchmarks/cache_accuracy.py [--work runs/cache_accuracy] [--texts 24] [--tokens 100]
 
 The fp32 engine continues prompts greedily. Then each engine with integer weights scores every
 token of these texts given the tokens before it, with caches of both types. `loss` is the mean of

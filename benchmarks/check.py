@@ -1,4 +1,4 @@
-"""Checks in under 5 minutes whether mtpbuild got slower: a few ratios beside the recorded ones.
+"""Checks in under 5 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
 
     make bench-check
     python benchmarks/check.py [--threads 2] [--record]

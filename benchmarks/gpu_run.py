@@ -1,11 +1,11 @@
 """Runs six commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
     python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all six
-        python benchmarks/gpu_run.py --smoke       # no GPU: runs small stand-ins of all commands
+        python benchmarks/gpu_run.py --smoke       # no GPU: runs small versions of all commands
 
     preflight  versions, packages; one compiled part loaded, compared, captured
-    kernels    tests/gpu/test_kernels.py: each Triton kernel beside its reference
-    rooflines  each kernel's time beside its bound, R1's shapes, fp8 and nvfp4 too
+    kernels    tests/gpu/test_kernels.py: each Triton kernel against its reference
+    rooflines  each kernel's time and its bound, R1's shapes, fp8 and nvfp4 too
     tiny       deepseek-tiny: eager, engine, graph, overlap; tokens of the CPU's engine
     slice      a rank's share of R1's layers, part by part
     nccl       a world of one: sums in a compiled program, launched, then captured

@@ -5,8 +5,8 @@
     python benchmarks/one_machine.py [--only SECTION,SECTION] [--rounds 3]
 
 It writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds
-engines, and runs each side in a process of its own, in turn. Its tables show figures beside their
-bounds by this machine's memory and arithmetic, llama.cpp's figures, and ratios beside their aims.
+engines, and runs each side in its own process, in turn. Its tables show figures with their bounds
+by this machine's memory and arithmetic, llama.cpp's figures, and ratios with their aims.
 The two sides have equal shapes but different weights; their bytes differ as the formats do.
 
 A section's figures are stored in --out as soon as it ends. A stored section is printed and not

@@ -3,7 +3,7 @@
     tools/peers_env.sh                       # once: llama.cpp, in .venv-peers
     python benchmarks/peers.py [--quick] [--threads 2] [--peers NAME,NAME] [--out FOLDER]
 
-Every peer runs in a process of its own. Each request goes to all of them, one after the other, in
+Every peer runs in its own process. Each request goes to all of them, one after the other, in
 an order that rotates; the others sleep meanwhile. Requests are batch 1, greedy, and ignore EOS.
 Missing files (engines, quantised checkpoints, GGUF files, an ONNX export) are made first, in
 engines/.peers. A peer that fails is listed with its error. It writes peers.json and peers.png.

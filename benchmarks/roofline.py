@@ -3,7 +3,7 @@
     python benchmarks/roofline.py engines/tiny_n0 engines/tiny_n3 [--tokens 256] [--rounds 5]
 
 For each engine (target onnxruntime, fp32) it shows the median step of one request, measured in turn
-with the others, beside the sum of its parts' bounds. A part's bound is the longer of its bytes over
+with the others, and the sum of its parts' bounds. A part's bound is the longer of its bytes over
 the bandwidth and its operations over the rate. Both are measured here, with as many threads: the
 bandwidth by reading as many bytes as the whole step, again and again (so the CPU's caches help as
 in the step), the rate by a product of matrices of 1,024. Bytes and operations are those of

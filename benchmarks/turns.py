@@ -2,7 +2,7 @@
 
 python benchmarks/turns.py engines/tiny_n3_b8
 
-Prompts of 1,500 tokens arrive one after the other, beside one request that runs all the time. The
+Prompts of 1,500 tokens arrive one after the other, while one request runs all the time. The
 99th percentile of the time between two of its steps must stay under the 99th percentile of one
 chunk plus 1.5 median steps of the full batch; all are measured in the same run. The exit code is 1
 if it does not. A prompt's last chunks attend to all earlier rows, so they take longer than the

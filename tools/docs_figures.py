@@ -1,7 +1,7 @@
 """Writes what commands print into README.md and docs/, and reports where a document differs.
 
-  python tools/docs_figures.py            # rewrites the documents; a few minutes
-  python tools/docs_figures.py --check    # changes nothing; exit code 1 if something would change
+    python tools/docs_figures.py            # rewrites the documents; a few minutes
+    python tools/docs_figures.py --check    # changes nothing; exit code 1 if something would change
 
 Two kinds of places are written. A ```console block has commands after "$ ", each followed by its
 output. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` is the table that the

@@ -51,7 +51,7 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
     """Yield GGUF's names and their values.
 
     Raises:
-      SystemExit: value heads share key heads; llama.cpp wants these in another order.
+        SystemExit: value heads share key heads; llama.cpp wants these in another order.
     """
     if c["linear_num_key_heads"] != c["linear_num_value_heads"]:
         raise SystemExit("value heads that share a key head are not converted")

@@ -11,7 +11,7 @@ from typing import Any
 Config = dict[str, Any]  # config.json of the checkpoint
 Shapes = dict[str, tuple[int, ...]]
 SIGMOID = 2  # gguf.ExpertGatingFuncType
-# Llama.cpp requires them for Qwen3.5, although text has one position per token.
+# For Qwen3.5 llama.cpp requires sections, although text has one position per token.
 SECTIONS = (11, 11, 10)
 # By model_type.
 ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2", "qwen3_5_text": "qwen35"}
@@ -154,7 +154,7 @@ def gated_attention(c: Config) -> Shapes:
     E, width = c["hidden_size"], c["head_dim"]
     queries, own = c["num_attention_heads"] * width, c["num_key_value_heads"] * width
     return {
-        "attn_q.weight": (2 * queries, E),  # a gate beside each
+        "attn_q.weight": (2 * queries, E),  # each with its gate
         "attn_k.weight": (own, E),
         "attn_v.weight": (own, E),
         "attn_q_norm.weight": (width,),

@@ -1,7 +1,7 @@
 """Runs an ordinary ONNX export of the model, without mtpbuild's step program.
 
-  python plain_onnx.py CHECKPOINT MODEL.onnx --make
-  python plain_onnx.py MODEL.onnx THREADS
+    python plain_onnx.py CHECKPOINT MODEL.onnx --make
+    python plain_onnx.py MODEL.onnx THREADS
 
 The graph takes tokens and past keys and values, and returns logits and all keys and values. They
 are cached for every head, concatenated and passed by value; the host takes the argmax.

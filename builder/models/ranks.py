@@ -1,4 +1,4 @@
-"""The check whether ranks can share a model, for builds and forecasts alike."""
+"""Checks of whether ranks can share a model, for builds and forecasts."""
 
 from collections.abc import Mapping
 

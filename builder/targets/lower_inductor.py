@@ -148,7 +148,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         ) as scratch,  # removed with the leftovers of an aborted build
         _machine(plan, scratch),
         _pretended_group(plan.ranks.tp),
-        # Torch's own warnings about the graphs that it copies.
+        # Ignore torch's warnings about the graphs that it copies.
         warnings.catch_warnings(action="ignore"),
     ):
         if crosses(plan):

@@ -170,7 +170,7 @@ def compile_program(
         config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
         if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
             config.set_preview_feature(feature, True)
-        # For users of TensorRT's engine inspector.
+        # Detailed, for users of TensorRT's engine inspector.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         constants = interpreter.ctx.constants
         missing = dict[str, torch.Tensor]()

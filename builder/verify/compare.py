@@ -33,7 +33,7 @@ class Finding:
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: a check that has nothing to check
-    """A check can't be made; the message is the reason."""
+    """The reason why a check can't be made."""
 
 
 def compare(

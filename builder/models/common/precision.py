@@ -14,7 +14,7 @@ from mtpbuild.runtime.contract.manifest import FloatType
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-# Of a delta rule: their rounding error adds up over tokens.
+# Exponents of a delta rule: their rounding error adds up over tokens.
 EXPONENTS = (".decay_rate", ".decay_bias")
 ROUTERS = (".gate.", ".weights_proj")  # parts of names
 

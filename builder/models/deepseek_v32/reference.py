@@ -53,7 +53,7 @@ class SparseAttention(Attention):
     def __init__(self, c: DeepseekV32Config, chooser: "SparseAttention | None") -> None:
         super().__init__(c)
         self.indexer = Indexer(c) if chooser is None else None
-        # In a tuple, so that it is not registered as a submodule.
+        # A tuple, so that the chooser is not registered as a submodule.
         self.chooser = (self if chooser is None else chooser,)
         self.later = 0
 

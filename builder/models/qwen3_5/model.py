@@ -47,7 +47,7 @@ class GatedDelta(nn.Module):
     def __init__(self, c: Qwen35Config, ranks: Ranks) -> None:
         super().__init__()
         E, H, V = c.hidden_size, c.linear_num_value_heads // ranks.parts, c.linear_value_head_dim
-        # Of the convolution's inputs, and of the gates.
+        # Widths of the convolution's inputs, and of the gates.
         self.sizes = [c.channels // ranks.parts, H * V]
         self.in_proj = parameter(E, sum(self.sizes))
         self.in_proj_ba = parameter(E, 2 * H)
