@@ -3,11 +3,12 @@
 python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
 python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
 
-`mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user. --llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights
-in that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP
-module. A peer is any running server of OpenAI's API. All get the same greedy,
-streamed completions; a user sends the next one as soon as the last has ended. Servers take turns,
-round after round, each after eight requests that are not counted; figures are the rounds' medians.
+`mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user.
+--llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights in
+that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP module. A
+peer is any running server of OpenAI's API. All get the same greedy, streamed completions; a user
+sends the next one as soon as the last has ended. Servers take turns, round after round, each after
+eight requests that are not counted; figures are the rounds' medians.
 """
 
 import argparse
