@@ -28,7 +28,7 @@ for name, mode in MODES.items():
 
 
 def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Divides the tokens of all prompts by their steps; a prompt's seed is its number."""
+    """Return 1 + accepted drafts / steps over all prompts; a prompt's seed is its number."""
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     reports = [r.metrics.speculative_decoding for r in engine.generate(prompts, each)]
     steps = sum(report.num_spec_steps for report in reports)

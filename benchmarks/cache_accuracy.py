@@ -1,11 +1,12 @@
-"""Says what caches in bfloat16 cost deepseek-tiny's int8 and int4 engines in accuracy.
+"""Measures how much accuracy bfloat16 caches cost deepseek-tiny's int8 and int4 engines.
 
     python benchmarks/cache_accuracy.py [--work runs/cache_accuracy] [--texts 24] [--tokens 100]
 
-The fp32 engine continues prompts greedily. Each engine of integers is then asked how probable every
-token of these texts is behind those before it, with caches of both types: `loss` is the mean of the
-negative log-probabilities in nats, `first` how many tokens are the engine's own first choice, and
-`moved` the mean and largest difference of a token's log-probability to the engine with fp32 caches.
+The fp32 engine continues prompts greedily. Then each engine with integer weights scores every
+token of these texts given the tokens before it, with caches of both types. `loss` is the mean of
+the negative log-probabilities in nats, and `first` the share of tokens that are the engine's own
+first choice. `moved` is the mean and the largest difference of a token's log-probability from the
+engine with fp32 caches.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 
-Texts = list[tuple[int, list[int]]]  # tokens of the prompt, and all tokens
+Texts = list[tuple[int, list[int]]]  # number of the prompt's tokens, and all tokens
 
 
 def built(work: Path, weights: str | None, caches: str) -> Path:
@@ -35,7 +36,7 @@ def built(work: Path, weights: str | None, caches: str) -> Path:
 
 
 def continued(folder: Path, texts: int, tokens: int) -> Texts:
-    """Returns the first prompts of the built-in sets, in turn, with the engine's answers."""
+    """Return the first prompts of the built-in sets, alternating, with the engine's answers."""
     with Engine.load(folder, threads=1) as engine:
         sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
         prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
@@ -46,7 +47,7 @@ def continued(folder: Path, texts: int, tokens: int) -> Texts:
 
 
 def scored(folder: Path, texts: Texts) -> list[tuple[float, bool]]:
-    """Returns each answered token's log-probability, and whether it is the first choice."""
+    """Return each answered token's log-probability, and whether it is the first choice."""
     params = SamplingParams(0, prompt_logprobs=1)
     with Engine.load(folder, threads=1) as engine:
         results = [engine.generate(ids, params).prompt_logprobs or () for _, ids in texts]
@@ -56,7 +57,7 @@ def scored(folder: Path, texts: Texts) -> list[tuple[float, bool]]:
 
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
-    """Builds all engines; returns a row for each of integers."""
+    """Build all engines; return a table with a row for each engine of integer weights."""
     table = Table("weights", "caches", "tokens", "loss", "first", "moved: mean", "largest")
     answered = continued(built(work, None, "float32"), texts, tokens)
     for weights in ("int8", "int4"):

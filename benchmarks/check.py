@@ -1,4 +1,4 @@
-"""Checks in under 5 minutes whether mtpbuild got slower: a few ratios beside the recorded ones.
+"""Checks in under 5 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
 
     make bench-check
     python benchmarks/check.py [--threads 2] [--record]
@@ -47,7 +47,7 @@ with Engine.load(sys.argv[1], threads=int(sys.argv[2])) as engine:
 
 @dataclass(frozen=True)
 class Figure:
-    """Is a figure with its aim; being worse by less than `tolerance`, a share, counts as noise."""
+    """A figure with its aim; a change for the worse of up to `tolerance`, a share, is noise."""
 
     name: str
     tolerance: float
@@ -87,14 +87,14 @@ def build_seconds() -> float:
 
 
 def load_seconds(engine: str, threads: int) -> float:
-    """Times a fresh process from its first import to its first token: the median of five."""
+    """Return the seconds from a fresh process's first import to its first token: median of five."""
     command = [sys.executable, "-c", FIRST_TOKEN, engine, str(threads)]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(5)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def host_share(engine: str, threads: int) -> float:
-    """Measures the percentage of a step that is spent outside the program."""
+    """Measure the percentage of a step that is spent outside the program."""
     with Engine.load(engine, threads=threads, overlap=False) as loaded:
         measure(loaded, 64)
         inside, outside, _ = measure(loaded, 256)
@@ -103,7 +103,7 @@ def host_share(engine: str, threads: int) -> float:
 
 
 def real_size(threads: int) -> dict[str, float]:
-    """Measures the ratios for a few layers of a model of a real size."""
+    """Measure the ratios for a few layers of a model of realistic size."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         flags = ["--only", "moe", "--layers", str(LAYERS), "--rounds", "1", "--ours-alone"]
@@ -141,7 +141,7 @@ def figures(threads: int) -> dict[str, float]:
 
 
 def report(found: dict[str, float], recorded: dict[str, Any]) -> tuple[Table, list[str]]:
-    """Returns the table, and the names of the figures that got worse."""
+    """Return the table, and the names of the figures that got worse."""
     then, worse = recorded.get("figures", {}), []
     grid = Table("figure", "now", "recorded", "change", "aim")
     for key, figure in FIGURES.items():

@@ -41,7 +41,7 @@ PROMPT, TOKENS = [*range(5, 37)], 48
 
 
 def acceptance(work: Path) -> Table:
-    """Measures deepseek-tiny's acceptance lengths, a row for each size of the draft vocabulary."""
+    """Measure deepseek-tiny's acceptance lengths, a row for each size of the draft vocabulary."""
     table = Table("draft vocabulary", *BUILT_IN)
     for count in (None, 1024, 512, 256):
         asked = None if count is None else str(count)
@@ -59,7 +59,7 @@ def acceptance(work: Path) -> Table:
 
 
 def random_checkpoint(folder: Path, layers: int) -> Path:
-    """Writes a bf16 checkpoint of the shape with `layers` layers and random weights."""
+    """Write a bf16 checkpoint of the shape with `layers` layers and random weights."""
     if (folder / "config.json").exists():
         return folder
     recipe = find_recipe(SHAPE)
@@ -89,7 +89,7 @@ def random_checkpoint(folder: Path, layers: int) -> Path:
 
 
 def step_times(work: Path, layers: int, rounds: int) -> Table:
-    """Measures median steps and the bytes of the head that drafts read, a row for each nextn."""
+    """Measure median steps and the bytes of the head that drafts read, a row for each nextn."""
     checkpoint = random_checkpoint(work / f"shape_{layers}", layers)
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     ids = work / "quarter.json"
@@ -125,7 +125,7 @@ def step_times(work: Path, layers: int, rounds: int) -> Table:
 
 
 def step_time(folder: Path) -> float:
-    """Measures a request's mean seconds per step, after a short request that warms up."""
+    """Measure a request's mean seconds per step, after a short warm-up request."""
     with Engine.load(folder, threads=2) as engine:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         engine.generate(PROMPT, replace(params, max_tokens=4))

@@ -13,8 +13,8 @@ short keeps its rows; at the end all rows are printed as one table.
 
 `error` is the largest difference from the op's reference. `bound` is the longer of bytes over
 measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
-Each timed call has operands of its own, in one CUDA graph, so that no cache holds data of the call
-before. Beside the attention stand the times of its variant within an AOT plugin's 48 KB and of
+Each timed call has its own operands, in one CUDA graph, so that no cache holds data of the previous
+call. The rows of attention also show the times of its variant within an AOT plugin's 48 KB and of
 PyTorch's SDPA.
 
 `products` and `scaled` (experts) have fp8 and nvfp4 weights, `writes` fill caches, `mixed` is the
@@ -22,7 +22,7 @@ acceptance of sampled requests.
 
 `slice` is DeepSeek-R1's step in bf16 with random weights and 4,096 cached tokens. It compiles, as
 `mtpbuild build --dtype bfloat16 --tp 8` does, one rank's share of a dense layer, three MoE layers,
-the MTP module and the head. Rows show each part as a program of its own, then their sum for 61
+the MTP module and the head. Rows show each part as a separate program, then their sum for 61
 layers (its `share` is the aim), then the slice's own step in the variants of `engine` below.
 `error` is the median token's, from the same program run eagerly. The programs contain the sums
 between ranks, but there are no other ranks to sum.
@@ -107,7 +107,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
 
 
 def r1_experts(quick: bool) -> list[Experts]:
-    """Lists the shapes of one rank of 8: an eighth of the experts (--ep 8), or of each (--tp 8)."""
+    """List the shapes of one rank of 8: an eighth of the experts (--ep 8), or of each (--tp 8)."""
     shapes = ((32, 8, 7168, 2048), (256, 8, 7168, 256))
     return [Experts(n, *shape) for shape in shapes for n in ((1, 4) if quick else (1, 4, 16, 64))]
 

@@ -1,11 +1,11 @@
 """Runs six commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
     python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all six
-        python benchmarks/gpu_run.py --smoke       # no GPU: runs small stand-ins of all commands
+        python benchmarks/gpu_run.py --smoke       # no GPU: runs small versions of all commands
 
     preflight  versions, packages; one compiled part loaded, compared, captured
-    kernels    tests/gpu/test_kernels.py: each Triton kernel beside its reference
-    rooflines  each kernel's time beside its bound, R1's shapes, fp8 and nvfp4 too
+    kernels    tests/gpu/test_kernels.py: each Triton kernel against its reference
+    rooflines  each kernel's time and its bound, R1's shapes, fp8 and nvfp4 too
     tiny       deepseek-tiny: eager, engine, graph, overlap; tokens of the CPU's engine
     slice      a rank's share of R1's layers, part by part
     nccl       a world of one: sums in a compiled program, launched, then captured
@@ -44,7 +44,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """Is a command: its arguments on a GPU and without one, and the reader of its rows."""
+    """A command: its arguments on a GPU and without one, and the reader of its rows."""
 
     name: str
     on_gpu: tuple[str, ...]
@@ -53,12 +53,12 @@ class Command:
 
 
 def checked(file: Path) -> Rows:
-    """Reads the rows that `on_gpu/checks.py` has written."""
+    """Read the rows that `on_gpu/checks.py` has written."""
     return lines_of(file)
 
 
 def measured(file: Path) -> Rows:
-    """Reads rows of `benchmarks/gpu.py`; they pass if they are right and were timed on a GPU."""
+    """Read rows of `benchmarks/gpu.py`; a row passes if it is correct and was timed on a GPU."""
     found = lines_of(file)
     for row in found:
         right = row["error"] < row["limit"]
@@ -78,7 +78,7 @@ def figures(row: dict[str, Any]) -> str:
 
 
 def tested(file: Path) -> Rows:
-    """Reads pytest's report into a row per test function."""
+    """Read pytest's report into a row per test function."""
     if not file.exists():
         return []
     found = dict[str, Counter[str]]()
@@ -110,7 +110,7 @@ def lines_of(file: Path) -> Rows:
 
 
 def severity(status: str) -> int:
-    """Ranks a status, the worst first: failed, left out, ran on the CPU, passed."""
+    """Return the rank of a status, the worst first: failed, left out, ran on the CPU, passed."""
     order = (FAILED, NO_GPU, "skipped", ON_CPU, PASSED, NOTED)
     return next(i for i, begins in enumerate(order) if status.startswith(begins))
 
@@ -142,7 +142,7 @@ def commands(engine: Path | None) -> list[Command]:
 
 
 def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]:
-    """Runs a command and returns its rows and status, even if it crashed or hung."""
+    """Run a command and return its rows and status, even if it crashed or hung."""
     stem = out / f"{number}-{command.name}"
     asked = command.smoke if smoke else command.on_gpu
     found: dict[str, Any] = {"name": command.name, "command": asked, "seconds": 0.0, "rows": []}
@@ -173,7 +173,7 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
 
 
 def start(given: list[str], said: IO[str]) -> int:
-    """Runs it in a process of its own, which may crash or hang, and returns its exit code."""
+    """Run the command in its own process, which may crash or hang; return its exit code."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     how: dict[str, Any] = {"stdout": said, "stderr": subprocess.STDOUT, "timeout": LIMIT}
     try:
@@ -183,7 +183,7 @@ def start(given: list[str], said: IO[str]) -> int:
 
 
 def walk_through(given: list[str], said: IO[str]) -> int:
-    """Runs it in a fork of this process, so that torch is imported once for all six."""
+    """Run the command in a fork of this process, so that torch is imported once for all six."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
     for module in ("torch", "on_gpu.kernels", "on_gpu.slice_bench"):
         import_module(module)
@@ -197,7 +197,7 @@ def walk_through(given: list[str], said: IO[str]) -> int:
 
 
 def be(given: list[str], said: int) -> None:
-    """Turns this process into the command: sets its output, folder and arguments, and runs it."""
+    """Turn this process into the command: set its output, folder and arguments, and run it."""
     for stream in (1, 2):
         os.dup2(said, stream)
     os.chdir(ROOT)

@@ -25,7 +25,7 @@ PROMPT = "def fibonacci(n):"
 
 
 class Timed:
-    """Wraps programs, and notes when each step begins and ends, in seconds."""
+    """A wrapper of programs that records when each step starts and ends, in seconds."""
 
     def __init__(self, programs: Programs) -> None:
         self.programs, self.lookahead = programs, programs.lookahead
@@ -56,7 +56,7 @@ class Timed:
 
 
 def measure(engine: Engine, tokens: int) -> tuple[list[float], list[float], float]:
-    """Runs one request; returns each step's seconds in and outside the program, and tokens/step."""
+    """Run one request; return each step's seconds in and outside the program, and tokens/step."""
     timed = engine._loop.programs = Timed(_programs(engine))
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)

@@ -1,14 +1,14 @@
-"""Sends many clients, some of them rude, to one server, and checks that it is still whole.
+"""Sends many clients, some of them misbehaving, to one server, and checks that it stays healthy.
 
 python benchmarks/marathon.py engines/tiny_n3_b8
 python benchmarks/marathon.py engines/tiny_n3_b8 --requests 200
 
 A third of the requests is cancelled at a random moment, some clients are killed, and some send
 malformed requests. Canary requests in between must get the same tokens as on an idle server. At the
-end no slot may be taken, no request waiting and no thread left over, and the process may have grown
-by at most 5 % since its first 200 requests, without the rows that ended requests leave. These have
-the memory that they may have, and no more. With fewer than 1,000 requests memory is not judged, as
-it has not settled. The exit code is 1 if something is wrong.
+end no slot may be taken, no request waiting and no thread left over. Without the rows that ended
+requests leave, the process may have grown by at most 5 % since its first 200 requests. These rows
+may fill the memory that they are allowed, and no more. With fewer than 1,000 requests memory is not
+judged, as it has not settled. The exit code is 1 if something is wrong.
 """
 
 import argparse
@@ -32,13 +32,13 @@ QUESTIONS = ("What is 47 + 85?", "What is 912 - 388?", "Sort these numbers: 42, 
 CODE = ("def fibonacci(n):", "import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n")
 PATIENCE = 120  # seconds for one request
 MOST_GROWTH = 0.05
-POOL = 4_000_000  # bytes for rows of ended requests, fewer than they leave
-SETTLED, ENOUGH = 200, 1000  # requests: before the level is taken; needed to judge
+POOL = 4_000_000  # bytes for rows of ended requests, fewer than the requests leave
+SETTLED, ENOUGH = 200, 1000  # requests: before the level is measured; needed to judge memory
 
 
 @dataclass
 class Tally:
-    """Counts how requests ended, and collects what went wrong."""
+    """The outcomes of the requests, and a list of what went wrong."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Tally:
 
 
 class Marathon:
-    """Runs clients that share a number of requests among them."""
+    """Clients that share a number of requests among them."""
 
     def __init__(self, url: str, process: psutil.Process, requests: int, seed: int) -> None:
         self.url, self.process, self.requests = url, process, requests
@@ -81,7 +81,7 @@ class Marathon:
                 self.tally.threads = self.process.num_threads()
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Makes a request of any length, greedy or sampled; some prompts have many chunks."""
+        """Make a request of any length, greedy or sampled; some prompts have many chunks."""
         chance = self.random
         prompt = chance.choice(CODE) * chance.choice((1, 1, 1, 4, 20))
         settings = {"temperature": chance.choice((0, 0.8)), "max_tokens": chance.randint(1, 80)}
@@ -107,7 +107,7 @@ class Marathon:
         return "streamed"
 
     async def cancelled(self, http: httpx2.AsyncClient) -> str:
-        """Cancels a request at any moment: before its answer begins, or in the middle of it."""
+        """Cancel a request at a random moment: before its answer begins, or in the middle of it."""
         body = self.body(stream=self.random.random() < 0.7, max_tokens=400)
 
         async def ask() -> None:
@@ -121,7 +121,7 @@ class Marathon:
         return "cancelled"
 
     async def killed(self, http: httpx2.AsyncClient) -> str:
-        """Breaks off the connection without a goodbye."""
+        """Break off the connection without closing it properly."""
         address = httpx2.URL(self.url)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         body = json.dumps(self.body(stream=True, max_tokens=400)).encode()
@@ -159,7 +159,7 @@ class Marathon:
         return tokens
 
     async def settled(self, http: httpx2.AsyncClient) -> None:
-        """Checks that no request is left at the end, and that nothing has grown."""
+        """Check that no request is left at the end, and that nothing has grown."""
         for _ in range(100):
             waits = "num_requests_running", "num_requests_waiting"
             running, waiting = await self.gauges(http, *waits)
@@ -176,7 +176,7 @@ class Marathon:
         print(f"memory {growth:+.1%}, {threads} threads")
 
     async def resident(self, http: httpx2.AsyncClient) -> float:
-        """The process's memory without the rows that ended requests have left."""
+        """Return the process's memory without the rows that ended requests have left."""
         pool, limit = await self.gauges(http, "prefix_pool_bytes", "prefix_pool_limit_bytes")
         if not 0 < pool <= limit:
             self.tally.wrong.append(f"the pool has {pool:g} bytes of {limit:g}")

@@ -5,8 +5,8 @@
     python benchmarks/one_machine.py [--only SECTION,SECTION] [--rounds 3]
 
 It writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds
-engines, and runs each side in a process of its own, in turn. Its tables show figures beside their
-bounds by this machine's memory and arithmetic, llama.cpp's figures, and ratios beside their aims.
+engines, and runs each side in its own process, in turn. Its tables show figures with their bounds
+by this machine's memory and arithmetic, llama.cpp's figures, and ratios with their aims.
 The two sides have equal shapes but different weights; their bytes differ as the formats do.
 
 A section's figures are stored in --out as soon as it ends. A stored section is printed and not
@@ -38,7 +38,7 @@ from mtpbuild.runtime.errors import MtpbuildError, UsageError
 
 
 def hybrid(recipe: str, nextn: int) -> Published:
-    """Makes a section of a Qwen3.5; each draft is accepted with probability 0.8."""
+    """Return the section of a Qwen3.5; each draft is accepted with probability 0.8."""
     rates = tuple(0.8**j for j in range(1, nextn + 1))
     return Published(recipe, nextn, rates, reduced_gain=1.7, filled=False, their_gain=1.4)
 
@@ -60,7 +60,7 @@ WIDTH = 150  # least columns of the output
 
 
 def load(out: Path) -> dict[str, Any]:
-    """Reads the sections that were measured before, by name."""
+    """Read the sections that were measured before, by name."""
     if not out.exists():
         return {}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def load(out: Path) -> dict[str, Any]:
 
 
 def store(out: Path, sections: dict[str, Any]) -> None:
-    """Replaces the file atomically, so that a reader never sees half of it."""
+    """Replace the file atomically, so that a reader never sees half of it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     part.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
@@ -76,7 +76,7 @@ def store(out: Path, sections: dict[str, Any]) -> None:
 
 
 def measure(name: str, how: Run, keep: bool) -> dict[str, Any]:
-    """Measures a section's figures, and then removes its files."""
+    """Measure a section's figures, and then remove its files."""
     how.folder.mkdir(parents=True, exist_ok=True)
     try:
         return SECTIONS[name].measure(how)
@@ -86,12 +86,12 @@ def measure(name: str, how: Run, keep: bool) -> dict[str, Any]:
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that must be equal for a stored section to be used again."""
+    """Return the settings that must be equal for a stored section to be reused."""
     return {name: getattr(arguments, name) for name in ("layers", "rounds", "steps", "threads")}
 
 
 def about(measured: dict[str, Any]) -> Table:
-    """Makes the table of the speeds that a section's bounds rest on."""
+    """Return the table of the machine's speeds, from which a section's bounds follow."""
     machine, said = machine_of(measured["figures"]), measured["about"]
     title = f"{said['cpu']}, {said['threads']} threads, {said['date']}"
     grid = Table("what bounds a step", "of this machine", title=title, title_justify="left")
@@ -103,7 +103,7 @@ def about(measured: dict[str, Any]) -> Table:
 
 
 def show(sections: dict[str, Any], console: Console) -> None:
-    """Prints all stored sections, each with its machine's speeds at that time."""
+    """Print all stored sections, each with its machine's speeds at that time."""
     shown: dict[str, Any] = {}
     for name, section in sections.items():
         if section["machine"] != shown:
@@ -116,7 +116,7 @@ def show(sections: dict[str, Any], console: Console) -> None:
 
 
 def failures(figures: dict[str, Any]) -> list[str]:
-    """Returns the errors of the sides that died in a section."""
+    """Return the errors of the sides that died in a section."""
     found = []
     for key, value in figures.items():
         if key == "rounds":
@@ -146,7 +146,7 @@ def arguments_of() -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> list[str]:
-    """Returns the wanted sections; raises UsageError."""
+    """Return the wanted sections; raise UsageError."""
     names = arguments.only.split(",")
     for name in names:
         if name not in SECTIONS:

@@ -3,7 +3,7 @@
     tools/peers_env.sh                       # once: llama.cpp, in .venv-peers
     python benchmarks/peers.py [--quick] [--threads 2] [--peers NAME,NAME] [--out FOLDER]
 
-Every peer runs in a process of its own. Each request goes to all of them, one after the other, in
+Every peer runs in its own process. Each request goes to all of them, one after the other, in
 an order that rotates; the others sleep meanwhile. Requests are batch 1, greedy, and ignore EOS.
 Missing files (engines, quantised checkpoints, GGUF files, an ONNX export) are made first, in
 engines/.peers. A peer that fails is listed with its error. It writes peers.json and peers.png.
@@ -49,7 +49,7 @@ PATIENCE = 600  # most seconds for one answer of a peer
 
 @dataclass(frozen=True)
 class Peer:
-    """Is a peer: its name, weights' format, worker's command, and the maker of its file."""
+    """A peer: its name, weights' format, worker's command, and the function that makes its file."""
 
     name: str
     weights: str
@@ -73,18 +73,18 @@ class Measured:
         return f"{self.peer.name}, {self.peer.weights}"
 
     def per_token(self, requests: Sequence[int]) -> list[float]:
-        """Returns the seconds per output token of each answered request."""
+        """Return the seconds per output token of each answered request."""
         spans = [self.times[i] for i in requests if i in self.times]
         return [(times[-1] - times[0]) / (len(times) - 1) for times in spans]
 
     def rate(self, requests: Sequence[int]) -> float | None:
-        """Returns tokens per second over all answered requests."""
+        """Return tokens per second over all answered requests."""
         each = self.per_token(requests)
         return None if not each else 1 / statistics.fmean(each)
 
 
 class Worker:
-    """Runs a peer's process; its answers are None after its death."""
+    """A peer's process; its answers are None after its death."""
 
     def __init__(self, measured: Measured, threads: int) -> None:
         self.measured = measured
@@ -113,7 +113,7 @@ class Worker:
         if self.measured.error:
             return None
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the next read finds the cause
+        with contextlib.suppress(OSError):  # the next read reports the cause
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
         return self._read()
@@ -206,7 +206,7 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
 
 
 def quantised(model: str, weights: str) -> str:
-    """Returns the quantised checkpoint's folder, or the recipe itself."""
+    """Return the quantised checkpoint's folder, or the recipe itself for fp32."""
     if weights == "fp32":
         return model
     out = FOLDER / f"checkpoint-{weights}"
@@ -223,7 +223,7 @@ def measure(
     output: int,
     console: Console,
 ) -> list[Measured]:
-    """Measures all peers, round by round."""
+    """Measure all peers, round by round."""
     found, workers = [Measured(peer) for peer in wanted], list[Worker]()
     try:
         for each in found:
@@ -260,7 +260,7 @@ def measure(
 
 
 def agreement(one: Measured, other: Measured) -> str:
-    """Counts the requests whose tokens are the same."""
+    """Count the requests whose tokens are equal."""
     both = [i for i in one.tokens if i in other.tokens]
     same = sum(one.tokens[i] == other.tokens[i] for i in both)
     return f"{same}/{len(both)}" if both else "-"
@@ -294,7 +294,7 @@ def table(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
 
 
 def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
-    """Computes this run's ratios for which docs/benchmarks.md states aims."""
+    """Compute this run's ratios for which docs/benchmarks.md states aims."""
     grid = Table("ratio of tokens/s", *kinds)
     rates = {
         (m.peer.name, m.peer.weights): [m.rate(requests) for requests in kinds.values()]

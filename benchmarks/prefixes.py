@@ -1,14 +1,15 @@
-"""Measures the time to a first token behind a prefix that an engine was built with.
+"""Measures the time to a first token after a prefix that an engine was built with.
 
 python benchmarks/prefixes.py engines/tiny_n3
 python benchmarks/prefixes.py engines/large_n1 --rounds 3 --colds 1
 
-The engine takes one request (`--max-batch 1`) and has no prefixes; it stays as it is. A prompt has
-20 tokens behind 2,000, which are computed (cold), rows in the slot (slot), a prefix of the engine
-(prefix), or rows of the pool (pool). Each round asks once of each, in turn, and medians are
-reported; the first use of a prefix, which checks its hash, is apart. The engine is also loaded
-without prefixes and with ten. The exit code is 1 if a prefix takes more than 1.1 times what rows in
-the slot take or more than 1/20 of a cold start, or if ten of them make loading 50 ms longer.
+The engine takes one request (`--max-batch 1`) and has no prefixes; it is not changed. A prompt has
+20 tokens after 2,000 that are computed (cold), or are rows in the slot (slot), a prefix of the
+engine (prefix), or rows of the pool (pool). Each round asks each of them once, in turn, and medians
+are reported; the first use of a prefix, which checks its hash, is reported separately. The engine
+is also loaded without prefixes and with ten. The exit code is 1 if a prefix takes more than 1.1
+times as long as rows in the slot or more than 1/20 of a cold start, or if ten prefixes make
+loading 50 ms longer.
 """
 
 import argparse
@@ -33,7 +34,7 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def copy_with_prefixes(engine: Path, out: Path, each: list[list[int]], threads: int | None) -> None:
-    """Links an engine's files, and adds prefixes."""
+    """Link an engine's files to a new folder, and add prefixes there."""
     manifest = read_manifest(engine)
     for name in manifest.files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def copy_with_prefixes(engine: Path, out: Path, each: list[list[int]], threads: 
 
 
 def first_token(engine: Engine, prompt: list[int], cached: int) -> float:
-    """Seconds to a first token; so many tokens of the prompt must have been there."""
+    """Return the seconds to a first token; exit unless `cached` tokens were reused."""
     metrics = engine.generate(prompt, ONE).metrics
     if abs(metrics.cached_tokens - cached) > engine.manifest.lookahead:
         sys.exit(f"{metrics.cached_tokens} tokens were there, not {cached}")
@@ -61,7 +62,7 @@ def loading(folder: Path, threads: int | None) -> float:
 
 
 class Measured:
-    """The same engine in three states: cold, with rows in slot or pool, and with a prefix."""
+    """The same engine in several states: cold, with rows in slot or pool, and with a prefix."""
 
     def __init__(self, engine: Path, built: Path, threads: int | None, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -78,12 +79,12 @@ class Measured:
 
     def ask(self, name: str) -> float:
         prompt = self.begun + self.ids(NEW)
-        if name == "pool":  # another prompt has the slot meanwhile
+        if name == "pool":  # give the slot to another prompt
             self.pool.generate(self.ids(NEW), ONE)
         return first_token(getattr(self, name), prompt, 0 if name == "cold" else PREFIX)
 
     def prepare(self) -> None:
-        """Fills in the prefix where it is kept, and runs each program once."""
+        """Fill in the prefix where it is kept, and run each program once."""
         for engine in (self.slot, self.pool, self.prefix, self.cold):
             engine.generate(self.ids(NEW), ONE)
         for engine in (self.slot, self.pool):

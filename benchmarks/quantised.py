@@ -60,7 +60,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """Is one model: bytes of its weights, nats per token, and figures of its answers.
+    """One model: bytes of its weights, nats per token, and figures of its answers.
 
     held: the format in which the engine holds products.
     """
@@ -86,7 +86,7 @@ class Row:
 
 
 def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tuple[Path, Path]:
-    """Makes the checkpoint and the engine of one row."""
+    """Make the checkpoint and the engine of one row."""
     slug = name.replace(", ", "_").replace(" ", "_")
     checkpoint, engine = source, work / f"{slug}_{target}_n{nextn}"
     if name != SOURCE:
@@ -97,7 +97,7 @@ def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tup
 
 
 def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
-    """Answers the built-in problems greedily."""
+    """Answer the built-in problems greedily."""
     with Engine.load(folder, threads=threads) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
         return ask(engine, asked, {"strict": STRICT})["strict"]
@@ -105,7 +105,7 @@ def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
 
 @torch.no_grad()
 def loss(checkpoint: Path, texts: Sequence[Answered]) -> float:
-    """Returns the nats per output token of the texts, each after its prompt."""
+    """Return the nats per output token of the texts, each after its prompt."""
     model, total, count = load_plain(checkpoint), 0.0, 0
     for text in texts:
         prompt, said = list(text.problem.prompt.token_ids), list(text.sample.token_ids)

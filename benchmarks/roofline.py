@@ -3,7 +3,7 @@
     python benchmarks/roofline.py engines/tiny_n0 engines/tiny_n3 [--tokens 256] [--rounds 5]
 
 For each engine (target onnxruntime, fp32) it shows the median step of one request, measured in turn
-with the others, beside the sum of its parts' bounds. A part's bound is the longer of its bytes over
+with the others, and the sum of its parts' bounds. A part's bound is the longer of its bytes over
 the bandwidth and its operations over the rate. Both are measured here, with as many threads: the
 bandwidth by reading as many bytes as the whole step, again and again (so the CPU's caches help as
 in the step), the rate by a product of matrices of 1,024. Bytes and operations are those of
@@ -39,7 +39,7 @@ REPEATS = 30
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Times a call: the median of the faster half, so that a bound is not too low."""
+    """Return the median seconds of the faster half of calls, so that a bound is not too low."""
     work()
     seconds = []
     for _ in range(REPEATS):
@@ -50,7 +50,7 @@ def fastest(work: Callable[[], object]) -> float:
 
 
 def machine(step_bytes: float) -> Gpu:
-    """Measures the bandwidth of reading `step_bytes` repeatedly, and the rate of fp32 products."""
+    """Measure the bandwidth of reading `step_bytes` repeatedly, and the rate of fp32 products."""
     read = torch.ones(int(step_bytes) // FP32)
     one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
     bandwidth = FP32 * read.numel() / fastest(read.sum)
@@ -61,7 +61,7 @@ def machine(step_bytes: float) -> Gpu:
 def bound(
     model: str, nextn: int, context: int, measure: Callable[[float], Gpu] = machine
 ) -> tuple[Gpu, list[Part]]:
-    """Returns the machine's speeds for this step, and the step's parts."""
+    """Return the machine's speeds for this step, and the step's parts."""
     layout = find_layout(model, None)
     found = classes(layout, Ranks())
     for one in found:
@@ -91,7 +91,7 @@ def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
 
 
 def check(path: Path, manifest: Manifest, model: str) -> None:
-    """Raises UsageError for an engine whose steps this script can't count."""
+    """Raise UsageError for an engine whose steps this script can't count."""
     if manifest.model.name != model:
         raise UsageError(f"{path} is an engine of {manifest.model.name}, not of --model {model}")
     build, config = manifest.build, find_layout(model, None).config
@@ -120,7 +120,7 @@ def main() -> None:
     for i in range(arguments.rounds + 1):
         for engine, seconds in zip(engines, steps, strict=True):
             inside, _, _ = measure(engine, arguments.tokens)
-            seconds += inside if i else []  # the first round warms up
+            seconds += inside if i else []  # the first round is the warm-up
     columns = ["engine", "step\nms", "MB", "million\noperations", "GB/s", "Gop/s", "bound\nms"]
     grid = Table(*columns, "largest part", "step over\nbound")
     for path, engine, seconds in zip(arguments.engines, engines, steps, strict=True):

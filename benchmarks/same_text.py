@@ -28,7 +28,7 @@ FORMATS = [(weights, kernels) for kernels in ("own", "stock") for weights in WEI
 
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
-    """Returns the engine's answers to the first prompts of the built-in sets, in turn."""
+    """Return the engine's answers to the first prompts of the built-in sets, alternating."""
     with Engine.load(folder, threads=1) as engine:
         sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
         prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
@@ -40,7 +40,7 @@ def results(folder: Path, texts: int, tokens: int) -> list[Result]:
 
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
-    """Builds both engines of each format and compares them; returns a row for each format."""
+    """Build both engines of each format and compares them; return a row for each format."""
     table = Table("weights", "kernels", "same tokens", "same log-probabilities")
     for weights, kernels in FORMATS:
         out = work / f"{weights or 'fp32'}_{kernels}"

@@ -1,4 +1,4 @@
-"""What benchmarks share: they end with one line on a user's mistake, and start servers."""
+"""Shared code of the benchmarks: one line for a user's error, and starting servers."""
 
 import contextlib
 import subprocess
@@ -11,7 +11,7 @@ from mtpbuild.runtime import MtpbuildError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs `main`; on an error it prints the message without a traceback, with exit code 1."""
+    """Run `main`; on an error print the message without a traceback, and exit with code 1."""
     try:
         main()
     except MtpbuildError as error:
@@ -20,9 +20,9 @@ def run(main: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def served(engine: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Starts `mtpbuild serve` on a free port; yields its address and its process.
+    """Start `mtpbuild serve` on a free port; yield its address and its process.
 
-    What the server logs is read and dropped, so that it never waits for a reader.
+    The server's log is read and dropped, so that the server never waits for a reader.
     """
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
     command += ["--no-access-log", *flags]

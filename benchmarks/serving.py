@@ -3,12 +3,12 @@
 python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
 python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
 
-`mtpbuild serve` serves each engine; beside its figures stands the speed of `Engine.stream` for one
-user. --llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights
-in that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP
-module. A peer is any running server of OpenAI's API. All get the same greedy,
-streamed completions; a user sends the next one as soon as the last has ended. Servers take turns,
-round after round, each after eight requests that are not counted; figures are the rounds' medians.
+`mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user.
+--llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights in
+that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP module. A
+peer is any running server of OpenAI's API. All get the same greedy, streamed completions; a user
+sends the next one as soon as the last has ended. Servers take turns, round after round, each after
+eight requests that are not counted; figures are the rounds' medians.
 """
 
 import argparse
@@ -52,7 +52,7 @@ SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
 
 @dataclass
 class Load:
-    """Holds the figures of some users together."""
+    """The figures of some concurrent users."""
 
     users: int
     seconds: float = 0.0
@@ -76,7 +76,7 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
 
 
 def convert(model: str, kind: str, folder: Path) -> Path:
-    """Converts a checkpoint to GGUF, with its tokenizer."""
+    """Convert a checkpoint to GGUF, with its tokenizer."""
     if not (PEERS / "llama-server").exists():
         sys.exit(f"no {PEERS / 'llama-server'}: run tools/peers_env.sh")
     out = folder / f"{kind}.gguf"
@@ -114,14 +114,14 @@ async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) ->
 
 
 async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
-    """Runs some users at once, each of whom sends its requests one after the other."""
+    """Run some users at once; each sends its requests one after the other."""
     load = Load(users)
 
     async def user(http: httpx2.AsyncClient, number: int) -> None:
         for i in range(requests):
             await one(http, PROMPTS[(number + i) % len(PROMPTS)], tokens, load)
 
-    # Each request has a connection of its own: llama-server closes some that it promised to keep.
+    # Each request has its own connection: llama-server closes some that it promised to keep.
     limits = httpx2.Limits(max_keepalive_connections=0)
     asking = httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False, limits=limits)
     async with asking as http:
@@ -133,7 +133,7 @@ async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
 
 
 def direct(engine: Path, requests: int, tokens: int) -> float:
-    """Measures the tokens per second of `Engine.stream` for one user."""
+    """Measure the tokens per second of `Engine.stream` for one user."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with Engine.load(engine) as loaded:
         list(loaded.stream(PROMPTS[0], SamplingParams(max_tokens=8)))
@@ -152,7 +152,7 @@ def quantile(values: list[float], share: float) -> float:
 
 @dataclass
 class Server:
-    """Is one of the servers that take turns; direct: rates of `Engine.stream`, per round."""
+    """One of the servers that take turns; direct: rates of `Engine.stream`, per round."""
 
     name: str
     start: Callable[[], contextlib.AbstractContextManager[str]]
@@ -184,7 +184,7 @@ def table(servers: list[Server], users: list[int]) -> Table:
 
 
 def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
-    """Computes the ratios of the aims: one user to `Engine.stream`, servers to llama-server."""
+    """Compute the ratios of the aims: one user to `Engine.stream`, servers to llama-server."""
     for server in servers:
         if server.direct and 1 in users:
             share = server.rate(1) / statistics.median(server.direct)

@@ -3,8 +3,8 @@
 python benchmarks/structured.py engines/tiny_n0 engines/tiny_n3
 
 Each engine answers the same prompts at temperature 0 with the schema TICKET, in turn, request by
-request; the texts must be equal. Rates are relative to the first engine's. Beside them stand the
-tokens per step, and the share of tokens that the grammar had made certain before their step.
+request; the texts must be equal. Rates are relative to the first engine's. The table also shows the
+tokens per step, and the share of tokens that the grammar had already determined before their step.
 """
 
 import argparse
@@ -60,7 +60,7 @@ PROMPTS = (
 
 
 def answers(engine: Engine, params: SamplingParams) -> tuple[float, list[Result]]:
-    """Answers all prompts, one after the other; returns the seconds and the answers."""
+    """Answer all prompts, one after the other; return the seconds and the answers."""
     began = time.perf_counter()
     results = [engine.generate(prompt, params) for prompt in PROMPTS]
     return time.perf_counter() - began, results
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def report(engines: list[Path], seconds: list[float], said: list[list[Result]]) -> None:
-    """Prints the table; raises EngineError if the texts are not the same."""
+    """Print the table; raise EngineError if the texts are not the same."""
     for path, results in zip(engines, said, strict=True):
         if [r.token_ids for r in results] != [r.token_ids for r in said[0]]:
             raise EngineError(f"{path} gives another text than {engines[0]}")

@@ -2,7 +2,7 @@
 
 python benchmarks/turns.py engines/tiny_n3_b8
 
-Prompts of 1,500 tokens arrive one after the other, beside one request that runs all the time. The
+Prompts of 1,500 tokens arrive one after the other, while one request runs all the time. The
 99th percentile of the time between two of its steps must stay under the 99th percentile of one
 chunk plus 1.5 median steps of the full batch; all are measured in the same run. The exit code is 1
 if it does not. A prompt's last chunks attend to all earlier rows, so they take longer than the
@@ -25,7 +25,7 @@ from mtpbuild.runtime.request import FinishReason, Request
 
 
 class Timed:
-    """Wraps programs and times their calls."""
+    """A wrapper of programs that times their calls."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -46,7 +46,7 @@ class Timed:
 
 
 class Gaps:
-    """Notes the times of a request's steps."""
+    """An observer that records the times of a request's steps."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -55,7 +55,7 @@ class Gaps:
         self.at.append(time.perf_counter())
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """Does nothing: the end of a request is not noted."""
+        """Do nothing, as the end of a request is not recorded."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from mtpbuild.runtime import Engine, EngineError, RequestError, SamplingParams, 
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one client in a thread of its own; the engine queues the clients' requests."""
+    """A handler that answers one client in its own thread; the engine queues the requests."""
 
     def __init__(self, engine: Engine, *args: Any) -> None:
         self.engine = engine
@@ -38,13 +38,13 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def start(self, body: bytes) -> Stream:
-        """Starts a request from JSON: {"prompt": ..., and any field of SamplingParams}."""
+        """Start a request from JSON: {"prompt": ..., and any field of SamplingParams}."""
         settings = dict(json.loads(body))
         return self.engine.stream(settings.pop("prompt", ""), SamplingParams(**settings))
 
 
 def serve(engine: Engine, port: int = 0) -> ThreadingHTTPServer:
-    """Makes a server on the loopback interface; call its `serve_forever`."""
+    """Return a server on the loopback interface; call its `serve_forever`."""
     return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, engine))
 
 

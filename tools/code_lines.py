@@ -17,7 +17,7 @@ IDLE = {
 
 
 def code_lines(source: str) -> int:
-    """Counts the lines of one file's text that hold code."""
+    """Count the lines of one file's text that hold code."""
     held = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in IDLE:
@@ -26,7 +26,7 @@ def code_lines(source: str) -> int:
 
 
 def docstring_lines(source: str) -> set[int]:
-    """Returns the line numbers of the docstrings of a module, its classes and its functions."""
+    """Return the line numbers of the docstrings of a module, its classes and its functions."""
     found = set[int]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

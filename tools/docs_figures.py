@@ -1,15 +1,15 @@
-"""Writes what commands print into README.md and docs/, and tells where a document says otherwise.
+"""Writes what commands print into README.md and docs/, and reports where a document differs.
 
     python tools/docs_figures.py            # rewrites the documents; a few minutes
     python tools/docs_figures.py --check    # changes nothing; exit code 1 if something would change
 
-Two kinds of places are written. A ```console block has commands behind "$ ", each followed by what
-it printed. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` stands the table that the
+Two kinds of places are written. A ```console block has commands after "$ ", each followed by its
+output. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` is the table that the
 function NAME below makes. Commands run in an empty folder that has engines/tiny_n0 and tiny_n3.
-Times and speeds are those of some machine: they are not compared.
+Times and speeds depend on the machine, so they are not compared.
 
-A block behind `<!-- not run: WHY -->` is left as it is. Blocks behind `<!-- long: WHY -->` and the
-tables in LONG are written like the others, and compared by `make test-full` alone.
+A block after `<!-- not run: WHY -->` is left as it is. Blocks after `<!-- long: WHY -->` and the
+tables in LONG are written like the others, but only `make test-full` compares them.
 """
 
 import argparse
@@ -44,7 +44,10 @@ WIDTH = "100"
 
 @dataclass(frozen=True)
 class Block:
-    """Is a fenced block of a document. mark: `not run`, `long`, or none; why: the reason for it."""
+    """A fenced block of a document.
+
+    mark: `not run`, `long`, or none. why: the reason for the mark.
+    """
 
     document: Path
     line: int
@@ -58,7 +61,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Returns the block's commands without comments; continued lines are joined."""
+        """Return the block's commands without comments; continued lines are joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -67,7 +70,7 @@ class Block:
 
 
 def blocks(document: Path) -> list[Block]:
-    """Lists a document's fenced blocks in their order."""
+    """List a document's fenced blocks in their order."""
     text = document.read_text(encoding="utf-8")
     return [block_of(document, match) for match in FENCED.finditer(text)]
 
@@ -79,7 +82,7 @@ def block_of(document: Path, match: re.Match[str]) -> Block:
 
 
 def run(command: str) -> str:
-    """Runs an `mtpbuild` command in this process, or a script; returns all that it prints."""
+    """Run an `mtpbuild` command in this process, or a script; return all that it prints."""
     from typer.testing import CliRunner
 
     from mtpbuild.builder.cli import app
@@ -98,7 +101,7 @@ def run(command: str) -> str:
 
 
 def console(block: Block) -> str:
-    """Returns a console block as its commands print it now."""
+    """Return a console block with what its commands print now."""
     parts = re.split(r"(?m)^(?=\$ )", block.text)
     shown = (re.match(r"\$ (?:.*\\\n)*.*\n", part) for part in parts)
     return "".join(
@@ -108,7 +111,7 @@ def console(block: Block) -> str:
 
 
 def cpu_engines() -> str:
-    """docs/plan.md: engines of GigaChat3-10B on a CPU."""
+    """Return the table in docs/plan.md of engines of GigaChat3-10B on a CPU."""
     model = "mtpbuild plan --model gigachat3-10b-a1.8b-bf16 --cpu --nextn 0,1 --json"
     found = json.loads(run(model))
     head = ("`--weights`", "engine", "memory, nextn 1", "GB per step, nextn 0", "nextn 1")
@@ -125,7 +128,7 @@ def cpu_engines() -> str:
 
 
 def published_speeds() -> str:
-    """docs/plan.md: what is predicted of R1 on 8 B200 beside what was published."""
+    """Return the table in docs/plan.md of R1's predicted and published speeds on 8 B200."""
     from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 
     found = plan_of_r1("deepseek-r1-fp4")
@@ -147,7 +150,7 @@ def published_speeds() -> str:
 
 
 def r1_sizes() -> str:
-    """docs/plan.md: R1 in both published formats, on one and on eight ranks."""
+    """Return the table in docs/plan.md of R1 in both published formats, on 1 and 8 ranks."""
     rows = []
     for model in ("deepseek-r1", "deepseek-r1-fp4"):
         alone, eight = plan_of_r1(model, "h200", 1), plan_of_r1(model, "h200", 8)
@@ -173,7 +176,7 @@ def plan_of_r1(model: str, gpu: str = "b200", tp: int = 8) -> dict[str, Any]:
 
 
 def long_contexts() -> str:
-    """docs/plan.md: a step's bytes of caches with and without a choice of rows."""
+    """Return the table in docs/plan.md of a step's cache bytes, with chosen rows and with all."""
     contexts = (2048, 8192, 32768, 131072)
 
     def read(model: str, context: int) -> str:
@@ -188,7 +191,7 @@ def long_contexts() -> str:
 
 
 def model_sizes() -> str:
-    """docs/models.md: billions of parameters, and the stored bytes, of every published model."""
+    """Return the table in docs/models.md of every published model's parameters and stored bytes."""
     from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.recipe import load_recipes
 
@@ -220,7 +223,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns a Markdown table."""
+    """Return a Markdown table."""
     head = list(head)
     lines = (head, ["---"] * len(head), *rows)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -231,7 +234,7 @@ def gigabytes(count: float, digits: int = 2) -> str:
 
 
 def rewritten(document: Path, marks: Iterable[str | None] = (None, "long")) -> str:
-    """Returns a document's text as commands print it now, in all blocks with these marks."""
+    """Return a document's text with what commands print now, in all blocks with these marks."""
 
     def fenced(match: re.Match[str]) -> str:
         block = block_of(document, match)
@@ -256,7 +259,7 @@ def unmeasured(text: str) -> str:
 
 
 def differences(document: Path, new: str) -> list[str]:
-    """Lists a document's lines that commands do not print, and what they print instead."""
+    """List a document's lines that commands do not print, and what they print instead."""
     old, name = document.read_text(encoding="utf-8"), document.relative_to(ROOT).as_posix()
     lines = old.splitlines(), new.splitlines()
     return list(difflib.unified_diff(*lines, name, "what is printed", lineterm="", n=0))
@@ -264,7 +267,7 @@ def differences(document: Path, new: str) -> list[str]:
 
 @contextlib.contextmanager
 def folder_with_engines() -> Iterator[None]:
-    """Makes an empty folder the current one, and builds in it the engines that documents run."""
+    """Change to an empty folder, and build the engines in it that the documents use."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         print(run("mtpbuild build --model deepseek-tiny --nextn 0,3"), end="")
         yield

@@ -16,7 +16,7 @@ QUESTION = "What is 47 + 85?"
 
 
 def draw(console: Console, engine: Engine, command: str, prompt: str) -> None:
-    """Draws the command line, the streamed text with accepted drafts in green, and the summary."""
+    """Print the command line, the streamed text with accepted drafts in green, and the summary."""
     console.print(Text(f"$ {command}", style="bold"))
     line = Text()
     with engine.stream(prompt, SamplingParams(max_tokens=256)) as stream:

@@ -20,7 +20,7 @@ from mtpbuild.runtime.ranks import ALONE
 
 
 def stored(layout: Layout) -> dict[str, Entry]:
-    """Returns every tensor of the repository, including the copies in MTP layers."""
+    """Return every tensor of the repository, including the copies in MTP layers."""
     family, config = family_of(layout.config), layout.config
     table = family.weight_table(config, WHOLE)
     sources = {s.name: s for weight in table for s in weight.stored}

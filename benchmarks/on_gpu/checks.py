@@ -1,4 +1,4 @@
-"""Makes checks of a run on a GPU, and prints a line for each as soon as it is made."""
+"""Checks of a run on a GPU, each printed as soon as it is made."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ NOTED = "noted"
 
 
 class Checks:
-    """Prints checks, and appends them to a file as JSON."""
+    """Checks that are printed, and appended to a file as JSON."""
 
     def __init__(self, rows: Path | None) -> None:
         self._rows = rows
@@ -27,10 +27,13 @@ class Checks:
                 print(json.dumps({"what": what, "status": status, "detail": detail}), file=file)
 
     def make(self, what: str, check: Callable[[], str], gpu: bool = True) -> bool:
-        """Runs a check and reports its result, or its error; gpu: whether it runs on a GPU."""
+        """Run a check and report its result, or its error.
+
+        gpu: whether it runs on a GPU.
+        """
         try:
             detail = check()
-        except Exception as error:  # any error: later checks may tell more
+        except Exception as error:  # any error: later checks may still give information
             lines = str(error).strip().splitlines() or [""]
             self.say(what, FAILED, f"{type(error).__name__}: {lines[0]}")
             return False
@@ -47,7 +50,7 @@ class Checks:
 
 
 def near(got: Any, wanted: Any, limit: float) -> str:
-    """Describes the largest difference of two tensors; raises ValueError unless it is small."""
+    """Describe the largest difference of two tensors; raise ValueError unless it is small."""
     apart = float((got.float().cpu() - wanted.float().cpu()).abs().max())
     if not apart < limit:
         raise ValueError(f"off by {apart:.2g}, more than {limit:g}")

@@ -34,7 +34,7 @@ PROMPT = "def fibonacci(n):"
 
 
 def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
-    """The model with the weights that an engine for a GPU has."""
+    """Return the model with the weights that an engine for a GPU has."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)
@@ -46,7 +46,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
 
 
 class Eager:
-    """Runs the step program, with one greedy slot, in PyTorch, an operator at a time."""
+    """The step program with one greedy slot, run in PyTorch operator by operator."""
 
     def __init__(self, manifest: Manifest, device: str) -> None:
         built, folder = manifest.build, find_model(manifest.model.name).folder
@@ -96,9 +96,10 @@ class Eager:
 
 
 def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
-    """Times the variants; folder: an engine of deepseek-tiny for one request; None builds one.
+    """Time the variants.
 
-    On a GPU the first row is the CPU's engine: all others must give its tokens.
+    folder: an engine of deepseek-tiny for one request; None builds one. On a GPU the first row is
+    the CPU's engine: all others must give its tokens.
     """
     with tempfile.TemporaryDirectory() as scratch:
         plain = BuildRequest("deepseek-tiny", (3,), out=Path(scratch) / "cpu")
@@ -128,7 +129,7 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
 def variants(
     folder: Path, manifest: Manifest, machine: Machine
 ) -> Iterator[tuple[str, Callable[[], Programs], bool]]:
-    """Yields each variant: its name, its programs, and whether steps overlap."""
+    """Yield each variant: its name, its programs, and whether steps overlap."""
     yield "eager", partial(Eager, manifest, machine.device), False
     if machine.device == "cpu":
         yield "engine", partial(load_programs, folder, manifest), False
@@ -146,7 +147,7 @@ def variants(
 
 
 def decode(loaded: Engine, machine: Machine) -> tuple[list[int], float]:
-    """Returns a prompt's tokens and the microseconds of a later step: the best of some runs."""
+    """Return a prompt's tokens and the microseconds of a later step, the best of some runs."""
     count, repeats = (12, 1) if machine.device == "cpu" else (256, 3)
     best, tokens = float("inf"), list[int]()
     for _ in range(repeats):

@@ -30,7 +30,7 @@ class Attention:
     dtype: torch.dtype = torch.bfloat16
 
     def operands(self, device: str) -> tuple[Tensor, ...]:
-        """Makes q, cache, fresh, base and first; every slot has `context` committed rows."""
+        """Make q, cache, fresh, base and first; every slot has `context` committed rows."""
         B, T, C = self.batch, self.tokens, self.rank + self.rope
         shapes = (B, self.heads, T, C), (B, 1, self.context, C), (B, 1, T, C)
         floats = (torch.randn(shape, device=device, dtype=self.dtype) for shape in shapes)
@@ -41,7 +41,7 @@ class Attention:
         return mla_attention_launches(*operands, SCALE, self.rank, shared=shared).run()
 
     def bound(self, machine: Machine) -> float:
-        """Returns the least microseconds, for reading the cache once or for both products."""
+        """Return the least microseconds, for reading the cache once or for both products."""
         width, rows = self.rank + self.rope, self.batch * (self.context + self.tokens)
         queries = self.batch * self.heads * self.tokens
         nbytes = (rows * width + queries * (width + self.rank)) * self.dtype.itemsize
@@ -70,7 +70,7 @@ def attention(cases: Sequence[Attention], machine: Machine) -> Iterator[Row]:
 
 
 def sdpa_time(case: Attention, sets: Sequence[tuple[Tensor, ...]]) -> str:
-    """Times SDPA on the same rows; a failure is shown, not hidden."""
+    """Time SDPA on the same rows; a failure is shown, not hidden."""
     try:
         return f"SDPA {microseconds([sdpa(case, *operands) for operands in sets]):.1f}"
     except Exception as error:  # any error of PyTorch's: memory, a shape
@@ -78,14 +78,14 @@ def sdpa_time(case: Attention, sets: Sequence[tuple[Tensor, ...]]) -> str:
 
 
 def sdpa(case: Attention, q: Tensor, cache: Tensor, *rest: Tensor) -> Call:
-    """Prepares SDPA without the mask, which would only make it slower: tokens see all rows."""
+    """Return a call of SDPA; it has no mask, which would only slow it: tokens see all rows."""
     k, v = cache.expand(-1, case.heads, -1, -1), cache[..., : case.rank]
     v = v.expand(-1, case.heads, -1, -1)
     return lambda: F.scaled_dot_product_attention(q, k, v, scale=SCALE)
 
 
 def acceptance(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Iterator[Row]:
-    """Times strict greedy acceptance for cases (batch, tokens, vocabulary).
+    """Time strict greedy acceptance for cases (batch, tokens, vocabulary).
 
     The bound is reading the logits once.
     """
@@ -110,7 +110,7 @@ def acceptance(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Itera
 
 @dataclass(frozen=True)
 class Experts:
-    """Is the shape of a rank's experts; a token may choose any of them."""
+    """The shape of a rank's experts; a token may choose any of them."""
 
     tokens: int
     experts: int
@@ -121,7 +121,7 @@ class Experts:
 
 
 def experts(cases: Sequence[Experts], machine: Machine) -> Iterator[Row]:
-    """Times moe; the bound is reading the chosen experts' weights once."""
+    """Time moe; the bound is reading the chosen experts' weights once."""
     for c in cases:
         device = machine.device
         scores = torch.randn(c.tokens, c.experts, device=device)

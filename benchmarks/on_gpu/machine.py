@@ -1,4 +1,4 @@
-"""Measures a GPU's bandwidth and rate, times calls on it, and holds a row of the table."""
+"""Measurement of a GPU's bandwidth and rate, timing of calls on it, and the table's rows."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Any]
-COLD = 256 << 20  # bytes that pass through a GPU's cache before operands are used again
+COLD = 256 << 20  # bytes that pass through a GPU's cache before operands are reused
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds a GPU's measured speeds; zeros where nothing is timed."""
+    """A GPU's measured speeds; zeros where nothing is timed."""
 
     device: str
     bandwidth: float = 0.0  # bytes per second, copying 1 GiB
@@ -42,7 +42,7 @@ def measure_machine() -> Machine:
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Times calls in one CUDA graph: the median of 7 replays over the number of calls."""
+    """Return the microseconds per call, from the median of 7 replays of one CUDA graph."""
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def microseconds(calls: Sequence[Call]) -> float:
 
 
 def repeats(nbytes: int) -> int:
-    """Returns enough sets of operands for each to have left the cache before its next use."""
+    """Return the number of operand sets for which each has left the cache before its next use."""
     return max(2, min(64, COLD // nbytes + 1))
 
 

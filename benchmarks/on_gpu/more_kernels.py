@@ -27,7 +27,7 @@ SAMPLED = Controls(temperature=0.8, top_p=0.95, seed=5)
 
 
 def scaled(form: str, shape: tuple[int, ...], device: str) -> Scaled:
-    """Makes a random weight [.., in, out] in that format."""
+    """Make a random weight [.., in, out] in the format `form`."""
     second = (1, shape[-1]) if form == "nvfp4" else None
     weight = Scaled(shape, 16 if form == "nvfp4" else min(128, shape[-2]), second)
     fill_scaled(weight, device)
@@ -44,7 +44,7 @@ def nbytes_of(parts: Sequence[Tensor | None]) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """Is the shape of a product: x [tokens, inputs] by a quantised weight [inputs, outputs]."""
+    """The shape of a product: x [tokens, inputs] by a quantised weight [inputs, outputs]."""
 
     tokens: int
     inputs: int
@@ -53,7 +53,7 @@ class Product:
 
 
 def products(cases: Sequence[Product], machine: Machine) -> Iterator[Row]:
-    """Times matmul_scaled; the bound is reading the weight once."""
+    """Time matmul_scaled; the bound is reading the weight once."""
     for c in cases:
         for form in FORMS:
             parts = scaled(form, (c.inputs, c.outputs), machine.device).parts
@@ -74,7 +74,7 @@ def products(cases: Sequence[Product], machine: Machine) -> Iterator[Row]:
 
 
 def scaled_experts(cases: Sequence[Experts], machine: Machine) -> Iterator[Row]:
-    """Times moe with k random experts of equal weight; the bound is reading those experts once."""
+    """Time moe with k random experts of equal weight; the bound is reading those experts once."""
     for c in cases:
         for form in FORMS:
             device = machine.device
@@ -110,7 +110,7 @@ def first_token(
     up: Sequence[Tensor | None],
     down: Sequence[Tensor | None],
 ) -> Tensor:
-    """Computes the reference's result for one token, in fp32, from that token's experts alone."""
+    """Compute the reference's result for one token, in fp32, from that token's experts alone."""
     first = ids[0].long()
     own = [
         dequantise_scaled(*on_cpu([None if p is None else p[first] for p in parts]))
@@ -121,7 +121,7 @@ def first_token(
 
 
 def writes(cases: Sequence[tuple[int, int, int, int]], machine: Machine) -> Iterator[Row]:
-    """Times cache writes for cases (batch, tokens, rows, width).
+    """Time cache writes for cases (batch, tokens, rows, width).
 
     The bound is moving the fresh rows once.
     """
@@ -144,7 +144,7 @@ def writes(cases: Sequence[tuple[int, int, int, int]], machine: Machine) -> Iter
 
 
 def mixed(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Iterator[Row]:
-    """Times acceptance of sampled requests for cases (batch, tokens, vocabulary).
+    """Time acceptance of sampled requests for cases (batch, tokens, vocabulary).
 
     The bound is reading the logits once. The error is that of log-probabilities; a token that
     differs counts as 1.
@@ -166,7 +166,7 @@ def mixed(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Iterator[R
 
 
 def sampled(B: int, T: int, V: int) -> tuple[Any, ...]:
-    """Makes operands of `accept_mixed`; every slot has a temperature, top-p and T - 1 drafts."""
+    """Make operands of `accept_mixed`; every slot has a temperature, top-p and T - 1 drafts."""
     logits = 2 * torch.randn(B, T, V)
     window = torch.cat([torch.zeros(B, 1, dtype=torch.int64), logits[:, :-1].argmax(-1)], dim=1)
     zero, no = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)

@@ -34,7 +34,7 @@ ON_THE_GPU = ("NCCL's communicator", "sums, launched", "sums, captured", "the gr
 
 
 def alone() -> Channel:
-    """Makes a group of one rank, which meets on a free port."""
+    """Make a group of one rank, which meets on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
@@ -45,7 +45,7 @@ def alone() -> Channel:
 
 
 def run_over_gloo(checks: Checks, bench: Bench) -> None:
-    """Checks the program without a GPU: PyTorch runs it, and gloo makes the sums."""
+    """Check the program without a GPU: PyTorch runs it, and gloo computes the sums."""
     program, given, wanted = layer(bench)
     forget_ranks()
     dist.destroy_process_group()
@@ -93,7 +93,7 @@ def run_over_nccl(checks: Checks, bench: Bench) -> None:
 
 
 def layer(bench: Bench) -> tuple[object, list[Tensor], Tensor]:
-    """Returns a program with two sums, its operands, and its result without other ranks."""
+    """Return a program with two sums, its operands, and its result without other ranks."""
     part = bench.parts.layer("dense layer", 0, 1)
     state = bench.state(0)
     given = [*(state[name] for name in part.program.state), *part.program.arguments.values()]

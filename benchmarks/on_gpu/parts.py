@@ -1,4 +1,4 @@
-"""The parts of a step as programs of their own, on a model of random weights, and their costs.
+"""The parts of a step as separate programs, on a model of random weights, and their costs.
 
 E hidden size, T tokens, V the rank's part of the vocabulary; one request.
 """
@@ -25,7 +25,7 @@ MTP_CACHE = "mtp_kv.0"
 
 
 class Layer(nn.Module):
-    """Runs one layer of the main model; x [1, T, E], start [1]."""
+    """One layer of the main model; x [1, T, E], start [1]."""
 
     def __init__(self, model: CausalLM, index: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Layer(nn.Module):
 
 
 def own(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Returns this rank's logits, where a model would join them with the others'."""
+    """Return this rank's logits, instead of joining them with the other ranks'."""
     return logits
 
 
 class Head(nn.Module):
-    """Computes the rank's logits from the last layer's output x [1, T, E]."""
+    """The rank's logits from the last layer's output x [1, T, E]."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class Head(nn.Module):
 
 
 class Accept(nn.Module):
-    """Accepts drafts: logits [1, T, V], window [1, T]; the others [1].
+    """The acceptance of drafts: logits [1, T, V], window [1, T]; the others [1].
 
-    Of several ranks' logits it reads the best of each block, as a step does.
+    With several ranks it reads the best logits of each block, as a step does.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -83,7 +83,7 @@ class Accept(nn.Module):
 
 
 class FirstDraft(nn.Module):
-    """Runs the module over the window: emitted [1, T] tokens, hidden [1, T, E]."""
+    """The module's pass over the window: emitted [1, T] tokens, hidden [1, T, E]."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FirstDraft(nn.Module):
 
 
 class FurtherDraft(nn.Module):
-    """Runs the module for one further draft, at position `start` + `side`'s rows; draft [1, 1].
+    """The module's pass for a further draft, at position `start` + `side`'s rows; draft [1, 1].
 
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
@@ -126,7 +126,7 @@ class FurtherDraft(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """Computes the draft [1, 1] from hidden [1, 1, E], which the module has normalised."""
+    """The draft [1, 1] from hidden [1, 1, E], which the module has normalised."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -140,19 +140,19 @@ class DraftHead(nn.Module):
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds the bytes that a part reads, and its operations."""
+    """The bytes that a part reads, and its operations."""
 
     nbytes: float
     operations: float
 
     def bound(self, machine: Machine) -> float:
-        """Returns the least microseconds that the bytes or the operations take."""
+        """Return the least microseconds that the bytes or the operations take."""
         return 1e6 * max(self.nbytes / machine.bandwidth, self.operations / machine.rate)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Is a program for T tokens; its random operands serve to time and to compare it."""
+    """A program for T tokens; its random operands serve for timing and comparison."""
 
     name: str
     tokens: int
@@ -161,7 +161,7 @@ class Part:
 
 
 class Parts:
-    """Makes the parts of one model's step behind `context` cached tokens."""
+    """The parts of one model's step after `context` cached tokens."""
 
     def __init__(self, model: CausalLM, context: int) -> None:
         self.model, self.context = model, context
@@ -179,7 +179,7 @@ class Parts:
         return self._part("head", tokens, Head(self.model), {"x": self._hidden(tokens)}, outputs)
 
     def acceptance(self, tokens: int) -> Part:
-        """Makes acceptance over the rank's logits."""
+        """Make the part that accepts drafts, over the rank's logits."""
         arguments = {
             "logits": torch.randn(1, tokens, self.vocabulary, device=self.device),
             "window": self._tokens(tokens),
@@ -201,7 +201,7 @@ class Parts:
         return self._part("first draft", tokens, module, arguments, ("hidden",), (MTP_CACHE,))
 
     def further_draft(self, cache: Tensor) -> Part:
-        """Makes the part for the second draft, which has one row beside the cache."""
+        """Make the part for the second draft, which has one row besides the cache."""
         arguments = {
             "cache": cache,
             "draft": self._tokens(1),
@@ -249,7 +249,7 @@ class Parts:
         return Cost(head.nbytes, 2.0 * head.numel() * tokens)
 
     def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
-        """Counts reading the cache and weights once, with experts that random tokens choose."""
+        """Count one read of the cache and weights, with experts that random tokens choose."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
         family = family_of(c)
         costs, width = family.costs(c, self.model.ranks), family.cache_specs(c, self.model.ranks)[0]
@@ -266,7 +266,7 @@ class Parts:
         return Cost(nbytes, operations + tokens * self.context * costs.row_operations)
 
     def _values(self, layer: DecoderLayer, name: str, weight: Tensor) -> int:
-        """Counts the values of a weight in a stored tensor: two in a byte of nvfp4."""
+        """Count the values of a weight in a stored tensor: two per byte in nvfp4."""
         owner, _, leaf = name.rpartition(".")
         module = layer.get_submodule(owner)
         if not isinstance(module, Scaled):

@@ -34,7 +34,7 @@ SETS = 4  # sets of operands: different tokens choose different experts
 
 
 def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
-    """Yields rows of the parts, of the whole model's steps (their sums), and of the slice's."""
+    """Yield rows of the parts, of the whole model's steps (their sums), and of the slice."""
     sharing = load_target("inductor").compiling() if compiled else nullcontext()
     with tempfile.TemporaryDirectory() as scratch, sharing:
         bench = Bench(case, machine, compiled, Path(scratch))
@@ -63,7 +63,7 @@ def needed(bench: Bench) -> Iterator[Part]:
 
 
 def counts(case: Slice, nextn: int) -> dict[tuple[str, int], int]:
-    """Maps (name, tokens) of each part to how often a step of the whole model runs it."""
+    """Map (name, tokens) of each part to the number of its runs in a step of the whole model."""
     T = nextn + 1
     verifying = {
         ("dense layer", T): case.dense,
@@ -78,9 +78,10 @@ def counts(case: Slice, nextn: int) -> dict[tuple[str, int], int]:
 
 
 def timed(bench: Bench, part: Part) -> Row:
-    """Times a part. Its error is the median token's difference from eager over the largest value.
+    """Time a part, and compare it with eager.
 
-    It is not the worst token's: where two experts score the same, either may be taken.
+    The error is the median token's difference over the largest value, not the worst token's: where
+    two experts have the same score, either may be chosen.
     """
     program, runner = part.program, bench.runner(part.program)
     state = bench.state(bench.most)
@@ -102,19 +103,19 @@ def timed(bench: Bench, part: Part) -> Row:
 
 
 def other(operand: Tensor) -> Tensor:
-    """Returns new random values for an operand of floats; caches and integers stay."""
+    """Return new random values for a float operand; caches and integers stay."""
     cache = operand.dim() == 4
     return torch.randn_like(operand) if operand.is_floating_point() and not cache else operand
 
 
 def token_errors(wanted: Tensor, got: Tensor) -> list[float]:
-    """Divides the largest error of each row [.., values] by the largest wanted value."""
+    """Return the largest error of each row [.., values] over the largest wanted value."""
     error = (got - wanted).abs().flatten(0, -2).amax(-1)
     return (error / wanted.abs().max()).tolist()
 
 
 def whole_step(bench: Bench, nextn: int, found: dict[tuple[str, int], Row]) -> Row:
-    """Sums the parts' times; its error compares the slice's step made of parts with the program."""
+    """Sum the parts' times; the error compares the slice's step made of parts with the program."""
     case = bench.case
     row = Row(
         f"R1 {case.dense + case.moe} layers",
@@ -134,7 +135,7 @@ def whole_step(bench: Bench, nextn: int, found: dict[tuple[str, int], Row]) -> R
 
 @torch.no_grad()
 def composition_error(bench: Bench, nextn: int) -> float:
-    """Returns the largest difference of log-probabilities, or the number of different drafts."""
+    """Return the largest difference of log-probabilities, or the number of different drafts."""
     active = torch.ones(1, dtype=torch.bool, device=bench.machine.device)
     new, outputs = bench.step(nextn).module(bench.state(nextn), active)
     logprobs, drafts = from_parts(bench.model, bench.state(nextn), nextn, active)
@@ -143,7 +144,7 @@ def composition_error(bench: Bench, nextn: int) -> float:
 
 
 def from_parts(model: CausalLM, state: State, nextn: int, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes log-probabilities and drafts of the slice's step from its parts, with MTP Eagle."""
+    """Compute log-probabilities and drafts of the slice's step from its parts, with MTP Eagle."""
     start, x = state["lengths"], model.embed(state["window"])
     for index in range(model.config.num_hidden_layers):
         x = Layer(model, index)(state, x, start)[1]["y"]

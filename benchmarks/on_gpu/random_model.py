@@ -1,4 +1,4 @@
-"""Makes a rank's model of random weights, in the types and formats of `mtpbuild build`."""
+"""A rank's model of random weights, in the dtypes and formats of `mtpbuild build`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 
 
 
 def meta_model(case: Slice) -> CausalLM:
-    """Makes the model without memory for its weights."""
+    """Make the model without memory for its weights."""
     with torch.device("meta"):
         model = family_of(case.config).make_model(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype], for_gpu=True)
@@ -39,7 +39,7 @@ def meta_model(case: Slice) -> CausalLM:
 
 
 def empty_model(case: Slice, device: str) -> CausalLM:
-    """Makes the model with uninitialised weights, for compiling but not for running."""
+    """Make the model with uninitialised weights, for compiling but not for running."""
     model = meta_model(case).to_empty(device=device)
     return with_frequencies(model, case, device)
 
@@ -51,7 +51,7 @@ def with_frequencies(model: CausalLM, case: Slice, device: str) -> CausalLM:
 
 
 def random_model(case: Slice, device: str) -> CausalLM:
-    """Makes a model in which products keep their input's scale, and no expert is preferred."""
+    """Make a model in which products keep their input's scale, and no expert is preferred."""
     model = meta_model(case)
     inside = {
         f"{name}.{part}"
@@ -76,7 +76,10 @@ def random_model(case: Slice, device: str) -> CausalLM:
 
 
 def quantised_weights(case: Slice) -> Iterator[Weight]:
-    """Yields the weights that an engine of the published checkpoint in case.weights keeps so."""
+    """Yield the weights that stay quantised in an engine of the published checkpoint.
+
+    case.weights names the checkpoint's format.
+    """
     scheme = SCHEMES[case.weights]
     for weight in with_shared(table_of(case), joined(case)):
         format, *others = {format_by(scheme, case.config, stored) for stored in weight.stored}
@@ -90,12 +93,12 @@ def table_of(case: Slice) -> list[Weight]:
 
 
 def joined(case: Slice) -> set[str]:
-    """Finds the MoE modules whose shared expert a GPU engine appends to the routed ones."""
+    """Return the MoE modules whose shared expert a GPU engine appends to the routed ones."""
     return like_routed(table_of(case), Share(case.ranks))
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:
-    """Fills a weight with random codes other than NaN; products keep their input's scale."""
+    """Fill a weight with random codes other than NaN; products keep their input's scale."""
 
     def fill(name: str, low: int, high: int) -> Tensor:
         old: Tensor = getattr(weight, name)
@@ -116,7 +119,7 @@ def fill_scaled(weight: Scaled, device: str) -> None:
 
 
 def pretend_ranks(ranks: int) -> None:
-    """Lets the model's sums run as rank 0 of a group whose other ranks contribute nothing.
+    """Let the model's sums run as rank 0 of a group whose other ranks contribute nothing.
 
     It uses torch's own stand-in, which does not communicate, so no figure includes communication.
     """

@@ -1,4 +1,4 @@
-"""Holds a slice's model and state on a device, and runs its programs eagerly or compiled."""
+"""A slice's model and state on a device, and its programs, run eagerly or compiled."""
 
 import tempfile
 from pathlib import Path
@@ -25,12 +25,12 @@ ROOM = 256  # tokens after the context
 
 class Runner(Protocol):
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Takes state, which it overwrites, then arguments; returns the other outputs."""
+        """Run with state, which is overwritten, then arguments; return the other outputs."""
         ...
 
 
 class Eagerly:
-    """Runs a program in PyTorch, an operator at a time."""
+    """A program that PyTorch runs operator by operator."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -46,7 +46,7 @@ class Eagerly:
 
 
 class Bench:
-    """Makes and runs a slice's programs; if `compiled`, they are lowered into `folder`.
+    """A slice's programs and their runs; if `compiled`, they are lowered into `folder`.
 
     All programs share the model's weights on the device.
     """
@@ -80,7 +80,7 @@ class Bench:
         )
 
     def _fill(self) -> State:
-        """Makes caches of random rows, `context` of them committed, and a window full of drafts."""
+        """Make caches of random rows, `context` of them committed, and a window full of drafts."""
         made: State = {}
         for spec in state_specs(self.plan(self.most)):
             dtype = getattr(torch, spec.dtype)
@@ -92,7 +92,7 @@ class Bench:
         return made
 
     def state(self, nextn: int) -> State:
-        """Copies the state for steps with `nextn` drafts."""
+        """Copy the state for steps with `nextn` drafts."""
         kept = {spec.name: self._state[spec.name] for spec in state_specs(self.plan(nextn))}
         kept["window"] = kept["window"][:, : nextn + 1]
         kept["num_drafts"] = kept["num_drafts"].clamp(max=nextn)
@@ -105,7 +105,7 @@ class Bench:
             return make_programs(self.plan(nextn), self.model)[1]
 
     def runner(self, program: Program) -> Runner:
-        """Makes the runner of a program whose caches come from a state with `most` drafts."""
+        """Make the runner of a program whose caches come from a state with `most` drafts."""
         if not self.compiled:
             return Eagerly(program)
         from mtpbuild.builder.targets.inductor import TARGET  # loads the compiler
@@ -113,7 +113,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         with torch.device(self.machine.device):
             traced = trace(program, self.plan(self.most))
-        forget_ranks()  # the compiler uses a group of its own
+        forget_ranks()  # the compiler uses its own group
         file = TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), folder)
         pretend_ranks(self.case.ranks.tp)
         return Package(folder / file, self.weights, self.machine.device)

@@ -1,4 +1,4 @@
-"""Times the slice's own step: eager, compiled, as one CUDA graph, and with overlapping steps.
+"""Times the slice's whole step: eager, compiled, as one CUDA graph, and with overlapping steps.
 
 None of its figures is a speedup of R1, because head and MTP module outweigh four layers.
 """
@@ -17,19 +17,19 @@ from on_gpu.parts import State
 from on_gpu.slice_bench import Bench, Eagerly, Runner
 
 STEPS = 32  # steps of a timed run; each may emit nextn + 1 tokens
-OFF = 0.5  # allowed error of a log-probability: on a tie of two experts, either may be taken
+OFF = 0.5  # allowed error of a log-probability: on a tie of two experts, either may be chosen
 Launch = Callable[[], Callable[[], Tensor]]  # queues a step; the result waits for its tokens
 
 
 def own_step(bench: Bench) -> Iterator[Row]:
-    """Times each variant; its error compares the first step's log-probabilities with eager ones."""
+    """Time each variant; the error compares the first step's log-probabilities with eager ones."""
     nextn = bench.most
     wanted: Tensor | None = None
     first: float | None = None
     for name, launch, state, overlap in variants(bench, bench.step(nextn), nextn):
         beginning = {key: tensor.clone() for key, tensor in state.items()}
         if bench.machine.device == "cuda":
-            torch.cuda.synchronize()  # steps have a stream of their own
+            torch.cuda.synchronize()  # steps use their own stream
         logprobs = launch()()
         wanted = logprobs if wanted is None else wanted
         row = Row("R1 slice", f"nextn {nextn}, {name}", difference(logprobs, wanted), limit=OFF)
@@ -41,7 +41,7 @@ def own_step(bench: Bench) -> Iterator[Row]:
 
 
 def paced(launch: Launch, state: State, beginning: State, overlap: bool) -> float:
-    """Returns microseconds per step; with overlap the next step is queued before a read."""
+    """Return microseconds per step; with overlap the next step is queued before a read."""
     restore(state, beginning)
     begin = time.perf_counter()
     wait = launch()
@@ -65,7 +65,7 @@ def restore(state: State, beginning: State) -> None:
 def variants(
     bench: Bench, program: Program, nextn: int
 ) -> Iterator[tuple[str, Launch, State, bool]]:
-    """Yields each variant: its name, its step, the step's state, and whether steps overlap."""
+    """Yield each variant: its name, its step, the step's state, and whether steps overlap."""
     where = program.outputs.index("logprobs") - len(program.state)
     state = bench.state(nextn)
     inputs = operands(program, state)
@@ -110,6 +110,9 @@ def operands(program: Program, state: State) -> list[Tensor]:
 
 
 def at_once(runner: Runner, inputs: list[Tensor], where: int) -> Callable[[], Tensor]:
-    """Makes a step that is waited for; `where`: the index of its output of log-probabilities."""
+    """Run a step and wait for it; return a function that gives its log-probabilities.
+
+    where: the index of the output of log-probabilities.
+    """
     logprobs = runner.run(inputs)[where].cpu()
     return lambda: logprobs

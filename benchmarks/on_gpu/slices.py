@@ -1,4 +1,4 @@
-"""Defines the slices to measure: a rank's share of some layers of R1, and a small stand-in."""
+"""The slices to measure: a rank's share of some layers of R1, and a small substitute."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Slice:
-    """Is rank 0's part of `config`; dense, moe: how many main layers the whole model has.
+    """Rank 0's part of `config`; dense, moe: numbers of main layers in the whole model.
 
     weights: the checkpoint's format, in which products stay, as in an engine.
     """
@@ -36,7 +36,7 @@ class Slice:
 def r1_share(
     tp: int, nextn: tuple[int, ...], weights: str = UNQUANTISED, recipe: str = "deepseek_v3"
 ) -> Slice:
-    """Returns one of `tp` ranks' share of a dense, three MoE layers, MTP module and both ends.
+    """Return one of `tp` ranks' share of a dense layer, three MoE layers, MTP module and both ends.
 
     The ends are embedding and head. The model is the one that a build makes for a rank. Raises
     UsageError, which lists the possible values of `tp`.
@@ -51,7 +51,7 @@ def r1_share(
 
 
 def small(nextn: tuple[int, ...]) -> Slice:
-    """Returns a slice for a machine without a GPU: the same kinds of layers, one of two ranks."""
+    """Return a slice for a machine without a GPU: the same kinds of layers, one of two ranks."""
     config = DeepseekV3Config(
         vocab_size=160,
         hidden_size=48,
@@ -83,7 +83,7 @@ def small(nextn: tuple[int, ...]) -> Slice:
 
 
 def check_memory(case: Slice, free: int | None = None) -> None:
-    """Raises UsageError if the slice does not fit into the GPU's free bytes."""
+    """Raise UsageError if the slice does not fit into the GPU's free bytes."""
     free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
         model = DeepseekV3(case.config, case.ranks)

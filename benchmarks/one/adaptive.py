@@ -1,8 +1,8 @@
-"""Measures `--nextn auto` beside nextn 0 where drafts are accepted at fixed rates.
+"""Measures `--nextn auto` against nextn 0 where drafts are accepted at fixed rates.
 
-Requests whose drafts are forced run the mixed program, and so does nextn 0 beside them. Plain
-requests are measured too: the model's weights are random, so that its drafts are never right. The
-choice learns from some steps before it is measured.
+Requests whose drafts are forced run the mixed program, so nextn 0 runs it in this comparison, too.
+Plain requests are also measured: with the model's random weights their drafts are never accepted.
+The choice of nextn learns from some steps before it is measured.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from one.sides import Measured, decode, ours, take_turns
 
 MOST = 5  # drafts of `--nextn auto`
 PLAIN, AUTO = "nextn 0", "nextn auto"
-ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, where those before it were accepted
+ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, if those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
-LEARNING, STEPS = 60, 80  # steps before and while it is measured
+LEARNING, STEPS = 60, 80  # steps before and during the measurement
 WEIGHTS = "int8"
 AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
 
 
 @dataclass(frozen=True)
 class Case:
-    """Is a number of requests, each with `context` cached tokens and drafts of equal odds.
+    """A number of requests, each with `context` cached tokens and drafts of equal odds.
 
     odds: None stands for plain requests.
     """
@@ -46,7 +46,7 @@ class Case:
         return None if odds is None else tuple(odds**i for i in range(1, MOST + 1))
 
     def without(self) -> "Case":
-        """Returns what an engine without drafts is measured on beside it."""
+        """Return the case for the engine without drafts that it is compared with."""
         return Case(self.context, self.batch, None if self.odds is None else 0.0)
 
 

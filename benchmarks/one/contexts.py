@@ -1,4 +1,4 @@
-"""Measures how a step's cost grows with cached tokens and requests, beside llama.cpp's sequences.
+"""Measures how a step's cost grows with cached tokens and requests, and llama.cpp's with sequences.
 
 Caches are filled with random values, without a prompt. Each step is compared with a step of one
 request with 1,024 cached tokens, and its bound with that step's bound.
@@ -22,7 +22,8 @@ from one.sides import LLAMA, Measured, Side, decode, ours, take_turns
 
 NEXTN, RATES = 1, (0.85,)  # as many drafts as the shape has modules
 PLAIN, DRAFTING = "nextn 0", f"nextn {NEXTN}"
-# Cached tokens of each request -> numbers of requests at once; an engine is built for the largest.
+# Cached tokens of each request -> numbers of concurrent requests; an engine is built for the
+# largest.
 LOADS = {1024: (1, 2, 4, 8), 8192: (1, 2, 4, 8), 32768: (1, 2)}
 BASE = (1024, 1)
 GROWTH = 1.1  # a step's time may grow by this factor more than its bound
@@ -33,7 +34,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Load:
-    """Is a number of requests at once, each with `context` cached tokens."""
+    """A number of concurrent requests, each with `context` cached tokens."""
 
     context: int
     batch: int
@@ -43,7 +44,7 @@ class Load:
 
 
 def by_batch() -> dict[int, list[Load]]:
-    """Groups the loads by their engine's max_batch, the smaller ones first."""
+    """Group the loads by their engine's max_batch, the smaller ones first."""
     found: dict[int, list[Load]] = {}
     for context, batches in LOADS.items():
         found.setdefault(max(batches), []).extend(Load(context, batch) for batch in batches)
@@ -120,7 +121,7 @@ class Contexts:
         yield number(over(max((speed for speed in own if speed), default=None), other))
 
     def memory(self, found: Found) -> Table:
-        """Shows how anonymous memory grew since programs were loaded, beside the caches in use."""
+        """Show the growth of anonymous memory since programs were loaded, and the caches in use."""
         grid = Table("cached x requests", title="memory grown, MB (caches in use)")
         for name in (PLAIN, DRAFTING):
             grid.add_column(name, justify="right")
@@ -143,7 +144,7 @@ def asks(loads: list[Load], rates: tuple[float, ...] | None) -> dict[str, Any]:
 
 
 def growth(grown: float | None, allowed: float | None) -> str:
-    """Shows the growth of a step's time since the first load, and of its bound in brackets."""
+    """Show the growth of a step's time since the first load, and of its bound in brackets."""
     text = f"{number(grown)} ({number(allowed)})"
     if grown is None or allowed is None:
         return text
@@ -152,7 +153,7 @@ def growth(grown: float | None, allowed: float | None) -> str:
 
 
 def side_of(measured: Measured, name: str, load: Load) -> str:
-    """Returns the side that measured a load; an engine's side is named after its max_batch."""
+    """Return the side that measured a load; an engine's side is named after its max_batch."""
     most = next(most for most, loads in by_batch().items() if load in loads)
     return name if name == LLAMA else f"{name}, batch_{most}"
 

@@ -23,26 +23,26 @@ from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
 
 FP16, FP32 = 2, 4
-OUR_STATES, THEIR_STATES = 3, 2  # how often a pass reads or writes a recurrent state
+OUR_STATES, THEIR_STATES = 3, 2  # reads and writes of a recurrent state in a pass
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds a pass's bytes, its operations with weights, and attention's over cached rows."""
+    """A pass's bytes, its operations with weights, and attention's over cached rows."""
 
     bytes: float
     products: float
     attention: float
 
     def seconds(self, machine: Machine, weights: str) -> float:
-        """Returns the least seconds of the pass; attention is in fp32 for every format."""
+        """Return the least seconds of the pass; attention is in fp32 for every format."""
         work = self.products / machine.rate(weights) + self.attention / machine.fp32
         return max(self.bytes / machine.bandwidth(self.bytes), work)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts the bytes and operations of the steps of a model's engines."""
+    """Counts of the bytes and operations of the steps of a model's engines."""
 
     config: ModelConfig
     model: Model
@@ -52,12 +52,12 @@ class Counted:
         return family_of(self.config).costs(self.config, ALONE)
 
     def share(self, tokens: int) -> float:
-        """Returns the share of routed experts that at least one of the tokens chooses."""
+        """Return the share of routed experts that at least one of the tokens chooses."""
         costs = self.costs
         return distinct_experts(costs, tokens) / costs.experts if costs.experts else 1.0
 
     def step(self, engine: Path, context: int, batch: int) -> Cost:
-        """Counts a step of the engine, drafts included."""
+        """Count a step of the engine, drafts included."""
         manifest = read_manifest(engine)
         nextn, passes = manifest.build.nextn, draft_passes(manifest)
         held, rows = weight_groups(engine, self.config), row_bytes(manifest)
@@ -73,20 +73,20 @@ class Counted:
         return Cost(read, *self.operations(nextn, context, batch))
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
-        """Counts the operations of products, and those of attention."""
+        """Count the operations of products, and those of attention."""
         parts = self.model.step(nextn, Load(batch, context, "fp32"))
         attention = sum(part.operations for part in parts if part.name.endswith("caches"))
         return sum(part.operations for part in parts) - attention, attention
 
     def prompt(self, engine: Path, length: int) -> Cost:
-        """Counts a prompt in one pass, as if its tokens were requests; the head sees only the last.
+        """Count a prompt in one pass, as if its tokens were requests; the head sees only the last.
 
         Attention is left out, because its operations depend on its form.
         """
         return self._one_request(self.step(engine, 0, length), length, OUR_STATES)
 
     def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
-        """Counts a prompt of llama.cpp in the same way."""
+        """Count a prompt of llama.cpp in the same way."""
         return self._one_request(self.gguf(sizes, 0, length), length, THEIR_STATES)
 
     def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
@@ -97,7 +97,7 @@ class Counted:
         return replace(cost, bytes=cost.bytes - others, products=products)
 
     def gguf(self, sizes: Mapping[str, int], context: int, batch: int, window: int = 1) -> Cost:
-        """Counts a pass of llama.cpp over `window` tokens per sequence; its caches are in fp16."""
+        """Count a pass of llama.cpp over `window` tokens per sequence; its caches are in fp16."""
         tokens, tied = batch * window, "output.weight" not in sizes
         read = sum(
             size * (self.share(tokens) if "_exps." in name else 1)
@@ -112,13 +112,13 @@ class Counted:
 
 
 def count(checkpoint: Path) -> Counted:
-    """Reads the counts of a checkpoint on disk, which may be deleted afterwards."""
+    """Count a checkpoint on disk, which may be deleted afterwards."""
     layout = find_layout(str(checkpoint), None)
     return Counted(layout.config, engine_model(layout, None))
 
 
 def draft_passes(manifest: Manifest) -> list[int]:
-    """Returns the tokens per request of each pass of an MTP module."""
+    """Return the tokens per request of each pass of an MTP module."""
     nextn = manifest.build.nextn
     if not nextn:
         return []
@@ -127,7 +127,7 @@ def draft_passes(manifest: Manifest) -> list[int]:
 
 
 def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
-    """Sums the bytes in the weights file by their use in a step."""
+    """Sum the bytes in the weights file by their use in a step."""
     table = family_of(config).weight_table(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
 
 
 def group(name: str, routed: set[str]) -> str:
-    """Returns the group of a weight, from its name in the program."""
+    """Return the group of a weight, from its name in the program."""
     leaf, module = name.rpartition(".")[2], name.startswith("mtp.")
     if leaf == "embed_tokens":
         return "embedding"
@@ -151,7 +151,7 @@ def group(name: str, routed: set[str]) -> str:
 
 
 def row_bytes(manifest: Manifest) -> Counter[str]:
-    """Returns a cached token's bytes in all main layers (`kv`) and modules in use (`mtp_kv`)."""
+    """Return a cached token's bytes in all main layers (`kv`) and modules in use (`mtp_kv`)."""
     found: Counter[str] = Counter()
     for spec in manifest.state:
         if spec.role == "rows":

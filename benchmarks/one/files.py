@@ -1,4 +1,4 @@
-"""Makes a section's checkpoint, engines and GGUF file, and counts their bytes on disk."""
+"""A section's checkpoint, engines and GGUF file, and their bytes on disk."""
 
 import json
 import shutil
@@ -14,12 +14,12 @@ from one.random_checkpoint import write_checkpoint
 from one.shapes import Shape
 
 PEER = Path(__file__).parents[1] / "peer"
-QUARTER = 4  # a reduced draft vocabulary has one of so many tokens
+QUARTER = 4  # a reduced draft vocabulary has a quarter of the tokens
 
 
 @dataclass
 class Workshop:
-    """Is a folder for one model's files; `most` is its largest size so far, in bytes."""
+    """A folder for one model's files; `most` is its largest size so far, in bytes."""
 
     folder: Path
     shape: Shape
@@ -41,7 +41,7 @@ class Workshop:
         return count(self.checkpoint)
 
     def build(self, name: str, nextns: tuple[int | str, ...], *flags: str) -> list[Path]:
-        """Builds engines of the checkpoint, a folder each; one build's engines share weights."""
+        """Build engines of the checkpoint, one folder each; one build's engines share weights."""
         self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
         out = self.folder / name
         said = ",".join(map(str, nextns))
@@ -52,15 +52,15 @@ class Workshop:
         return [next(out.glob(f"*n{nextn}")) for nextn in nextns]
 
     def draft_vocab(self) -> str:
-        """Writes the ids of a quarter of the vocabulary; any choice takes the same time."""
+        """Write the ids of a quarter of the vocabulary; any choice takes the same time."""
         path = self.folder / "draft_ids.json"
         path.write_text(json.dumps([*range(self.vocabulary // QUARTER)]), encoding="utf-8")
         return str(path)
 
     def write_gguf(self, python: Path, *, module: bool = False) -> tuple[Path, dict[str, int]]:
-        """Writes the same shape for llama.cpp; returns the file and the bytes of its tensors.
+        """Write the same shape for llama.cpp; return the file and the bytes of its tensors.
 
-        module: the MTP module is in it.
+        module: whether the file has the MTP module.
         """
         self.watch(f"writing GGUF, {self.shape.gguf}")
         name = f"{self.shape.gguf}{'-mtp' if module else ''}.gguf"
@@ -80,13 +80,13 @@ class Workshop:
 
 
 def on_disk(folder: Path) -> int:
-    """Sums the bytes of a folder's files; a file with several names counts once."""
+    """Sum the bytes of a folder's files; a file with several names counts once."""
     files = (path.stat() for path in folder.rglob("*") if path.is_file())
     return sum({stat.st_ino: stat.st_size for stat in files}.values())
 
 
 def run(command: list[str]) -> str:
-    """Returns a command's standard output; if it fails, exits with one line."""
+    """Return a command's standard output; if it fails, exit with one line."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]

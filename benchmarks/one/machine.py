@@ -11,22 +11,22 @@ import torch
 
 from mtpbuild.builder.bench.machine import describe_machine
 
-# Bytes that are read again and again: like a step, the reading finds some of them in caches.
+# Bytes that are read repeatedly: as in a step, some of them are in the CPU's caches.
 SIZES = (10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 2 * 10**9)
 SIDE = 1024  # side of the matrices
-SECONDS = 1.0  # each measurement runs so long
+SECONDS = 1.0  # duration of each measurement
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds bytes per second by size of what is read, and operations per second of products."""
+    """Bytes per second by size of the data read, and operations per second of products."""
 
     reading: tuple[tuple[float, float], ...]
     fp32: float
     int8: float
 
     def bandwidth(self, size: float) -> float:
-        """Returns the bytes per second of reading so many bytes again and again."""
+        """Return the bytes per second of reading `size` bytes repeatedly."""
         sizes, speeds = zip(*self.reading, strict=True)
         return float(np.interp(math.log(max(size, 1)), np.log(sizes), speeds))
 
@@ -35,13 +35,13 @@ class Machine:
 
 
 def machine_of(figures: dict[str, Any]) -> Machine:
-    """Makes a Machine from the figures of `measure_machine`, as stored in JSON."""
+    """Return a Machine of the figures of `measure_machine`, as stored in JSON."""
     reading = tuple((size, speed) for size, speed in figures["reading"])
     return Machine(reading, figures["fp32"], figures["int8"])
 
 
 def measure_machine(threads: int) -> dict[str, Any]:
-    """Measures a Machine's figures; returns them and a description."""
+    """Measure a Machine's figures; return them and a description."""
     torch.set_num_threads(threads)
     reading = []
     for size in SIZES:
@@ -58,7 +58,7 @@ def measure_machine(threads: int) -> dict[str, Any]:
 
 
 def least(work: Callable[[], object]) -> float:
-    """Returns the seconds of the fastest call: other processes' load must not change a bound."""
+    """Return the seconds of the fastest call: other processes' load must not change a bound."""
     work()
     found, end = math.inf, time.perf_counter() + SECONDS
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""Measures how fast prompts of several lengths are read, beside llama.cpp."""
+"""Measures how fast prompts of several lengths are processed, and llama.cpp's speed."""
 
 from collections.abc import Iterator
 

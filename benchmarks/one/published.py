@@ -28,10 +28,10 @@ STEP = 1.1  # a step with drafts may take this factor more than its ratio of byt
 
 @dataclass(frozen=True)
 class Published:
-    """Measures a recipe with drafts that are accepted at given rates, and judges it by its aims.
+    """A recipe's section with drafts that are accepted at given rates, judged by its aims.
 
-    rates: unconditional, as for `--synthetic-acceptance-rates`. Aims: disk, GB of all layers;
-    gain and reduced_gain, tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
+    rates: unconditional, as for `--synthetic-acceptance-rates`. Aims: disk, GB of all layers; gain
+    and reduced_gain, tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
     """
 
     recipe: str
@@ -40,13 +40,14 @@ class Published:
     reduced_gain: float
     gain: float | None = None
     disk: float | None = None
-    # Long caches are made up; not of recurrent states, as llama.cpp's saved sequences have rows.
+    # Long caches are filled artificially, except recurrent states, as llama.cpp's saved sequences
+    # have rows.
     filled: bool = True
-    their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, where it has one
+    their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, if it has one
 
     @property
     def accepted(self) -> float:
-        """Returns the mean number of tokens that a step emits."""
+        """Return the mean number of tokens that a step emits."""
         return 1 + sum(self.rates)
 
     def shape(self, layers: int | None) -> Shape:
@@ -57,7 +58,7 @@ class Published:
         shop = Workshop(run.folder, shape, run.watch)
         counted = shop.write_checkpoint()
         engines = self.build(shop)
-        shop.drop_checkpoint()  # before writing the GGUF file, to need less disk
+        shop.drop_checkpoint()  # before the GGUF file is written, to need less disk
         sides = [*self.our_sides(engines, run, shop.vocabulary)]
         costs = self.our_costs(counted, engines)
         sizes = {name: on_disk(engine) for name, engine in engines.items()}
@@ -87,7 +88,7 @@ class Published:
         return {PLAIN: plain, DRAFTING: drafting, REDUCED: reduced}
 
     def our_sides(self, engines: dict[str, Path], run: Run, vocabulary: int) -> Iterator[Side]:
-        """Yields our sides; "short" comes first, as its memory counts and later asks add more."""
+        """Yield our sides; "short" comes first, as its memory counts and later asks add more."""
         short = {"short": decode(run.steps, SHORT, filled=False)}
         accepted = {"accepted": decode(run.steps, SHORT, filled=False, rates=self.rates)}
         plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG, filled=self.filled)}
@@ -136,7 +137,7 @@ class Published:
         return [table(title, (row for part in rows for row in part))]
 
     def stored(self, found: Found) -> Iterator[Row]:
-        """Yields rows of disk, memory and start; some aims apply only to the whole model."""
+        """Yield rows of disk, memory and start; some aims apply only to the whole model."""
         measured, sizes, whole = found.measured, found.data["sizes"], found.data["whole"]
         size, theirs = sizes[PLAIN] * GB, scaled(sizes.get(LLAMA), GB)
         row = Row("engine on disk, MTP module included", "GB", (size, theirs))
@@ -154,7 +155,7 @@ class Published:
         yield row.judge(first, Aim(15.0)) if whole else row
 
     def times(self, found: Found) -> Iterator[Row]:
-        """Yields rows of single tokens, and of a prompt."""
+        """Yield rows of single tokens, and of a prompt."""
         measured = found.measured
         for ask, context in (("short", SHORT), ("long", LONG)):
             own, other = measured.step(PLAIN, ask), measured.step(LLAMA, ask)
@@ -168,7 +169,7 @@ class Published:
         yield row.judge(over(other, own), Aim(1.5, at_least=True))
 
     def steps(self, found: Found) -> Iterator[Row]:
-        """Yields ratios of a step with drafts to one without, beside the ratio of their bytes."""
+        """Yield ratios of a step with drafts to one without, with the ratio of their bytes."""
         measured, plain = found.measured, found.cost(PLAIN)
         own, other = measured.step(PLAIN, "short"), measured.step(LLAMA, "verify")
         assert plain is not None
@@ -181,7 +182,7 @@ class Published:
             yield row.judge(over(step, own), Aim(STEP * beside), beside)
 
     def gains(self, found: Found) -> Iterator[Row]:
-        """Yields tokens per second with drafts that are accepted at random."""
+        """Yield tokens per second with drafts that are accepted at random."""
         measured = found.measured
         other = rate(1, measured.step(LLAMA, "short"))
         their_bound = rate(1, found.bound(LLAMA, WEIGHTS))
@@ -193,7 +194,7 @@ class Published:
             yield row.judge(over(own, other), None if gain is None else Aim(gain, at_least=True))
         if self.their_gain is None:
             return
-        # Its steps take as long whatever is accepted, but for what it takes back.
+        # Its steps take as long whatever is accepted, except for undoing rejected drafts.
         other = rate(self.accepted, measured.drafting_step(LLAMA_MTP, "short"))
         for name in (DRAFTING, REDUCED):
             own = rate(self.accepted, measured.step(name, "accepted"))
@@ -202,7 +203,7 @@ class Published:
 
 
 def bits(engine: Path, shape: Shape) -> float:
-    """Returns the mean bits of a stored weight, with scales, without embedding and head."""
+    """Return the mean bits of a stored weight, with scales, without embedding and head."""
     config: Any = shape.config
     held = weight_groups(engine, config)
     ends = held.pop("embedding") + held.pop("head")

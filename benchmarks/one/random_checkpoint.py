@@ -1,8 +1,8 @@
 """Writes a checkpoint in `mtpbuild quantize`'s format with random blocks; it quantises nothing.
 
-Weights have the scale that keeps activations at their size, so that values stay finite and tokens
-choose different experts: the standard deviation is near one over the root of the inputs in
-products, near 1 in embeddings; norms' factors are 1 and biases 0. Only some MB are in memory at a
+The scale of the weights keeps activations at their size, so that values stay finite and tokens
+choose different experts. In products the standard deviation is near one over the root of the number
+of inputs, in embeddings near 1; norms' factors are 1 and biases 0. Only some MB are in memory at a
 time.
 """
 
@@ -29,7 +29,7 @@ ROWS = 128  # normal values that are quantised to sample realistic scales
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Writes the shape's checkpoint, unless the folder has one."""
+    """Write the shape's checkpoint, unless the folder has one."""
     if (folder / CONFIG).exists():
         return
     config, scheme = shape.config, shape.scheme
@@ -62,13 +62,13 @@ def stored(source: Stored, format: Format | None) -> dict[str, Entry]:
 def tensors(
     config: ModelConfig, found: dict[str, Stored], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of the checkpoint, some rows at a time."""
+    """Yield every tensor of the checkpoint, some rows at a time."""
     table = family_of(config).weight_table(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))
     for name, source in found.items():
-        tied = config.tie_word_embeddings  # then it is a product as well
+        tied = config.tie_word_embeddings  # then it is also a product
         deviation = 1.0 if name in looked_up and not tied else source.shape[-1] ** -0.5
         format = formats[name]
         if format is None:
@@ -82,7 +82,7 @@ def tensors(
 
 
 def neutral(table: list[Weight], name: str) -> float:
-    """Returns what a vector holds: 0 for a bias, and what makes a factor of 1 for a norm."""
+    """Return a vector's value: 0 for a bias; for a norm, the stored value whose factor is 1."""
     if name.endswith("bias"):
         return 0.0
     norms = (w for w in table if name in [s.name for s in w.stored] and "norm" in name)
@@ -100,7 +100,7 @@ def plain(source: Stored, deviation: float, value: float) -> Iterator[Tensor]:
 
 
 def pieces(part: Entry, like: Tensor, random: np.random.Generator) -> Iterator[Tensor]:
-    """Yields a stored tensor: packed values are random bytes, scales come from normal values."""
+    """Yield a stored tensor in pieces: random packed values, and scales from normal values."""
     if not part.shape:
         yield like
         return

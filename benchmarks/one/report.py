@@ -1,4 +1,4 @@
-"""Makes rows of figures: ours and the other side's, their bounds, a ratio and its aim."""
+"""Rows of figures: ours and the other side's, their bounds, a ratio and its aim."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Aim:
-    """Is the value that a figure should not exceed, or should reach (`at_least`)."""
+    """The value that a figure should not exceed, or should reach (`at_least`)."""
 
     value: float
     at_least: bool = False
@@ -25,7 +25,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Row:
-    """Is a figure of both sides in `unit`, with their bounds; None stands for unknown.
+    """A figure of both sides in `unit`, with their bounds; None stands for unknown.
 
     numbers: ours, theirs, our bound, their bound; the last ones may be left out. judged: the number
     that the aim applies to, usually a ratio. beside: a number to compare it with, such as the ratio
@@ -42,7 +42,7 @@ class Row:
     def judge(
         self, ratio: float | None, aim: Aim | None = None, beside: float | None = None
     ) -> "Row":
-        """Returns the row with a judged number, its aim, and the number to compare it with."""
+        """Return the row with a judged number, its aim, and the number to compare it with."""
         return replace(self, judged=ratio, aim=aim, beside=beside)
 
     def cells(self) -> list[str]:
@@ -70,7 +70,7 @@ def table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def over(above: float | None, below: float | None) -> float | None:
-    """Divides one by the other, where both are known."""
+    """Divide one by the other, if both are known."""
     return above / below if above is not None and below else None
 
 

@@ -1,4 +1,4 @@
-"""Holds the settings with which every section measures."""
+"""The settings with which every section measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Run:
-    """Holds the folder for files, the most layers of the trunk, the rounds, and steps per request.
+    """The folder for files, the most layers of the trunk, the rounds, and steps per request.
 
     peers: a Python that has llama.cpp; None measures our side alone.
     """

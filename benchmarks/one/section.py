@@ -1,4 +1,4 @@
-"""A Section measures figures that JSON can store, and makes tables of them."""
+"""The interface of a section, which measures figures for JSON and makes tables of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ MS = 1e3
 
 
 class Section(Protocol):
-    """Is a part of the benchmark that can be measured by itself."""
+    """A part of the benchmark that can be measured alone."""
 
     def measure(self, run: Run) -> Data:
-        """Returns figures that can be stored as JSON."""
+        """Return figures that can be stored as JSON."""
         ...
 
     def tables(self, found: "Found") -> list[Table]:
-        """Returns the tables to print for the figures."""
+        """Return the tables to print for the figures."""
         ...
 
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a section's figures, and the machine on which they were measured."""
+    """A section's figures, and the machine on which they were measured."""
 
     data: Mapping[str, Any]
     machine: Machine
@@ -44,7 +44,7 @@ class Found:
         return None if found is None else Cost(**found)
 
     def bound(self, name: str, weights: str) -> float | None:
-        """Returns the least seconds of a pass."""
+        """Return the least seconds of a pass."""
         cost = self.cost(name)
         return None if cost is None else cost.seconds(self.machine, weights)
 
@@ -55,6 +55,6 @@ class Found:
         costs: tuple[str, str],
         weights: str,
     ) -> Row:
-        """Makes a row in milliseconds: times of both sides, and the bounds of their passes."""
+        """Return a row in milliseconds: times of both sides, and the bounds of their passes."""
         bounds = (self.bound(cost, weights) for cost in costs)
         return Row(name, "ms", (*(scaled(each, MS) for each in (*seconds, *bounds)),))

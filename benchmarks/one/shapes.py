@@ -33,7 +33,7 @@ GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cp
 
 @dataclass(frozen=True)
 class Shape:
-    """Is a model to write: its config.json, and the format of its products."""
+    """A model to write: its config.json, and the format of its products."""
 
     name: str
     raw: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def scheme(self) -> Scheme:
-        """Returns `mtpbuild quantize --to int4 --head int8`'s scheme; fp32 engines use bf16."""
+        """Return the scheme of `mtpbuild quantize --to int4 --head int8`; fp32 engines use bf16."""
         if self.weights == "fp32":
             return SCHEMES[UNQUANTISED]
         return make_scheme(self.weights, None, None, "int8")
@@ -57,7 +57,7 @@ class Shape:
 
 
 def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
-    """Returns a recipe's shape with at most its first `layers` layers."""
+    """Return a recipe's shape with at most its first `layers` layers."""
     return cut(recipe, of_recipe(recipe), layers, weights)
 
 
@@ -72,7 +72,7 @@ def cut(name: str, raw: dict[str, Any], layers: int | None, weights: str) -> Sha
 
 
 def of_recipe(name: str) -> dict[str, Any]:
-    """Returns the configuration of a recipe's text model, without what wraps it."""
+    """Return the configuration of a recipe's text model, without its wrapper."""
     recipe = find_recipe(name)
     assert recipe is not None
     text = (recipe.config_folder / "config.json").read_text(encoding="utf-8")

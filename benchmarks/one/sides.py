@@ -1,4 +1,4 @@
-"""Runs one side at a time, each in a process of its own, and gathers their answers.
+"""Runs one side at a time, each in its own process, and collects the answers.
 
 Sides take turns, round after round, because two might not fit into memory together. A side's files
 are read once before it starts, so that the page cache is warm.
@@ -23,15 +23,15 @@ WARM = 2  # steps at the start of a request that are not counted
 PATIENCE = 3600  # most seconds for a side
 CHUNK = 1 << 24
 
-Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died leaves `error`
+Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died has `error`
 
 
 @dataclass(frozen=True)
 class Side:
-    """Is an engine of ours or a GGUF file, and the asks for it, by name.
+    """An engine of ours or a GGUF file, and the asks for it, by name.
 
-    rows: the most cached tokens that a request needs. drafting: llama.cpp's server runs the MTP
-    module that its file has.
+    rows: the most cached tokens that a request needs. drafting: whether llama.cpp's server runs the
+    MTP module of its file.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Side:
         return str(PEER / ("llama_server_side.py" if self.drafting else "llama_side.py"))
 
     def run(self, threads: int, work: Path) -> Answers:
-        """Returns answers by name; "first" has the seconds from start to first token."""
+        """Return answers by name; "first" has the seconds from start to first token."""
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "asks": [*self.asks.values()]}
@@ -90,10 +90,10 @@ def decode(
     rates: Sequence[float] | None = None,
     window: int = 1,
 ) -> dict[str, Any]:
-    """Makes an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
+    """Return an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
 
-    rates: how often the first draft, the first two and so on are accepted; () is without
-    drafts in the same program, None takes drafts as the model judges them, in the greedy one.
+    rates: how often the first draft, the first two and so on are accepted. () uses the same program
+    without drafts; None uses the greedy program, and the model judges the drafts.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
     return ask | {"filled": filled, "rates": rates, "window": window}
@@ -104,7 +104,7 @@ def prompt(length: int, times: int = 2) -> dict[str, Any]:
 
 
 def warm(path: Path) -> None:
-    """Reads every byte of a file or folder, so that the system has it in memory."""
+    """Read every byte of a file or folder, so that it is in the page cache."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     for each in files:
         with each.open("rb", buffering=0) as file:
@@ -113,7 +113,7 @@ def warm(path: Path) -> None:
 
 
 def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
-    """Runs the sides in turn; returns each one's answers, a list entry for each round."""
+    """Run the sides in turn; return each side's answers, a list entry for each round."""
     found: dict[str, list[Answers]] = {side.name: [] for side in sides}
     for i in range(run.rounds):
         turn = i % len(sides)
@@ -128,33 +128,33 @@ def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Reads a section's answers by side: medians over rounds, None where there is no answer."""
+    """A section's answers by side: medians over rounds, None where there is no answer."""
 
     rounds: Mapping[str, Sequence[Answers]]
 
     def step(self, side: str, ask: str) -> float | None:
-        """Returns the seconds of a step, the median of the rounds' medians."""
+        """Return the seconds of a step, the median of the rounds' medians."""
         return self._median(side, ask, lambda answer: statistics.median(answer["steps"][WARM:]))
 
     def drafting_step(self, side: str, ask: str) -> float | None:
-        """Returns the seconds of a step of llama.cpp's server with drafts."""
+        """Return the seconds of a step of llama.cpp's server with drafts."""
         return self._median(side, ask, lambda answer: answer["step_s"])
 
     def speed(self, side: str, ask: str) -> float | None:
-        """Returns tokens per second of all requests together, the median of the rounds."""
+        """Return tokens per second of all requests together, the median of the rounds."""
         return self._median(
             side, ask, lambda answer: sum(answer["emitted"][WARM:]) / sum(answer["steps"][WARM:])
         )
 
     def prompt(self, side: str, ask: str) -> float | None:
-        """Returns the seconds to the first token after a prompt."""
+        """Return the seconds to the first token after a prompt."""
         return self._median(side, ask, lambda answer: statistics.median(answer["seconds"]))
 
     def first(self, side: str) -> float | None:
         return self._median(side, "first", lambda answer: answer["first_s"])
 
     def memory(self, side: str, ask: str, kind: str = "VmHWM") -> float | None:
-        """Returns the process's bytes at the time of the answer."""
+        """Return the process's bytes at the time of the answer."""
         return self._median(side, ask, lambda answer: answer[kind])
 
     def errors(self) -> dict[str, str]:

@@ -98,7 +98,7 @@ class SmallMoE:
         yield from self.steps(found, weights)
 
     def steps(self, found: Found, weights: str) -> Iterator[Row]:
-        """Yields rows of a token, and of a step over four tokens."""
+        """Yield rows of a token, and of a step over four tokens."""
         measured = found.measured
         plain, drafting = found.cost(PLAIN), found.cost(DRAFTING)
         assert plain is not None

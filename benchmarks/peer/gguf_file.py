@@ -41,7 +41,7 @@ PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def open_tensors(folder: Path) -> Reader:
-    """Maps each name in one safetensors file to its tensor in fp32."""
+    """Map each name in one safetensors file to its tensor in fp32."""
     path = folder / "model.safetensors"
     tensors = SafetensorsLocal(path).tensors
 
@@ -60,7 +60,7 @@ def open_tensors(folder: Path) -> Reader:
 
 
 def latent_tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
-    """Yields GGUF's names and their values."""
+    """Yield GGUF's names and their values."""
     yield "token_embd.weight", read("model.embed_tokens.weight")
     yield "output_norm.weight", read("model.norm.weight")
     yield "output.weight", read("lm_head.weight")
@@ -95,7 +95,7 @@ TENSORS = {"deepseek2": latent_tensors, "qwen35": gguf_hybrid.tensors}
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Writes the byte-level BPE of tokenizer.json."""
+    """Write the byte-level BPE of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
     ids = vocabulary | {token["content"]: token["id"] for token in added}

@@ -1,8 +1,8 @@
 """Names and values of a Qwen3.5 checkpoint's tensors in GGUF, with its MTP module.
 
-llama.cpp wants what it computes with: norms as factors (a checkpoint stores how much they are above
-1, but of the delta rule's own norm the factor), the decay as a rate, convolutions without the axis
-of length 1. It takes the module for one more layer of attention.
+llama.cpp stores tensors as it computes with them. Norms are factors (a checkpoint stores the factor
+minus 1, except for the delta rule's own norm), the decay is a rate, and convolutions lack the axis
+of length 1. The module is one more layer of attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ MODULE = {
 
 
 def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
-    """Yields GGUF's names and their values.
+    """Yield GGUF's names and their values.
 
     Raises:
         SystemExit: value heads share key heads; llama.cpp wants these in another order.
@@ -80,7 +80,7 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
 
 
 def weight(read: Reader, name: str) -> Array:
-    """Reads a tensor as llama.cpp computes with it."""
+    """Read a tensor in the form in which llama.cpp computes with it."""
     found = read(name)
     if name.endswith("conv1d.weight"):
         return found[:, 0]

@@ -1,8 +1,9 @@
 """The architecture, keys, tensors and shapes that llama.cpp requires of a model's GGUF file.
 
 `deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo, `qwen35` the text model of Qwen3.5.
-llama.cpp's server alone runs MTP modules; of these architectures it has `qwen35`'s, which is one
-layer more (`module`). Shapes are NumPy's, the reverse of ggml's. Nothing here needs `gguf`.
+Only llama.cpp's server runs MTP modules; of these architectures it supports the module of `qwen35`,
+which is one more layer (`module`). Shapes are NumPy's, the reverse of ggml's. Nothing here needs
+`gguf`.
 """
 
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 Config = dict[str, Any]  # config.json of the checkpoint
 Shapes = dict[str, tuple[int, ...]]
 SIGMOID = 2  # gguf.ExpertGatingFuncType
-SECTIONS = (11, 11, 10)  # llama.cpp wants some of Qwen3.5, although text has one position a token
+# For Qwen3.5 llama.cpp requires sections, although text has one position per token.
+SECTIONS = (11, 11, 10)
 # By model_type.
 ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2", "qwen3_5_text": "qwen35"}
 # Matrices that llama.cpp requires in fp32, whatever the others' type.
 PLAIN = ("ffn_gate_inp", "ssm_conv1d")
-DECAY = "ssm_a"  # what the state's logarithm falls by, and so negative
+DECAY = "ssm_a"  # the rate at which the state's logarithm falls, negative
 
 
 def architecture(c: Config) -> str:
@@ -26,7 +28,7 @@ def architecture(c: Config) -> str:
 
 
 def write_keys(writer: Any, c: Config, *, module: bool = False) -> None:
-    """Writes the configuration's keys to `writer`, a gguf.GGUFWriter."""
+    """Write the configuration's keys to `writer`, a gguf.GGUFWriter."""
     writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -49,7 +51,7 @@ def write_keys(writer: Any, c: Config, *, module: bool = False) -> None:
 
 
 def write_hybrid_keys(writer: Any, c: Config) -> None:
-    """Writes keys of layers that are attention or a gated delta rule."""
+    """Write keys of layers that are attention or a gated delta rule."""
     rope, width = c["rope_parameters"], c["head_dim"]
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
@@ -65,7 +67,7 @@ def write_hybrid_keys(writer: Any, c: Config) -> None:
 
 
 def write_latent_keys(writer: Any, c: Config) -> None:
-    """Writes keys of latent attention in the absorbed form: one head of the latent's width."""
+    """Write keys of latent attention in the absorbed form: one head of the latent's width."""
     rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_key_length(rank + rope)
@@ -102,7 +104,7 @@ def write_expert_keys(writer: Any, c: Config) -> None:
 
 
 def shapes(c: Config, *, module: bool = False) -> Shapes:
-    """Returns every tensor of the file and its shape."""
+    """Return every tensor of the file with its shape."""
     E, V = c["hidden_size"], c["vocab_size"]
     found: Shapes = {
         "token_embd.weight": (V, E),
@@ -152,7 +154,7 @@ def gated_attention(c: Config) -> Shapes:
     E, width = c["hidden_size"], c["head_dim"]
     queries, own = c["num_attention_heads"] * width, c["num_key_value_heads"] * width
     return {
-        "attn_q.weight": (2 * queries, E),  # a gate beside each
+        "attn_q.weight": (2 * queries, E),  # each with its gate
         "attn_k.weight": (own, E),
         "attn_v.weight": (own, E),
         "attn_q_norm.weight": (width,),

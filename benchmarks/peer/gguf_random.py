@@ -25,7 +25,7 @@ SPREADS = {"q4_0": 4.61, "q8_0": 73.9}
 
 
 def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
-    """Makes a tensor as it is stored: norms are 1, biases 0, everything else is random."""
+    """Make a tensor in its stored form: norms are 1, biases 0, everything else is random."""
     if len(shape) == 1:
         value = -1.0 if name.endswith(DECAY) else 0.0 if name.endswith("bias") else 1.0
         return np.full(shape, value, np.float32)
@@ -36,7 +36,8 @@ def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Arra
     stored = stored_shape(shape, kind)
     words = rng.integers(0, 2**64, -(-prod(stored) // 8), np.uint64)
     blocks = words.view(np.uint8)[: prod(stored)].reshape(-1, size)
-    # Scales have either sign, as a quantiser's do: otherwise all values would lean to one side.
+    # Scales have either sign, as a quantiser's do: otherwise all values would be biased to one
+    # side.
     signs = 1 - 2 * (blocks[:, 0] & 1).astype(np.float16)
     blocks[:, :2] = (signs * np.float16(deviation / spread))[:, None].view(np.uint8)
     return blocks.reshape(stored)
@@ -50,7 +51,7 @@ def write(c: Config, out: Path, wanted: str, *, module: bool = False) -> dict[st
 
 
 def write_texts(writer: gguf.GGUFWriter, size: int) -> None:
-    """Makes a text of each id; prompts of ids do not need a tokenizer's merges."""
+    """Make a text for each id; prompts of ids do not need a tokenizer's merges."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"<{i}>" for i in range(size)])

@@ -1,4 +1,4 @@
-"""Writes GGUF files, with one tensor in memory at a time: a checkpoint's or random ones."""
+"""Writing of GGUF files, with one tensor in memory at a time: a checkpoint's or random ones."""
 
 from collections.abc import Callable
 from math import prod
@@ -30,7 +30,7 @@ def write_file(
 ) -> dict[str, int]:
     """Write a model in type `wanted`; return the bytes of each tensor.
 
-    values: makes a tensor as it is stored, of its name, shape and type. texts: writes the
+    values: makes a tensor in its stored form, from its name, shape and type. texts: writes the
     tokenizer; by default the file has token ids alone. module: whether there is an MTP module.
     """
     writer = gguf.GGUFWriter(out, architecture(c))
@@ -57,14 +57,14 @@ def write_file(
 
 
 def kind_of(name: str, shape: Shape, wanted: str) -> str:
-    """Returns the type of a tensor in a file of type `wanted`."""
+    """Return the type of a tensor in a file of type `wanted`."""
     if len(shape) == 1 or any(part in name for part in PLAIN) or wanted == "f32":
         return "f32"
     return "q8_0" if name in ENDS or name.endswith(HALVES) else wanted
 
 
 def stored_shape(shape: Shape, kind: str) -> Shape:
-    """Returns the shape of the stored array, of floats or of bytes."""
+    """Return the shape of the stored array, of floats or of bytes."""
     if kind == "f32":
         return shape
     count, rest = divmod(shape[-1], BLOCK)

@@ -1,4 +1,4 @@
-"""Runs transformers in fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp|compile"""
+"""Runs transformers in fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp|compile."""
 
 import functools
 import sys
@@ -13,7 +13,7 @@ CONTEXT = 1536  # rows of a compiled step's cache, whose shape must not change
 
 
 class Tokens:
-    """Passes on tokens as a streamer of `generate`, which sends the prompt first."""
+    """A streamer for `generate` that passes on tokens; `generate` sends the prompt first."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[list[int] | None] = SimpleQueue()

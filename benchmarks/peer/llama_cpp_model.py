@@ -1,4 +1,4 @@
-"""Runs llama.cpp through its C interface: a model, and contexts for several sequences."""
+"""llama.cpp through its C interface: a model, and contexts for several sequences."""
 
 import ctypes
 import struct
@@ -11,7 +11,7 @@ ROW_STEP = 256  # a sequence's rows are a multiple of this
 
 
 class Model:
-    """Is a GGUF file, mapped, and the tensors that llama.cpp repacks from it."""
+    """A memory-mapped GGUF file, and the tensors that llama.cpp repacks from it."""
 
     def __init__(self, path: str) -> None:
         import llama_cpp
@@ -37,9 +37,10 @@ class Model:
 
 
 class Context:
-    """Holds caches of `sequences` sequences, each with `rows` rows, and a batch to decode.
+    """Caches of `sequences` sequences, each with `rows` rows, and a batch to decode.
 
-    drafts: the most tokens that are decoded and then dropped; a recurrent state has a copy of each.
+    drafts: the most tokens that are decoded and then dropped; a recurrent state keeps a copy for
+    each.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Context:
         self.memory = self.lib.llama_get_memory(self.handle)
 
     def decode(self, tokens: Sequence[int], start: int, every: bool = False) -> None:
-        """Decodes tokens of the first sequence from position `start` on.
+        """Decode tokens of the first sequence from position `start` on.
 
         every: compute the logits of all tokens, not only of the last.
         """
@@ -69,7 +70,7 @@ class Context:
         self.run([(t, start + i, 0, every or i == last) for i, t in enumerate(tokens)])
 
     def run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Runs one pass over rows of (token, position, sequence, whether its logits are wanted)."""
+        """Run one pass over rows of (token, position, sequence, whether its logits are wanted)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -80,27 +81,27 @@ class Context:
             raise RuntimeError(f"llama_decode returned {failed}")
 
     def best(self, place: int) -> int:
-        """Returns the likeliest token after a row of the batch whose logits were wanted."""
+        """Return the most probable token after a row of the batch whose logits were computed."""
         logits = self.lib.llama_get_logits_ith(self.handle, place)
         values = self.np.ctypeslib.as_array(logits, shape=(self.vocabulary,))
         return int(values.argmax())
 
     def prompt(self, tokens: Sequence[int]) -> int:
-        """Replaces the first sequence by this prompt, and returns the token after it."""
+        """Replace the first sequence by this prompt; return the token after it."""
         self.keep(0)
         for start in range(0, len(tokens), CHUNK):
             self.decode(tokens[start : start + CHUNK], start)
         return self.best(-1)
 
     def keep(self, rows: int, sequence: int = 0) -> None:
-        """Drops all but the first `rows` rows of a sequence."""
+        """Drop all except the first `rows` rows of a sequence."""
         if not self.lib.llama_memory_seq_rm(self.memory, sequence, rows, -1):
             raise RuntimeError(f"llama.cpp can't go back to token {rows}")
 
     def fill(self, sequence: int, count: int) -> None:
-        """Gives a sequence `count` rows without a prompt, by repeating the first sequence's rows.
+        """Give a sequence `count` rows without a prompt, by repeating the first sequence's rows.
 
-        The first sequence must hold some rows. Its state is saved, lengthened by repeated rows, and
+        The first sequence must hold some rows. Its state is saved, extended by repeated rows, and
         loaded as the other sequence.
         """
         size = self.lib.llama_state_seq_get_size(self.handle, 0)
@@ -120,7 +121,7 @@ class Context:
 
 
 def lengthened(state: bytes, count: int, np: Any) -> bytearray:
-    """Returns a saved sequence with `count` rows, which repeat its saved ones.
+    """Return a saved sequence with `count` rows, which repeat its saved ones.
 
     The format is llama.cpp 0.3.36's: magic, sequence, the number of streams and of cells in each;
     position, 1 and sequence of each cell; whether values are transposed, the number of layers; for

@@ -1,4 +1,4 @@
-"""Runs llama.cpp with one sequence: python llama_cpp_peer.py MODEL.gguf THREADS CONTEXT"""
+"""Runs llama.cpp with one sequence: python llama_cpp_peer.py MODEL.gguf THREADS CONTEXT."""
 
 import statistics
 import sys
@@ -32,7 +32,7 @@ def load() -> Generate:
 
 
 def verify(context: Context) -> dict[str, Any]:
-    """Measures the milliseconds of a step of 1 token and of 4, in turn, after the same prompt."""
+    """Measure the milliseconds of a step of 1 token and of 4, in turn, after the same prompt."""
     times: dict[int, list[float]] = {1: [], 4: []}
     context.prompt([20 + i % 100 for i in range(DEEP)])
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Starts llama.cpp's server, for `serving.py` and `llama_server_side.py`; needs nothing else."""
+"""Starts llama.cpp's server, for `serving.py` and `llama_server_side.py`; stdlib only."""
 
 import contextlib
 import socket
@@ -20,7 +20,8 @@ def started(
 ) -> Iterator[str]:
     """Run the server on a free port until the block ends; yield its URL once it has loaded.
 
-    rows: tokens of all slots together. drafts: of its MTP module in each step, which the file has.
+    rows: tokens of all slots together. drafts: drafts per step of the file's MTP module; 0 runs
+    none.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

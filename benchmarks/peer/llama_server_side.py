@@ -1,8 +1,8 @@
-"""llama.cpp's server with drafts of its MTP module, for `one_machine.py`; side.py has the protocol.
+"""llama.cpp's server with drafts of its MTP module, for `one_machine.py`; see side.py.
 
-The server cannot be made to accept drafts at a given rate, and of random weights it accepts next to
-none. So an answer has the seconds of a step, from the server's own clock: a step makes `window` - 1
-drafts, verifies them and takes the rejected ones back.
+side.py has the protocol. The server cannot accept drafts at a given rate, and with random weights
+it accepts almost none. So an answer has the seconds of a step, from the server's own clock: a step
+makes `window` - 1 drafts, verifies them and undoes the rejected ones.
 """
 
 import atexit
@@ -27,7 +27,7 @@ class Server:
         self.url = running.enter_context(started(program, job["path"], drafts=drafts, **room))
 
     def complete(self, prompt: list[int], count: int) -> dict[str, Any]:
-        """Returns the server's times and numbers of a greedy completion of `count` tokens."""
+        """Return the server's times and counts for a greedy completion of `count` tokens."""
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
         data = json.dumps(body | {"cache_prompt": False}).encode()
         headers = {"Content-Type": "application/json"}

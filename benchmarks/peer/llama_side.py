@@ -6,7 +6,7 @@ random, because the choice of tokens does not affect the time.
 
 import time
 
-import llama_cpp  # noqa: F401  (before the clock runs)
+import llama_cpp  # noqa: F401  (imported before the clock starts)
 from llama_cpp_model import Context, Model
 from side import Answer, Ask, serve, tokens
 
@@ -43,7 +43,7 @@ class Llama:
         return {"steps": seconds, "tokens": steps * batch * window}
 
     def step(self, new: list[int], at: int, window: int) -> float:
-        """Returns a step's seconds; if it has several tokens, they are verified and forgotten."""
+        """Return a step's seconds; with several tokens, they are verified and then dropped."""
         begin = time.perf_counter()
         self.context.run(
             [(token, at + i % window, i // window, True) for i, token in enumerate(new)]

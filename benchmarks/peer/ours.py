@@ -1,4 +1,4 @@
-"""Runs an engine through mtpbuild's Python interface: python ours.py ENGINE THREADS"""
+"""Runs an engine through mtpbuild's Python interface: python ours.py ENGINE THREADS."""
 
 import sys
 from collections.abc import Iterator

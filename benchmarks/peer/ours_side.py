@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from side import Answer, Ask, serve, tokens
 
-import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (before the clock runs)
+import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (imported before the clock starts)
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
@@ -15,7 +15,7 @@ POOL = 1024  # different rows in a filled cache
 
 
 class Watched:
-    """Wraps an engine's programs, notes when steps end, and can skip prompts.
+    """A wrapper of an engine's programs that records when steps end, and can skip prompts.
 
     A skipped prompt still has its rows: they are filled with random values after the first step.
     """
@@ -28,7 +28,10 @@ class Watched:
         return getattr(self._programs, name)
 
     def begin_watch(self, batch: int, filled: int | None) -> None:
-        """Begins to note steps; filled: the rows of each skipped prompt; None runs the prompts."""
+        """Begin to record steps.
+
+        filled: the rows of each skipped prompt; None runs the prompts.
+        """
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
         self.emitted: list[int] = []
@@ -48,7 +51,7 @@ class Watched:
 
     def _fill(self) -> None:
         draw = np.random.default_rng(0)
-        # `state` would show all slots, and so allocate memory for all.
+        # `state` would show all slots, and so allocate memory for all of them.
         views = self._programs._caches.views(0, self.batch)
         for name in self._caches:
             cache = views[name][:, :, : self.filled]
@@ -75,8 +78,8 @@ class Ours:
     def decode(self, ask: Ask) -> Answer:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
-        # Requests begin one by one, with a step between; the last one to begin must still have all
-        # its steps beside the others. A skipped prompt takes one turn, whatever its length.
+        # Requests start one by one, with a step between them; the last one to start must still have
+        # all its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
         chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
         accepting = {} if rates is None else synthetic(rates) if rates else controlled(most)
@@ -92,7 +95,10 @@ class Ours:
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:
-    """Accepts drafts at random; rates: for the first draft, for the first two, and so on."""
+    """Return parameters that accept drafts at random.
+
+    rates: for the first draft, for the first two, and so on.
+    """
     return {
         "acceptance": "rejection",
         "rejection_sample_method": "synthetic",
@@ -101,9 +107,9 @@ def synthetic(rates: list[float]) -> dict[str, Any]:
 
 
 def controlled(tokens: int) -> dict[str, Any]:
-    """Lets an engine without drafts run the program that requests of `synthetic` run.
+    """Return parameters that make an engine without drafts run the program of `synthetic` requests.
 
-    It bans a token for as long as the request lasts.
+    They ban a token for as long as the request lasts.
     """
     return {"min_tokens": tokens, "stop_token_ids": [1]}
 

@@ -1,4 +1,4 @@
-"""Runs the model as one exports it to ONNX without mtpbuild's step program.
+"""Runs an ordinary ONNX export of the model, without mtpbuild's step program.
 
     python plain_onnx.py CHECKPOINT MODEL.onnx --make
     python plain_onnx.py MODEL.onnx THREADS
@@ -16,7 +16,7 @@ from worker import Generate, serve
 
 
 def make(checkpoint: Path, out: Path) -> None:
-    """Exports the checkpoint's main model; it needs the extra [build]."""
+    """Export the checkpoint's main model; it needs the extra [build]."""
     import torch
     import torch.nn.functional as F
     from safetensors.torch import load_file

@@ -25,13 +25,13 @@ Answer = dict[str, Any]
 
 
 class Side(Protocol):
-    """Is a loaded engine or model."""
+    """A loaded engine or model."""
 
     def prompt(self, tokens: list[int]) -> None:
-        """Runs a prompt and makes one token."""
+        """Run a prompt and generate one token."""
 
     def decode(self, ask: Ask) -> Answer:
-        """Makes tokens after `context` cached ones in each of `batch` sequences.
+        """Generate tokens after `context` cached ones in each of `batch` sequences.
 
         filled: caches are filled without a prompt. The answer has `steps`, the seconds of each, and
         the number of tokens that all steps emitted.
@@ -40,7 +40,7 @@ class Side(Protocol):
 
 
 def tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Draws random ids, because equal ids would all choose the same experts.
+    """Draw random ids, because equal ids would all choose the same experts.
 
     No list is a prefix of another, so that no prompt can reuse rows of an earlier one.
     """
@@ -49,7 +49,7 @@ def tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 def serve(load: Callable[[Ask], Side]) -> None:
-    """Answers a job; libraries' own prints go to standard error."""
+    """Answer a job; libraries' own prints go to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with contextlib.suppress(OSError):  # if memory runs out, kill this process first
@@ -69,7 +69,7 @@ def serve(load: Callable[[Ask], Side]) -> None:
 
 
 def prompts(side: Side, ask: Ask, job: Ask) -> Answer:
-    """Times different prompts of one length, each to the first token after it."""
+    """Time different prompts of one length, each to the first token after it."""
     seconds = []
     for seed in range(ask["times"]):
         prompt = tokens(ask["length"], job["vocabulary"], seed)

@@ -1,4 +1,4 @@
-"""Runs one peer in a process of its own: answers requests in lines of JSON, and times tokens.
+"""Runs one peer in its own process: answers requests in lines of JSON, and times tokens.
 
 It needs only the standard library, because it runs in the measured peer's environment.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 STARTED = time.perf_counter()
-# Takes prompt ids and a number of tokens; yields the new tokens as they come.
+# Takes prompt ids and a number of tokens; yields the new tokens as they arrive.
 Generate = Callable[[list[int], int], Iterable[list[int]]]
 Extras = dict[str, Callable[[], dict[str, Any]]]
 
 
 def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> None:
-    """Reports how long loading took, then answers lines of standard input until it ends.
+    """Report how long loading took, then answer lines of standard input until it ends.
 
     extras: makes, after loading, the peer's answers to other questions, by their names.
     """
@@ -47,7 +47,7 @@ def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> 
 
 
 def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:
-    """Collects the tokens, and times: each token's seconds since the request."""
+    """Collect the tokens and their times: each token's seconds since the request."""
     tokens, times = list[int](), list[float]()
     start = time.perf_counter()
     for new in generate(prompt, count):
@@ -58,7 +58,7 @@ def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:
 
 
 def resident(kind: str = "VmRSS") -> int | None:
-    """Returns this process's bytes of memory, on Linux only.
+    """Return this process's bytes of memory, on Linux only.
 
     kind: a field of /proc/self/status, such as VmHWM, the peak, or RssAnon, anonymous memory.
     """

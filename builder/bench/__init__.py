@@ -1,1 +1,1 @@
-"""`mtpbuild bench` measures how fast each nextn is, and says whether MTP pays."""
+"""`mtpbuild bench`: measures the speed of each nextn and recommends one."""

@@ -1,4 +1,4 @@
-"""The benchmark on one screen: build, load, measure in turn, compute, write."""
+"""The benchmark: build, load, measure in turn, compute, write."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,13 +26,13 @@ PICTURE, STEPS_PICTURE, BATCHES_PICTURE = "bench.png", "bench_steps.png", "bench
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Holds the flags of `mtpbuild bench`."""
+    """The flags of `mtpbuild bench`."""
 
     wanted: Wanted
     asked: Asked = field(default_factory=Asked)
     threads: int | None = None
     out: Path = OUT
-    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
 def bench(
@@ -45,14 +45,14 @@ def bench(
     prepare(request.out)
     machine = describe_machine(request.threads)
 
-    # 1. Build an engine per nextn, and its twin that only verifies.
+    # 1. Build an engine per nextn, and a verifier for it: an engine that drafts nothing.
     built = build_engines(request.wanted, Stages(watch))
 
     with ExitStack() as stack:
         watch("loading the engines")
         contenders = [load(one, request, stack) for one in built]
 
-        # 2. Measure: all engines get the same requests in turn, as many at once as the user says.
+        # 2. Measure: all engines get the same requests in turn, at each concurrency.
         groups = load_groups(request.asked, contenders[0].engine, request.wanted.max_batch)
         total = len(groups) * request.wanted.max_batch
         measured = {
@@ -88,7 +88,7 @@ def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None
 
 
 def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
-    """Returns an engine and its verifier, open as long as the stack."""
+    """Return an engine and its verifier; `stack` closes them."""
 
     def opened(folder: Path) -> Engine:
         loaded = Engine.load(folder, threads=request.threads, **request.options)
@@ -100,9 +100,10 @@ def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
 
 
 def write(reports: Sequence[Benchmark], out: Path) -> None:
-    """Write the figures and the first concurrency's pictures; several get one more together.
+    """Write the figures and the pictures of the first concurrency.
 
-    Without matplotlib there are no pictures.
+    With several concurrencies, a further picture compares them. Without matplotlib there are no
+    pictures.
     """
     first, several = reports[0], len(reports) > 1
     write_json(out / JSON, to_batches_json(reports) if several else to_json(first))

@@ -1,4 +1,4 @@
-"""Chooses the prompts, built-in ones or a file's, and puts them in groups that run at once."""
+"""Choice of the prompts, built-in or from a file, and their groups for concurrent requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ from mtpbuild.runtime.sampling import SamplingParams
 
 BUILT_IN = ("code", "reasoning")
 OUTPUT_LEN = 256
-NUM_REQUESTS = 20  # of the built-in prompts
+NUM_REQUESTS = 20  # of the built-in prompts, without --num-requests
 
 
 @dataclass(frozen=True)
 class Asked(AskedFlags):
-    """Says which requests are asked."""
+    """The flags that choose the requests."""
 
-    # Defaults for what a line and the flags do not set.
+    # Defaults for parameters that neither a line nor a flag sets.
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_LEN))
 
 
@@ -30,17 +30,17 @@ class Asked(AskedFlags):
 class Prompt:
     """A request that every engine gets."""
 
-    kind: str  # built-in name, or the file's
+    kind: str  # the name of the built-in dataset or of the file
     task_id: str | int
     token_ids: list[int]
     params: SamplingParams
 
 
-Group = list[Prompt]  # of one kind; they run at once
+Group = list[Prompt]  # of one kind; its requests run concurrently
 
 
 def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
-    """Make groups of `concurrency` requests, in which the kinds take turns; raises UsageError."""
+    """Make groups of `concurrency` requests, in which the kinds alternate; raise UsageError."""
     names = BUILT_IN if asked.dataset is None else (asked.dataset,)
     paths = [built_in(name) if name in BUILT_IN else Path(name) for name in names]
     prompts = {path.stem: _read(path, asked, engine) for path in paths}
@@ -56,7 +56,7 @@ def built_in(name: str) -> Path:
 def group_up(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
-    """Put `count` prompts in groups; without a count, about `default` of them or all."""
+    """Group `count` prompts; without a count, about `default` of them, or all."""
     most = max(map(len, prompts.values()))
     turns = [kind[i : i + size] for i in range(0, most, size) for kind in prompts.values()]
     groups = [group for group in turns if len(group) == size]
@@ -71,7 +71,7 @@ def group_up(
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """Give a sampled request without a seed its number, so that every run draws the same."""
+    """Seed a sampled request that has no seed with its number, for the same draws in every run."""
     if params.temperature == 0 or params.seed is not None:
         return params
     return replace(params, seed=number)
@@ -83,7 +83,7 @@ def split(groups: Sequence[Group], size: int) -> list[Group]:
 
 
 def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
-    """Bring a prompt to `length` tokens: cut its beginning, or put other prompts before it."""
+    """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts."""
     bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
     start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
     wanted = length - len(start)
@@ -113,7 +113,7 @@ def _read(path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
 
 
 def check_room(engine: Engine, prompt: int, output: int, name: str = "", hint: str = "") -> None:
-    """Refuse a request with more tokens than the engine has room for."""
+    """Raise RequestError for a request with more tokens than the engine has room for."""
     capacity = engine.manifest.build.max_seq_len
     if prompt + output > capacity:
         raise RequestError(

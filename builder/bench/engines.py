@@ -1,4 +1,4 @@
-"""Builds the engines of a benchmark, and leaves the user's own engines alone."""
+"""Builds of a benchmark's engines; the user's own engines are never overwritten."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,10 +28,10 @@ PRIVATE = ENGINES / ".bench"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Holds the engines of a benchmark; nextn 0 is always among them.
+    """The engines that a benchmark needs; nextn 0 is always among them.
 
-    drafter: of every nextn but "auto", which is always MTP Eagle. target: None: the recipe's.
-    options: the target's flags of `mtpbuild build`.
+    drafter: of every nextn but "auto", which always uses MTP Eagle. target: None stands for the
+    recipe's. options: the target's flags of `mtpbuild build`.
     """
 
     model: str
@@ -61,12 +61,12 @@ class Wanted:
 
     @property
     def built_for(self) -> str:
-        """Returns the target's name."""
+        """Return the target's name."""
         return self.target or default_target(self.model)
 
     @property
     def of_usual_target(self) -> bool:
-        """Tells whether that is the target which `mtpbuild build` takes by itself."""
+        """Return whether the target is the one that `mtpbuild build` chooses by default."""
         return load_target(self.built_for) is load_target(default_target(self.model))
 
     def drafter_of(self, nextn: Nextn) -> DrafterName | None:
@@ -75,7 +75,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Holds the engine directories of one nextn; the verifier is the same, but drafts nothing."""
+    """The engine directories of one nextn; the verifier has the same nextn and drafts nothing."""
 
     nextn: Nextn
     folder: Path
@@ -83,7 +83,7 @@ class Built:
 
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
-    """Build an engine and a verifier per nextn, unless they are there already."""
+    """Build an engine and a verifier per nextn, unless they exist."""
     common = BuildRequest(
         wanted.model,
         max_batch=wanted.max_batch,
@@ -94,7 +94,7 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         options=wanted.options,
     )
     source, config = find_source(common)
-    for nextn in wanted.nextn:  # before anything is built
+    for nextn in wanted.nextn:  # fail before anything is built
         choose_drafter(config, nextn, wanted.drafter_of(nextn))
 
     def made(nextn: Nextn, drafter: DrafterName | None, out: Path) -> Path:
@@ -113,7 +113,10 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
 
 
 def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> Path:
-    """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
+    """Choose an engine's folder: engines/NAME_nK for a plain `mtpbuild build`, or a private one.
+
+    The private folder is also used if engines/NAME_nK has another engine.
+    """
     usual, drafter = ENGINES / f"{source.engine}_n{nextn}", wanted.drafter_of(nextn)
     flags = wanted.max_batch > 1 or drafter or wanted.scheme or wanted.options
     target = load_target(wanted.built_for)
@@ -126,7 +129,7 @@ def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted)
 def _is_plain(
     folder: Path, source: FoundModel, config: ModelConfig, nextn: Nextn, target: Target
 ) -> bool:
-    """Tells whether an engine is what `mtpbuild build` makes of the model without other flags."""
+    """Return whether an engine is what `mtpbuild build` makes of the model without other flags."""
     manifest = layout.existing(folder)
     if manifest is None or manifest.model.name != source.name:
         return False

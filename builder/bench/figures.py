@@ -1,4 +1,4 @@
-"""The arithmetic of a benchmark. All times are in seconds; the JSON has milliseconds."""
+"""The arithmetic of a benchmark. Times are in seconds; the JSON has milliseconds."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
 
 ALL = "all"
 RESAMPLES = 1000
-AGREEMENT = 0.05  # measured and predicted speedup, as a share
+AGREEMENT = 0.05  # largest relative difference of measured and predicted speedup
 T = TypeVar("T")
 Groups = Sequence[Sequence[Sample]]
 
@@ -26,7 +26,7 @@ class Ratio:
     """A quotient with its 95 % interval, from resampling the requests."""
 
     value: float
-    low: float | None  # None if there was but one group of requests
+    low: float | None  # None if there was only one group of requests
     high: float | None
 
     @property
@@ -36,15 +36,15 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Holds the median seconds of a step behind the same contexts."""
+    """The median seconds of a step after the same contexts."""
 
     base: float  # nextn 0
-    verify: float | None  # nextn + 1 tokens, nothing drafted; None for "auto", which has no twin
+    verify: float | None  # nextn + 1 tokens, no drafts; None for "auto", which has no verifier
     step: float
 
     @property
     def whole(self) -> float:
-        """Compute v + d: a whole step over a step without drafts."""
+        """Return v + d: a whole step relative to a step without drafts."""
         return self.step / self.base
 
     @property
@@ -62,18 +62,18 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Holds the figures of one nextn, over the requests of one kind or over all."""
+    """The figures of one nextn, over the requests of one kind or over all."""
 
     requests: int
     input_tokens: int
     output_tokens: int
-    duration: float  # seconds in which these requests had the machine
+    duration: float  # seconds in which these requests ran
     ttft: list[float]  # per request
-    tpot: list[float]  # per request of two tokens or more
-    itl: list[float]  # per step but each request's first
+    tpot: list[float]  # per request with two tokens or more
+    itl: list[float]  # per step except each request's first
     e2el: list[float]  # per request
-    tokens_per_s: float  # of one user, from the first token on
-    tokens_per_step: float  # tokens that were kept, without each request's first step
+    tokens_per_s: float  # of one user, after the first token
+    tokens_per_step: float  # tokens that were kept; each request's first step is left out
     drafting: SpeculativeDecoding
     speedup: Ratio  # of tokens_per_s over nextn 0
     predicted: float | None  # tokens_per_step / (v + d); None for "auto", whose steps differ
@@ -100,12 +100,12 @@ class Row:
 
     @property
     def most(self) -> int:
-        """Returns the most drafts of a step."""
+        """Return the largest number of drafts in a step."""
         return self.overall.drafting.num_spec_tokens
 
 
 def rows(contenders: Sequence[Contender], measured: dict[Nextn, Measured]) -> list[Row]:
-    """Compute a row per nextn; raises UsageError if there is nothing to time."""
+    """Compute a row per nextn; raise UsageError if there is nothing to time."""
     base = measured[0]
     kinds = list(dict.fromkeys(group[0].prompt.kind for group in base.groups))
     if any(decode(of_kind(base.groups, kind))[1] == 0 or not base.steps for kind in kinds):
@@ -147,7 +147,7 @@ def figures_of(groups: Groups, base: Groups, cost: Cost) -> Figures:
 
 
 def cost_of(base: Measured, mine: Measured, nextn: Nextn) -> Cost:
-    """Take the medians; nextn 0 has no twin, for it only verifies."""
+    """Take the medians; nextn 0 has no verifier, as it only verifies itself."""
     step = statistics.median(mine.steps)
     verify = statistics.median(mine.verify) if mine.verify else step
     return Cost(statistics.median(base.steps), None if nextn == "auto" else verify, step)
@@ -165,7 +165,7 @@ def decode(groups: Groups) -> tuple[int, float]:
 
 
 def speedup(groups: Groups, base: Groups) -> Ratio:
-    """Compute how much faster a user gets tokens; the interval comes from resampled groups."""
+    """Compute how much faster a user gets tokens; the interval is from resampled groups."""
     parts = [(*decode([g]), *decode([b])) for g, b in zip(groups, base, strict=True)]
 
     def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:
@@ -178,7 +178,7 @@ def speedup(groups: Groups, base: Groups) -> Ratio:
 
 
 def resampled(items: Sequence[T], figure: Callable[[Sequence[T]], float | None]) -> list[float]:
-    """Compute both ends of a figure's 95 % interval by resampling the items behind it."""
+    """Resample the items; return both ends of the figure's 95 % interval."""
     rng = random.Random(0)
     drawn = [figure(rng.choices(items, k=len(items))) for _ in range(RESAMPLES)]
     known = [value for value in drawn if value is not None]
@@ -190,7 +190,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
-    """Add up the statistics of several requests."""
+    """Add up the drafting statistics of several requests."""
     total = Acceptance(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
@@ -201,7 +201,7 @@ def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
 
 
 def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
-    """Choose the fastest nextn, and say in one line whether MTP pays."""
+    """Choose the fastest nextn, and write in one line whether MTP pays."""
     drafting = [row for row in table if row.nextn]
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
@@ -229,7 +229,7 @@ def disagreements(table: Sequence[Row]) -> str | None:
 
 
 def kinds_apart(drafting: Sequence[Row], best: Row) -> str:
-    """Name the kinds of prompts that are fastest with another nextn."""
+    """Name the kinds of prompts for which another nextn is fastest."""
     found = []
     for kind in best.kinds:
         row = max(drafting, key=lambda row: row.kinds[kind].speedup.value)

@@ -1,4 +1,4 @@
-"""Describes the machine, its load and the installed versions, on which every figure depends."""
+"""Description of the machine, its load and the installed versions, for every measurement."""
 
 import contextlib
 import os
@@ -15,7 +15,10 @@ PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
 def describe_machine(threads: int | None) -> dict[str, Any]:
-    """Describe this machine. threads: the user's number; None lets the target choose."""
+    """Describe this machine.
+
+    threads: the user's number; None lets the target choose.
+    """
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
         "cpu": cpu_model(),
@@ -32,14 +35,14 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
 
 def count_cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on every system
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # missing on some systems
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """Find the processor's name: Linux's, or elsewhere Python's."""
+    """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
     with contextlib.suppress(OSError):
         cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if found := re.search(r"^model name\s*:(.*)", cpus, re.MULTILINE):
@@ -48,8 +51,8 @@ def cpu_model() -> str:
 
 
 def physical_memory() -> int | None:
-    """Returns this machine's bytes of memory, where the system says them."""
+    """Return this machine's memory in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on every system
+    except (AttributeError, ValueError, OSError):  # missing on some systems
         return None

@@ -1,4 +1,4 @@
-"""Runs the engines in turn, group by group, and notes when each step's tokens arrive."""
+"""Runs of the engines in turn, group by group, with the time at which each step's tokens arrive."""
 
 import contextlib
 import time
@@ -16,12 +16,12 @@ from mtpbuild.runtime.stats import SpeculativeDecoding
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 32
-# An engine's first steps after another engine has run are up to 1.7 times as long: its weights
-# have left the processor's caches. A user runs one engine, so these steps are not counted.
+# An engine's first steps after another engine take up to 1.7 times as long, as its weights have
+# left the processor's caches. A user runs one engine, so these steps are not counted.
 SETTLING_STEPS = 8
 TIMED_STEPS = 16  # per context, of an engine and of its verifier
 STEPS = SETTLING_STEPS + 1 + TIMED_STEPS
-STRICT: dict[str, Any] = {  # undoes every other acceptance of a request
+STRICT: dict[str, Any] = {  # disables every other acceptance of a request
     "acceptance": "strict",
     "rejection_sample_method": "standard",
     "synthetic_acceptance_rates": None,
@@ -32,7 +32,7 @@ STRICT: dict[str, Any] = {  # undoes every other acceptance of a request
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Holds the engine of one nextn, and its twin that drafts nothing."""
+    """The engine of one nextn, and its verifier, which drafts nothing."""
 
     nextn: Nextn
     drafter: str | None
@@ -40,7 +40,7 @@ class Contender:
     verifier: Engine | None = None
 
     def asked(self, group: Group) -> Group:
-        """Make nextn 0's requests strict: it has no drafts, and they would only run slower."""
+        """Make nextn 0's requests strict: without drafts, other acceptance would only be slower."""
         return changed(group, **STRICT) if self.nextn == 0 else group
 
 
@@ -50,17 +50,17 @@ class Sample:
 
     prompt: Prompt
     begun: float
-    times: list[float] = field(default_factory=list)  # when each step's tokens were there
+    times: list[float] = field(default_factory=list)  # of each step's tokens
     token_ids: list[int] = field(default_factory=list)
-    drafting: SpeculativeDecoding | None = None  # None if it was stopped early
+    drafting: SpeculativeDecoding | None = None  # None if the run stopped early
 
 
 @dataclass(slots=True)
 class Measured:
-    """Holds the measurements of a contender."""
+    """The measurements of a contender."""
 
     groups: list[list[Sample]] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)  # seconds, at the same contexts as `verify`
+    steps: list[float] = field(default_factory=list)  # seconds, after the same contexts as `verify`
     verify: list[float] = field(default_factory=list)  # of the verifier's steps
 
 
@@ -69,7 +69,7 @@ def measure(
     groups: Sequence[Group],
     watch: Callable[[int], None] = lambda done: None,
 ) -> dict[Nextn, Measured]:
-    """Measure each nextn; steps are timed behind the contexts of the first contender, nextn 0."""
+    """Measure each nextn; the timed steps follow texts of the first contender, nextn 0."""
     measured = {contender.nextn: Measured() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
     most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
@@ -89,12 +89,12 @@ def measure(
 
 
 def run_together(engine: Engine, group: Group, most_steps: int | None = None) -> list[Sample]:
-    """Run all prompts of a group at once; each ends by itself, or after `most_steps` steps."""
+    """Run all prompts of a group concurrently; each ends by itself, or after `most_steps`."""
     with contextlib.ExitStack() as stack:
         samples = [Sample(prompt, time.perf_counter()) for prompt in group]
         streams = [stack.enter_context(engine.stream(p.token_ids, p.params)) for p in group]
         running = list(zip(samples, streams, strict=True))
-        while running:  # the first to want a chunk steps the loop, the others find theirs there
+        while running:  # the first stream that lacks a chunk runs a step for all
             for sample, stream in running:
                 chunk = next(stream)
                 sample.times.append(time.perf_counter())
@@ -110,7 +110,7 @@ def run_together(engine: Engine, group: Group, most_steps: int | None = None) ->
 
 
 def time_steps(contender: Contender, contexts: Group, measured: Measured) -> None:
-    """Time a few steps of the engine, then of its verifier, behind the same contexts."""
+    """Time a few steps of the engine, then of its verifier, after the same contexts."""
     pairs = ((contender.engine, measured.steps), (contender.verifier, measured.verify))
     for engine, seconds in pairs:
         if engine is not None:
@@ -119,7 +119,7 @@ def time_steps(contender: Contender, contexts: Group, measured: Measured) -> Non
 
 
 def intervals(sample: Sample) -> list[float]:
-    """List the seconds of each step but the first, which includes the prompt."""
+    """List the seconds of each step except the first, which includes the prompt."""
     return [later - earlier for earlier, later in pairwise(sample.times)]
 
 
@@ -132,7 +132,7 @@ def contexts_within(group: Group, baseline: Sequence[Sample], part: float, most:
 
 
 def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
-    """Let prompts go on for so many tokens, whatever the model says."""
+    """Let prompts generate exactly `tokens` tokens, without stop tokens."""
     return changed(group, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
 
 

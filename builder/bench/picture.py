@@ -1,4 +1,4 @@
-"""Draws a benchmark as PNGs: against nextn, against the batch, and step by step."""
+"""Pictures of a benchmark as PNGs: against nextn, against the concurrency, and step by step."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ BARS = 40  # of a histogram
 
 
 def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
-    """Draw both panels. note: the machine that was measured, in small print."""
+    """Draw speedups and acceptance lengths.
+
+    note: the machine that was measured, in small print.
+    """
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
     with picture.panels(path, note) as (figure, (left, right)):
         draw_speedup(left, rows, kinds)
@@ -62,7 +65,10 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
 
 
 def draw_batches(reports: Sequence[Benchmark], path: Path, note: str) -> None:
-    """Draw a line per nextn against the concurrency. note: the machine, in small print."""
+    """Draw a line per nextn against the concurrency.
+
+    note: the machine, in small print.
+    """
     sizes = [report.settings["concurrency"] for report in reports]
     with picture.panels(path, note) as (figure, both):
         for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Shows a benchmark as tables for people and as one JSON object for machines."""
+"""A benchmark as tables for people and as one JSON object for programs."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ PANELS: dict[str, Callable[[Figures], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Holds the results of one run of `mtpbuild bench`."""
+    """The results of one run of `mtpbuild bench`."""
 
     model: str
     machine: dict[str, Any]
@@ -95,7 +95,7 @@ def to_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
 
 
 def differs(settings: dict[str, Any]) -> str | None:
-    """Say why a right engine's outputs may differ from nextn 0's; None if they may not."""
+    """Return why a correct engine's outputs may differ from nextn 0's; None if they must not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
@@ -169,7 +169,7 @@ def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
 
 
 def lines(nextn: int) -> dict[str, str]:
-    """Give each line's cell as a template of `keys`; nextn 0 to 4 must fit in 80 columns."""
+    """Return the table's lines as templates of `keys`; nextn 0 to 4 must fit in 80 columns."""
     rate = "{{spec_decode_per_position_acceptance_rates[{}]:.2f}}"
     return {
         "tokens/s per user": "{user_tokens_per_s:.1f}",

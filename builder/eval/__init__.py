@@ -1,1 +1,1 @@
-"""`mtpbuild eval` measures how many right answers a looser acceptance costs, and its speed."""
+"""`mtpbuild eval`: measures how many correct answers a looser acceptance costs, and its speed."""

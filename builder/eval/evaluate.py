@@ -1,4 +1,4 @@
-"""The evaluation on one screen: load, ask under every setting, compute, write."""
+"""The evaluation: load, ask under every setting, compute, write."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,7 +23,7 @@ OUTPUT_TOKENS = 256  # of a problem that sets no number
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """Holds the flags of `mtpbuild eval`."""
+    """The flags of `mtpbuild eval`."""
 
     engine: Path
     task: str
@@ -33,11 +33,11 @@ class EvalRequest:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_TOKENS))
     threads: int | None = None
     out: Path = OUT
-    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
 def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Evaluation:
-    """Measure, and write what was found; raises UsageError and the errors of the engine."""
+    """Measure, and write the results; raise UsageError and the errors of the engine."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
     prepare(request.out)
@@ -74,7 +74,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
 
 
 def choose(request: EvalRequest) -> Settings:
-    """Choose strict, and rejection above temperature 0, or else every pair of relaxed values."""
+    """Choose the settings: strict, and rejection if sampled, or every pair of relaxed values."""
     if request.params.temperature > 0:
         return {"strict": STRICT, "rejection": {"acceptance": "rejection"}}
     pairs = product(request.topk, request.delta)

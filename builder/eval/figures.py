@@ -1,4 +1,4 @@
-"""The arithmetic of an evaluation: shares of right answers with their 95 % intervals."""
+"""The arithmetic of an evaluation: shares of correct answers with their 95 % intervals."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ Z = 1.959964  # of a two-sided 95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Holds the accuracy minus strict's, on the same problems."""
+    """The accuracy minus that of strict acceptance, on the same problems."""
 
     value: float
-    low: float  # of 95 %, by resampling the problems
+    low: float  # of the 95 % interval, by resampling the problems
     high: float
-    lost: int  # right under strict alone
-    gained: int  # right under this setting alone
-    p_value: float  # McNemar's exact test: whether lost and gained differ
+    lost: int  # correct under strict alone
+    gained: int  # correct under this setting alone
+    p_value: float  # McNemar's exact test of whether lost and gained differ
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Holds a setting's figures over the problems of one form or over all: eval.json's keys."""
+    """A setting's figures over the problems of one form or over all; the keys of eval.json."""
 
     problems_asked: int
     right: int
@@ -34,7 +34,7 @@ class Figures:
     against_strict: Difference
     spec_decode_acceptance_length: float
     total_output_tokens: int
-    user_tokens_per_s: float  # from each request's first token on
+    user_tokens_per_s: float  # after each request's first token
     speedup_over_strict: Ratio  # of user_tokens_per_s
 
 
@@ -99,7 +99,7 @@ def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Compute the chance of so uneven a split of the changed problems, if both were as likely."""
+    """Return the probability of a split at least as uneven, if both sides are equally likely."""
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)

@@ -1,4 +1,4 @@
-"""Problems that have one right answer, built in or from a file, and an engine's answers."""
+"""Problems with one correct answer, built in or from a file, and an engine's answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from mtpbuild.runtime.input_file import AskingLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task
-Settings = Mapping[str, dict[str, Any]]  # ways to accept drafts: what each changes in a request
+# By name: the changes that a setting makes to a request's acceptance.
+Settings = Mapping[str, dict[str, Any]]
 
 
 class Line(AskingLine):
@@ -24,13 +25,13 @@ class Line(AskingLine):
     CHATS = ("question", "messages")
 
     answer: str
-    question: str | None = None  # a chat's first message
+    question: str | None = None  # becomes the first message of a chat
     form: str | None = None  # problems of one form are reported together
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question and its right answer; the prompt's kind is the problem's form."""
+    """A question and its correct answer; the prompt's kind is the problem's form."""
 
     prompt: Prompt
     answer: str
@@ -39,7 +40,7 @@ class Problem:
 def load_problems(
     task: str, engine: Engine, params: SamplingParams, count: int | None
 ) -> list[Problem]:
-    """Read the first `count` problems of a task; raises UsageError with file and line."""
+    """Read the first `count` problems of a task; raise UsageError with file and line."""
     path = built_in(f"eval_{task}") if task in TASKS else Path(task)
 
     def take(line: Line, number: int) -> Problem:
@@ -60,7 +61,7 @@ def load_problems(
 
 
 def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
-    """Take the text after the thinking phase, stripped; None if the phase never ended."""
+    """Return the text after the thinking phase, stripped; None if the phase never ended."""
     manifest, tokenizer = engine.manifest, engine.tokenizer
     assert tokenizer is not None, "problems are texts"
     said = list(token_ids)
@@ -80,7 +81,7 @@ class Answered:
     """An answer to one problem under one setting."""
 
     problem: Problem
-    answer: str | None  # None: it was still thinking at the last token
+    answer: str | None  # None: still thinking at the last token
     sample: measure.Sample
 
     @property
@@ -102,7 +103,7 @@ def ask(
             for name, changes in measure.rotated([*settings.items()], i):
                 prompt = problem.prompt
                 own = measure.changed([prompt], **changes)
-                # Another program ran before: the first steps settle.
+                # The previous run used another program, so let the first steps settle.
                 measure.run_together(engine, measure.endless(own), measure.SETTLING_STEPS)
                 (sample,) = measure.run_together(engine, own)
                 answer = answer_of(sample.token_ids, prompt.token_ids, engine)

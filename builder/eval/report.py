@@ -1,4 +1,4 @@
-"""Shows an evaluation as tables and a picture for people, and as JSON for machines."""
+"""An evaluation as tables and a picture for people, and as JSON for programs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Holds the results of one run of `mtpbuild eval`."""
+    """The results of one run of `mtpbuild eval`."""
 
     engine: str
     manifest: Manifest
@@ -83,7 +83,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def forms_table(rows: Sequence[Row]) -> Table:
-    """Make a table of right answers and tokens per step, by form."""
+    """Make a table of correct answers and tokens per step, by form."""
     forms = [form for form in rows[0].forms if form != ALL]
     result = figures_table("right / L", forms)
     for row in rows:
@@ -94,7 +94,7 @@ def forms_table(rows: Sequence[Row]) -> Table:
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """Say whether a setting's accuracy differs from strict's, and which setting is fastest."""
+    """Write whether a setting's accuracy differs from strict's, and which setting is fastest."""
     strict, *others = rows
     count = strict.overall.problems_asked
     said = f"strict: {strict.overall.right} of {count} {'problem' if count == 1 else 'problems'}"
@@ -152,7 +152,7 @@ def draw_points(axes: "Axes", points: list[tuple[float, float, float]], colour: 
 
 
 def draw_trade(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draw each setting's accuracy over its speed; what is above and to the right is better."""
+    """Draw each setting's accuracy over its speed; points above and to the right are better."""
     found = [row.overall for row in rows]
     speeds = [f.user_tokens_per_s for f in found]
     shares = [(f.accuracy, *f.accuracy_interval) for f in found]

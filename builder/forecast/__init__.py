@@ -1,1 +1,1 @@
-"""`mtpbuild plan` foretells a model's size and speed on a machine that one need not have."""
+"""`mtpbuild plan`: predicts a model's size and speed on a machine, which need not be at hand."""

@@ -1,7 +1,7 @@
-"""Foretells the download, disk, memory and bytes read of onnxruntime's engines on a CPU.
+"""Prediction of the download, disk, memory and bytes read of onnxruntime's engines on a CPU.
 
-Whatever its nextn, an engine holds every weight of the main model and of the MTP modules: as
-integers those that `build --weights` quantises, in fp32 all others.
+Whatever its nextn, an engine holds every weight of the main model and of the MTP modules. The
+weights that `build --weights` quantises are integers, all others fp32.
 """
 
 from dataclasses import dataclass, replace
@@ -29,20 +29,21 @@ from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE
 
-ASKED = (None, "int8", "int4")  # of --weights; None: integers as the checkpoint has them, or fp32
+# Values of --weights; None: integers as the checkpoint has them, or fp32.
+ASKED = (None, "int8", "int4")
 
-# Bytes of memory at run time for each byte of the weights file. Our kernels read it where it is
-# mapped, once for all sessions: with a file of 1.41 GB, nextn 1 and requests that sample, an engine
-# took 1.33 GB (its share of the pages), 0.11 GB of it its own.
+# Bytes of memory at run time for each byte of the weights file. Our kernels read the memory-mapped
+# file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
+# took 1.33 GB (its share of the pages), 0.11 GB of it private.
 MAPPED = 1.1
-# Each session of onnxruntime's own operators (prefill, decode) packs a copy: engines of 8.76 GB
-# were measured at 19.0 GB (2.17) and 20.4 GB (2.33), one of 1.49 GB at 3.51 GB (2.36).
+# Each session of onnxruntime's own operators (prefill, decode) packs its own copy. Engines of 8.76
+# GB were measured at 19.0 GB (2.17) and 20.4 GB (2.33), one of 1.49 GB at 3.51 GB (2.36).
 PACKED = 2.4
 
 
 @dataclass(frozen=True)
 class CpuEngine:
-    """Holds the engine that `build --weights` would make; lists are over the request's nextn.
+    """The engine that `build --weights` would make; lists are over the request's nextn.
 
     bytes: the size of the weights file.
     """
@@ -52,7 +53,7 @@ class CpuEngine:
     memory: list[int]
     reads: list[float]
     too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
-    lacking: int  # bytes that its disks have too few
+    lacking: int  # bytes of disk space that are missing
 
     @property
     def fits(self) -> bool:
@@ -61,13 +62,13 @@ class CpuEngine:
 
 @dataclass(frozen=True)
 class CpuForecast:
-    """Holds the figures that `mtpbuild plan --cpu` shows."""
+    """The figures that `mtpbuild plan --cpu` shows."""
 
     request: ForecastRequest
     name: str
     model: Model  # of the engine in fp32
     portions: dict[str, Portion]
-    download: int  # bytes; 0: the weights are here, or are made here
+    download: int  # bytes; 0: the weights are here, or are generated here
     machine: Machine
     bandwidth: float  # of memory, in bytes/s
     lengths: ByNextn  # acceptance lengths
@@ -78,7 +79,7 @@ class CpuForecast:
         return sum(portion.bytes for portion in self.portions.values())
 
     def speeds(self, engine: CpuEngine) -> list[float | None]:
-        """Returns the tokens/s of one user for each nextn, if reading is all that a step does.
+        """Return one user's tokens/s for each nextn, if a step only reads memory.
 
         None: the engine does not fit.
         """
@@ -88,14 +89,15 @@ class CpuForecast:
 
     @property
     def shares_disk(self) -> bool:
-        """Tell whether engine and download need room on the same disk."""
+        """Return whether engine and download need room on the same disk."""
         return self.download > 0 and self.machine.downloads.device == self.machine.engines.device
 
 
 def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> CpuForecast:
-    """Make the forecast; raises UsageError, BuildError or CheckpointError.
+    """Make the forecast; raise UsageError, BuildError or CheckpointError.
 
-    machine: this machine if it is not given."""
+    machine: this machine if it is not given.
+    """
     machine = machine or this_machine()
     check(request)
     if request.bandwidth is not None and not request.bandwidth > 0:
@@ -133,8 +135,7 @@ def must_be_fetched(request: ForecastRequest) -> bool:
 
 
 def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
-    """Returns the model as an engine holds it, on a machine whose speed is not known."""
-
+    """Return the model as an engine holds it, on a machine of unknown speed."""
     by_head = weights_by_head(layout, scheme)
 
     def format(stored: Stored) -> Format | None:
@@ -149,7 +150,7 @@ def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
 
 
 def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
-    """Returns the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
+    """Return the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     every = (stored for weight in table for stored in weight.stored)
     integers = scheme is not None or any(isinstance(layout.format(s), Integers) for s in every)
@@ -159,12 +160,12 @@ def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
 
 
 def factor() -> float:
-    """Returns how many bytes of memory each byte of an engine takes that is built here."""
+    """Return the bytes of memory for each byte of an engine that is built here."""
     return PACKED if find_library() is None else MAPPED
 
 
 def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
-    """Returns the format in which an engine holds a weight of the checkpoint; None: fp32."""
+    """Return the format in which an engine holds a weight of the checkpoint; None: fp32."""
     if scheme is not None:
         return format_by(scheme, layout.config, stored)
     format = layout.format(stored)
@@ -189,14 +190,14 @@ def foresee(
 
 
 def engine_bytes(model: Model) -> int:
-    """Count the bytes of the weights file, where a head tied to the embedding is twice."""
+    """Count the bytes of the weights file, which has a head tied to the embedding twice."""
     return sum(one.bytes * (2 if one.name == TIED else 1) for one in model.classes)
 
 
 def cached_bytes(request: ForecastRequest, model: Model, nextn: int) -> int:
     """Count the bytes of all requests' cache rows, windows included, in fp32.
 
-    Of recurrent states there are two: a step reads one and writes the other.
+    Recurrent states count twice: a step reads one copy and writes the other.
     """
     rows = request.max_seq_len + nextn + 1
     return request.max_batch * (rows * model.cache_bytes(nextn, "fp32") + 2 * model.state_bytes)

@@ -1,4 +1,4 @@
-"""Shows a forecast for a CPU as JSON and as tables."""
+"""A forecast for a CPU as JSON and as tables."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,10 @@ from mtpbuild.runtime.prefix_pool import SHARE
 
 
 def as_json(f: CpuForecast) -> dict[str, Any]:
-    """Make the JSON, in bytes; lists are over `nextn`. docs/plan.md explains each key."""
+    """Make the JSON, in bytes; lists are over `nextn`.
+
+    docs/plan.md explains each key.
+    """
     request, model, machine = f.request, f.model, f.machine
     tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
     return {
@@ -52,7 +55,7 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
 
 
 def print_report(f: CpuForecast) -> None:
-    """Print the checkpoint's portions, an engine for each --weights, its steps' bytes and speed."""
+    """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
     console, machine = Console(highlight=False, soft_wrap=True), f.machine
     console.print(
         f"{f.name} on this machine's CPU: memory {size(machine.memory)}, of it "

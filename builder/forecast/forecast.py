@@ -1,4 +1,4 @@
-"""Foretells sizes, step times and tokens per second of a model on a machine."""
+"""Prediction of sizes, step times and tokens per second of a model on a machine."""
 
 import functools
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ from mtpbuild.runtime.ranks import Ranks
 
 ByNextn = Mapping[int, float]
 USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
-RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, graphs
+RESERVED = 0.08  # share of a GPU's memory for driver, kernels, communication buffers, graphs
 
 
 @dataclass(frozen=True)
 class ForecastRequest(PlanFlags):
-    """Holds what `mtpbuild plan` asks for."""
+    """The flags of `mtpbuild plan`."""
 
     model: str
-    nextn: tuple[int, ...]  # none: 0 to 5, or 0 alone where there is no MTP module
+    nextn: tuple[int, ...]  # empty: 0 to 5, or 0 alone if there is no MTP module
     ranks: Ranks = field(default_factory=Ranks)
     acceptance: tuple[float, ...] | None = None
     measured: ByNextn | None = None  # tokens/s of one user at two nextn
@@ -35,7 +35,7 @@ class ForecastRequest(PlanFlags):
 
 @dataclass(frozen=True)
 class Step:
-    """A step with one nextn: its parts, the latency beside them, and the speed of one user."""
+    """A step of one nextn: its parts, the latency added to them, and the speed of one user."""
 
     nextn: int
     acceptance: float
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def roofline(self) -> float:
-        """Returns the seconds that memory and arithmetic need."""
+        """Return the seconds that memory and arithmetic need."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """Returns the limit to which most of the step's time goes."""
+        """Return the limit that takes most of the step's time."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Holds the figures of `mtpbuild plan`; sizes are per rank and for the largest nextn."""
+    """The figures of `mtpbuild plan`; sizes are per rank and for the largest nextn."""
 
     request: ForecastRequest
     name: str
@@ -81,7 +81,7 @@ class Forecast:
 
     @property
     def is_published(self) -> bool:
-        """Tell whether speeds of this very setting are published."""
+        """Return whether speeds of exactly this setting are published."""
         request = self.request
         load = (request.max_batch, request.context_len)
         setting = (self.name, self.model.gpu.name, request.ranks, *load)
@@ -89,12 +89,15 @@ class Forecast:
 
     @property
     def free_bytes(self) -> float:
-        """Returns the bytes left for caches; negative if the model does not fit."""
+        """Return the bytes left for caches; negative if the model does not fit."""
         return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
 
     @property
     def tensorrt_bytes(self) -> float:
-        """Says what an engine of target tensorrt holds: kernels of ours share what they read."""
+        """Return the bytes of weights that an engine of target tensorrt holds on a rank.
+
+        The weights that our kernels read are shared by its programs.
+        """
         drafts = max(self.request.nextn)
         used = [one for one in self.model.classes if drafts or not one.module]
         ranks = self.request.ranks
@@ -109,14 +112,14 @@ class Forecast:
 
     @property
     def needed_tokens(self) -> int:
-        """Returns the cache rows of one rank's requests, windows included."""
+        """Return the cache rows of one rank's requests, windows included."""
         request = self.request
         rows = request.max_seq_len + max(request.nextn) + 1
         return request.ranks.local(request.max_batch) * rows
 
     @property
     def speedups(self) -> list[float]:
-        """Returns each nextn's speed over that of nextn 0, asked for or not."""
+        """Return each nextn's speed relative to nextn 0, whether or not 0 was requested."""
         return [step.tokens_per_s / self.without.tokens_per_s for step in self.steps]
 
     @property
@@ -125,7 +128,7 @@ class Forecast:
 
 
 def forecast(request: ForecastRequest) -> Forecast:
-    """Make the forecast; raises UsageError for flags that contradict, CheckpointError."""
+    """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
     check(request)
     layout = find_layout(request.model, request.checkpoint)

@@ -1,4 +1,4 @@
-"""Latency is the time that memory and arithmetic do not explain, fitted to two measurements.
+"""The latency of a step: time beyond memory and arithmetic, fitted to two measurements.
 
 step = base + per_draft * nextn + roofline. At batch 1 the first two are most of it: launches,
 synchronisation and the all-reduces of 61 layers.
@@ -18,7 +18,7 @@ PUBLISHED_SPEED = (111.0, 198.0, 250.0, 253.0, 245.0, 239.0)  # tokens/s of one 
 
 @dataclass(frozen=True)
 class Latency:
-    """Holds the seconds of each step, and of each of its drafts."""
+    """The constant seconds of each step, and of each of its drafts."""
 
     base: float
     per_draft: float
@@ -29,7 +29,7 @@ class Latency:
 
 
 def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
-    """Fit two points: (nextn, measured seconds of a step, seconds that its parts take at least)."""
+    """Fit two points: (nextn, measured seconds of a step, roofline seconds of its parts)."""
     (n0, step0, parts0), (n1, step1, parts1) = points
     rest0, rest1 = step0 - parts0, step1 - parts1
     per_draft = (rest1 - rest0) / (n1 - n0)
@@ -43,7 +43,7 @@ def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
 
 
 def parse_measured(text: str) -> dict[int, float]:
-    """Read `0=111,1=198`: tokens/s of one user at two nextn."""
+    """Parse `0=111,1=198`: tokens/s of one user at two nextn."""
     found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
     speeds = {int(found[i]): float(found[i + 1]) for i in (1, 3)} if found else {}
     if len(speeds) < 2 or 0 in speeds.values():

@@ -1,4 +1,4 @@
-"""The GPUs that `mtpbuild plan` knows, by their data sheets."""
+"""The GPUs that `mtpbuild plan` knows, from their data sheets."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Gpu:
     ranks: int = 8  # GPUs of one machine, joined by NVLink
 
     def peak(self, format: str) -> float:
-        """Find a format's peak; formats without units of their own are multiplied in bf16."""
+        """Return a format's peak; formats without hardware units are multiplied in bf16."""
         return self.peaks.get(format, self.peaks["bf16"])
 
 
@@ -31,7 +31,7 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 
-# A machine of unknown speed: bytes and operations are counted all the same.
+# A machine of unknown speed, for counting bytes and operations alone.
 UNKNOWN = Gpu("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 

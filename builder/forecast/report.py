@@ -1,4 +1,4 @@
-"""Shows a forecast as JSON, as tables and as a picture."""
+"""A forecast as JSON, as tables and as a picture."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LATENCY = "#d8d8d8"
-GROUPS = {  # of parts, bottom to top; what is not named here is `other weights`
+GROUPS = {  # of parts, bottom to top; `other weights` takes the parts that are not listed
     "experts": ("experts",),
     "attention, caches": ("attention", "caches"),
     "other weights": (),
@@ -29,7 +29,10 @@ GROUPS = {  # of parts, bottom to top; what is not named here is `other weights`
 
 
 def as_json(f: Forecast) -> dict[str, Any]:
-    """Make the JSON, in bytes, seconds and operations; docs/plan.md explains each key."""
+    """Make the JSON, in bytes, seconds and operations.
+
+    docs/plan.md explains each key.
+    """
     request, model = f.request, f.model
     tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
     return {
@@ -77,7 +80,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
 
 
 def print_report(f: Forecast) -> None:
-    """Print weights by class, memory, a line per nextn, the parts of the last, assumptions."""
+    """Print weights by class, memory, a line per nextn, the last nextn's parts, assumptions."""
     console = Console(highlight=False, soft_wrap=True)
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""

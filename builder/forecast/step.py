@@ -1,8 +1,8 @@
-"""Counts the bytes and operations of a step's parts on one rank, and their least time.
+"""Counts of the bytes and operations of a step's parts on one rank, and their least time.
 
 T = B (nextn + 1) tokens are verified. The first draft's pass covers the same tokens, each further
-pass one token per request; every pass reads the head. A pass reads its weights once, but only
-those routed experts that some token chose.
+pass one token per request; every pass reads the head. A pass reads its weights once, and of the
+routed experts only those that some token chose.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 
 @dataclass(frozen=True)
 class Load:
-    """Holds the number of requests, the cached tokens of each, and the caches' number format."""
+    """The number of requests, the cached tokens of each, and the caches' number format."""
 
     batch: int
     context: int
@@ -55,12 +55,12 @@ class Model:
 
     @property
     def widths(self) -> list[int]:
-        """Returns the cache's width C of each layer, then of each module."""
+        """Return the cache's width C of each layer, then of each MTP module."""
         return family_of(self.config).cache_specs(self.config, self.ranks)
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of a request's recurrent states, which are fp32 everywhere."""
+        """Return the bytes of a request's recurrent states, which are always fp32."""
         found = family_of(self.config).recurrent(self.config, self.ranks)
         return sum(CACHE_BYTES["fp32"] * prod(state.sizes.values()) for state in found)
 
@@ -77,7 +77,7 @@ class Model:
                 yield self._weights(one.name, [one], [nextn + 1], load)
         widths = self.widths[: self.config.num_hidden_layers]
         yield self._cache("caches", widths, [nextn + 1], load)
-        if self.state_bytes:  # read by the window and to be advanced, and written
+        if self.state_bytes:  # the window reads it; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._part("recurrent states", bytes, 0, 0)
 
@@ -99,15 +99,16 @@ class Model:
     def _weights(
         self, name: str, classes: list[Class], counts: list[int], load: Load, share: float = 1.0
     ) -> Part:
-        """Count weights that are read by passes of so many tokens per request.
+        """Count weights that passes read, each pass over `count` tokens per request.
 
-        share: the part of the classes that is in use."""
+        share: the fraction of the classes that is in use.
+        """
         c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
         for one in classes:
             for count in counts:
                 touched = chosen = 1.0
                 tokens = self.ranks.local(load.batch) * count
-                if one.name == "experts":  # of all ranks' requests
+                if one.name == "experts":  # all ranks' requests
                     tokens = load.batch * count
                     touched = distinct_experts(c, tokens) / c.experts
                     chosen = c.chosen / c.experts
@@ -121,7 +122,7 @@ class Model:
     def _cache(self, name: str, widths: list[int], passes: list[int], load: Load) -> Part:
         """Count the context's cache rows, in layers of these widths, and attention over them.
 
-        Where tokens choose rows, each is taken to choose others than the tokens beside it.
+        If tokens choose rows (DSA), adjacent tokens are assumed to choose different ones.
         """
         c, context, numbers, operations = self.costs, load.context, 0, 0.0
         for width in filter(None, widths):
@@ -152,7 +153,7 @@ class Model:
     def scratch_bytes(self, nextn: int, batch: int, chunk: int, rows: int) -> float:
         """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank.
 
-        A prompt's attention over `rows` rows is among them. Recurrent states are counted here, as
+        A prompt's attention over `rows` rows is included. Recurrent states are counted here, as
         they do not grow with the context.
         """
         c, window = self.costs, self.ranks.local(batch) * (nextn + 1)
@@ -163,7 +164,7 @@ class Model:
 
 
 def distinct_experts(c: Costs, tokens: int) -> float:
-    """Expect how many of a layer's experts the tokens choose, if all are equally likely."""
+    """Return how many of a layer's experts tokens choose on average, if all are equally likely."""
     if not c.experts:
         return 0.0
     return c.experts * (1 - (1 - c.chosen / c.experts) ** tokens)

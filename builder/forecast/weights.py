@@ -1,4 +1,4 @@
-"""Counts a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
+"""Counts of a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.ranks import Ranks
 
-KINDS = (  # of a layer's weights; the first that the name holds
+KINDS = (  # of a layer's weights; the first entry whose text the name contains decides
     ("linear_attn", "delta rules"),
     ("norm", "router, norms"),
-    ("embed_tokens", "embedding"),  # a module's own
+    ("embed_tokens", "embedding"),  # a module's own embedding
     ("shared_head.head", "head"),
     (".gate.", "router, norms"),
     ("self_attn", "attention"),
@@ -36,7 +36,7 @@ MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 class Class:
     """A class of weights, of the main model or (`module`) of the MTP modules.
 
-    bytes: the stored ones. per_rank: the bytes that one rank holds.
+    bytes: as stored. per_rank: the bytes that one rank holds.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Class:
 
     @property
     def format(self) -> str:
-        """Returns the format that most of its bytes have."""
+        """Return the format of most of its bytes."""
         return self.formats.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Holds the parameters and stored bytes of a part of a checkpoint."""
+    """The parameters and stored bytes of a part of a checkpoint."""
 
     parameters: int = 0
     bytes: int = 0
@@ -65,7 +65,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Layout:
-    """Says how a checkpoint stores each weight, according to its files or its recipe."""
+    """The format in which a checkpoint stores each weight, from its files or its recipe."""
 
     name: str
     config: ModelConfig
@@ -74,14 +74,14 @@ class Layout:
     repeated: bool  # MTP layers hold copies of embedding and head
 
     def parts(self, stored: Stored, format: Format | None) -> dict[str, Entry]:
-        """Returns the tensors that make a weight in its format."""
+        """Return the tensors that make up a weight in its format."""
         if format is not None:
             return format.parts(stored.shape)
         return {"": Entry(self.plain(stored), stored.shape)}
 
 
 def find_layout(model: str, checkpoint: Path | None) -> Layout:
-    """Find a model's layout: a recipe's needs no weights, a folder's is in its files' headers."""
+    """Find a model's layout: in a recipe, which needs no weights, or in a folder's headers."""
     recipe = find_recipe(model)
     if recipe is not None and checkpoint is None:
         config, scheme = load_config(recipe.config_folder), SCHEMES[recipe.layout]
@@ -123,9 +123,9 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
 
 
 def held(stored: Stored, shape: Shape, ranks: Ranks) -> float:
-    """Returns the fraction of a stored tensor that one rank holds.
+    """Return the fraction of a stored tensor that one rank holds.
 
-    shape: the tensor's, which may be the scales of a quantised weight; a number can't be cut.
+    shape: the tensor's, which may be the scales of a quantised weight; a scalar can't be split.
     """
     if stored.routed:
         return 1 / (ranks.tp if shape else ranks.ep)

@@ -17,7 +17,7 @@ _REGISTERED: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Adds a family to the built-in ones."""
+    """Add a family to the built-in ones."""
     _REGISTERED[family.name] = family
     _family_of_type.cache_clear()
 
@@ -38,7 +38,7 @@ def families() -> list[Family]:
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """Returns the family that a `config.json` names.
+    """Return the family that a `config.json` names.
 
     Raises CheckpointError, which lists the known families.
     """
@@ -54,18 +54,18 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Returns the family to which a configuration belongs."""
+    """Return the family to which a configuration belongs."""
     kind: type = type(config)
     return _family_of_type(kind)
 
 
-@cache  # it is called for every weight
+@cache  # called for every weight
 def _family_of_type(config: type) -> Family:
     return next(family for family in families() if config is family.config)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Reads `folder/config.json`; raises CheckpointError, which names the file and its fault."""
+    """Read `folder/config.json`; raise CheckpointError, which names the file and its fault."""
     path = folder / "config.json"
     try:
         raw = read_json(path)

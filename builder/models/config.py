@@ -13,18 +13,18 @@ from typing import Any, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
 
-SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # for a dimension; for layers, modules, experts
+SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Looks up typed values; an error names the key whose value is missing or of the wrong kind."""
+    """A reader of typed values; an error names the key whose value is missing or invalid."""
 
     raw: Mapping[str, Any]
 
     def get(self, key: str, default: Any, good: Callable[[Any], bool], what: str) -> Any:
-        """Returns the key's value, or the default if there is none; raises unless it is `good`."""
+        """Return the key's value, or the default if there is none; raise unless it is `good`."""
         value = self.raw.get(key)
         if value is not None and not good(value):
             raise CheckpointError(f"{key} must be {what}, not {reprlib.repr(value)}")
@@ -42,7 +42,7 @@ class Reader:
         return value
 
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
-        """Reads a finite number above the bound, or equal to the default."""
+        """Read a finite number above the bound, or equal to the default."""
 
         def good(value: Any) -> bool:
             real = type(value) in (int, float)
@@ -55,7 +55,7 @@ class Reader:
         return self.get(key, default, lambda value: type(value) is bool, "true or false")
 
     def kinds(self, key: str, count: int) -> list[bool]:
-        """Reads whether each of `count` layers is sparse; returns [] if the list is missing."""
+        """Read whether each of `count` layers is sparse; return [] if the list is missing."""
 
         def good(value: Any) -> bool:
             known = isinstance(value, list) and set(map(str, value)) <= {"dense", "sparse"}
@@ -65,20 +65,20 @@ class Reader:
         return [kind == "sparse" for kind in self.get(key, [], good, what)]
 
     def only(self, **supported: Any) -> None:
-        """Raises CheckpointError if a key has another value than the supported one."""
+        """Raise CheckpointError if a key has another value than the supported one."""
         for key, value in supported.items():
             if self.raw.get(key, value) != value:
                 found = f"{key} {self.raw[key]!r}"
                 raise CheckpointError(f"{found} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
-        """Makes a configuration of that kind from the given fields, and reads its other fields."""
+        """Make a configuration of class `kind` from the given fields, and read its other fields."""
         own = (each for each in fields(kind) if each.name not in given)  # type: ignore[arg-type]
         return kind(**given, **{each.name: each.metadata["read"](self, each.name) for each in own})
 
 
 def integer(least: int = 1, default: int | None = None, most: int = SIZE_LIMIT) -> Any:
-    """Declares a field that reads an integer of least..most; without a default it is required."""
+    """Declare a field that reads an integer of least..most; without a default it is required."""
     read = {"read": lambda reader, key: reader.integer(key, least, default, most)}
     return field(metadata=read) if default is None else field(default=default, metadata=read)
 
@@ -94,7 +94,7 @@ def flag(default: bool) -> Any:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Holds the parameters of a rotary embedding of kind `default`, `linear` or `yarn`."""
+    """The parameters of a rotary embedding of kind `default`, `linear` or `yarn`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -109,10 +109,10 @@ class RopeConfig:
 
 
 def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
-    """Reads the rotary embedding in both spellings.
+    """Read the rotary embedding in both spellings.
 
-    The old one has rope_theta at the top and the rest in rope_scaling; the new one has all in
-    rope_parameters.
+    The old one has rope_theta at the top and the rest in rope_scaling; the new one has everything
+    in rope_parameters.
     """
     raw = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(raw, dict):
@@ -136,17 +136,17 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
 
 
 def fixed(value: Any) -> Any:
-    """Declares a field that `config.json` lacks: its family or the checkpoint's tensors decide."""
+    """Declare a field that `config.json` lacks; the family or the checkpoint's tensors set it."""
     return field(default=value, metadata={"read": lambda reader, key: value})
 
 
 @dataclass(frozen=True)
 class MTPRules:
-    """Holds the inputs of MTP modules on which published engines disagree; each family chooses.
+    """The inputs of MTP modules on which published engines disagree; each family chooses.
 
-    The defaults follow DeepSeek-V3's report and transformers' `MtpModel`. SGLang, too, passes
-    normalised hidden states, the trunk's and a module's own, for DeepSeek and GLM; where GLM-5's
-    were not normalised, acceptance collapsed after the first draft (vLLM PRs #46075, #47448).
+    The defaults follow DeepSeek-V3's report and transformers' `MtpModel`. For DeepSeek and GLM,
+    SGLang also passes normalised hidden states, the trunk's and a module's own. When GLM-5's were
+    not normalised, acceptance collapsed after the first draft (vLLM PRs #46075, #47448).
     """
 
     hidden_first: bool = False  # the joined input is [hidden ; embedding], not [embedding ; hidden]
@@ -160,7 +160,7 @@ DEEPSEEK = MTPRules()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Holds the values that the compiler needs of any model, under the checkpoints' own names."""
+    """The values that the compiler needs of any model, under the checkpoints' own names."""
 
     vocab_size: int = integer()
     hidden_size: int = integer()
@@ -171,20 +171,20 @@ class ModelConfig:
     tie_word_embeddings: bool = flag(False)
     n_routed_experts: int = integer(0, 0, COUNT_LIMIT)
     rope: RopeConfig = field(metadata={"read": parse_rope})
-    mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it gives a field
+    mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it returns a field
     # MTP modules, from 0, whose embedding or head in the checkpoint differs from the trunk's.
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
-    draft_ids: tuple[int, ...] = fixed(())  # tokens that drafts are chosen from; empty means all
+    draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
 
     def sliced(self, first: int, count: int) -> Self:
-        """Returns the values of `count` main layers from `first` on; may raise UsageError."""
+        """Return the values of `count` main layers from `first` on; may raise UsageError."""
         return replace(self, num_hidden_layers=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """Holds the values of a model with routed experts, which some dense layers may precede."""
+    """The values of a model with routed experts, which some dense layers may precede."""
 
     intermediate_size: int = integer()
     moe_intermediate_size: int = integer(1, 1)
@@ -195,10 +195,11 @@ class MoEConfig(ModelConfig):
     routed_scaling_factor: float = number(1.0)
     norm_topk_prob: bool = flag(True)
     moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
-    softmax_router: bool = fixed(False)  # scores are a softmax's, and no bias selects
+    # Scores are a softmax's, and there is no bias for selection.
+    softmax_router: bool = fixed(False)
 
     def is_moe(self, layer: int) -> bool:
-        """Returns whether a layer has routed experts; MTP module j is num_hidden_layers + j."""
+        """Return whether a layer has routed experts; MTP module j is num_hidden_layers + j."""
         return self.n_routed_experts > 0 and self.moe_layers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -207,7 +208,7 @@ class MoEConfig(ModelConfig):
         return replace(super().sliced(first, count), moe_layers=kept)
 
     def check_experts(self) -> None:
-        """Raises CheckpointError unless the numbers of experts and groups fit together."""
+        """Raise CheckpointError unless the numbers of experts and groups fit together."""
         if not self.n_routed_experts:
             return
         size, rest = divmod(self.n_routed_experts, self.n_group)
@@ -226,7 +227,7 @@ class MoEConfig(ModelConfig):
 
 
 def moe_layers(read: Reader) -> tuple[bool, ...]:
-    """Reads which layers have routed experts: the trunk's layers, then the MTP modules.
+    """Read which layers have routed experts: the trunk's layers, then the MTP modules.
 
     `first_k_dense_replace` and `moe_layer_freq` decide by a layer's number, and a module's number
     follows the trunk's. If given, `mlp_layer_types` names each layer of the trunk instead, and

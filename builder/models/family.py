@@ -1,4 +1,4 @@
-"""A Family holds all that is special to a model architecture; other code asks it."""
+"""The interface of a model architecture: everything that other code needs to know of one."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,62 +19,64 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.made import Share, Weight
 
 
-# The small projections of a delta rule, whose results are exponents, stay as they are, and so do
-# the weights of an indexer's heads.
+# The weights that may be quantised. The small projections of a delta rule, whose results are
+# exponents, and the weights of an indexer's heads are not among them.
 PRODUCT = re.compile(
     r"((self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
     r"|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
 )
 
-# What an MTP module multiplies an embedding and a hidden state by; each family names it its way.
+# The weight by which an MTP module multiplies an embedding and a hidden state; each family has a
+# name for it.
 JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that imports its module when it is first called."""
+    """Return a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Is a size of the model that ranks split into equal parts."""
+    """A size of the model that ranks split into equal parts."""
 
     name: str
     size: int
     parts: int
-    weights: str = ""  # the class of weights it cuts, whose format's blocks must stay whole
+    weights: str = ""  # the class of weights that it cuts, whose format's blocks must stay whole
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Holds the costs of a step on one rank that only the family can compute."""
+    """The costs of a step on one rank that only the family can compute."""
 
     row_operations: float  # operations of one token on one cached row of one layer
     activations: float  # most values of a token that exist at once
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # routed experts that each token chooses
-    scores: float = 0.0  # values that a prompt's attention holds of each token and row it sees
-    expanded: float = 0.0  # and of each row
-    most_rows: int | None = None  # rows that a token attends to at most; None: all
+    # Values that a prompt's attention holds for each pair of token and visible row.
+    scores: float = 0.0
+    expanded: float = 0.0  # the same for each row
+    most_rows: int | None = None  # most rows that a token attends to; None: all
     attended: int = 0  # values of a row that attention reads; 0: all
-    scoring: float = 0.0  # operations of one token on the other ones, by which rows are chosen
+    scoring: float = 0.0  # operations of one token on a row's other values, to choose rows
 
     def rows(self, context: int, tokens: int) -> int:
-        """Returns how many of a context's rows so many tokens attend to at most."""
+        """Return the most rows of a context that `tokens` tokens attend to."""
         return context if self.most_rows is None else min(context, tokens * self.most_rows)
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A state of a main layer that its tokens advance, in place of rows that it would keep."""
+    """A state of a main layer that its tokens advance, instead of cache rows."""
 
-    name: str  # as its layer calls it
+    name: str  # the layer's name for it
     layer: int
     sizes: Mapping[str, int]  # of one slot, by name
     dtype: FloatType = "float32"
 
     def spec(self, batch: int) -> StateSpec:
-        """The state of all slots, which can't be cut at an earlier token, but copied at one."""
+        """Return the state of all slots; it can be copied at a token, but not cut back to one."""
         return StateSpec(
             name=layer_state(self.name, self.layer),
             role="recurrent",
@@ -87,9 +89,9 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Family:
-    """Is one model architecture; its functions take its own subclass of ModelConfig.
+    """A model architecture; its functions take its own subclass of ModelConfig.
 
-    The record needs no torch: functions that do are imported late (`late`).
+    The record needs no torch: functions that do are imported lazily (`late`).
     """
 
     name: str  # the architecture that engines report
@@ -100,27 +102,27 @@ class Family:
     make_model: "Callable[[Any, Ranks], CausalLM]"  # parameters without values
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head
-    # C of each layer, then of each MTP module; 0: a layer that keeps no rows.
+    # C of each layer, then of each MTP module; 0 for a layer without cache rows.
     cache_specs: Callable[[Any, Ranks], list[int]]
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], Reference]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
-    modules: str = ""  # prefix of MTP modules counted from 0; without one, modules are layers
-    modules_key: str = "num_nextn_predict_layers"  # their number in config.json
-    beside_modules: str = ""  # prefix of what a module has beside its layer, if there is one
+    modules: str = ""  # prefix of MTP modules, which count from 0; without it, modules are layers
+    modules_key: str = "num_nextn_predict_layers"  # the number of MTP modules in config.json
+    beside_modules: str = ""  # prefix of a module's tensors outside its layer, if there are any
     attention: Attends = Attends.GROUPED
 
     def duplicates(self, c: Any) -> dict[str, str]:
-        """Maps tensors that a checkpoint may have beside the table's to those that they repeat."""
+        """Map tensors that a checkpoint may have besides the table's to those that they repeat."""
         return repeated(c, self.copies(c))
 
     def module_name(self, c: ModelConfig, j: int) -> str:
-        """Returns a checkpoint's name of MTP module j, from 0."""
+        """Return a checkpoint's name of MTP module j, from 0."""
         return f"{self.modules}{j}" if self.modules else f"model.layers.{c.num_hidden_layers + j}"
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
-        """Returns a tensor's layer and the rest of its name, or None if it is in no layer.
+        """Return a tensor's layer and the rest of its name, or None if it is in no layer.
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
@@ -133,7 +135,7 @@ class Family:
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:
-        """Returns the layer of a weight that may be quantised, or None.
+        """Return the layer of a weight that may be quantised, or None.
 
         These are the weights that multiply a layer's hidden states, except the router's.
         """
@@ -141,7 +143,7 @@ class Family:
         return place[0] if place is not None and PRODUCT.fullmatch(place[1]) else None
 
     def joins(self, c: ModelConfig, name: str) -> bool:
-        """Tells whether a weight joins what an MTP module is given: drafts alone depend on it."""
+        """Return whether a weight joins an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
         if place is None or place[0] < c.num_hidden_layers:
             return False

@@ -1,4 +1,4 @@
-"""Checks whether ranks can share a model, for builds and forecasts alike."""
+"""Checks of whether ranks can share a model, for builds and forecasts."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ def check_ranks(
     formats: Mapping[str, str] | None = None,
     most: int = MAX_RANKS,
 ) -> None:
-    """Raises UsageError, which lists the possible numbers, unless the ranks can share the model.
+    """Raise UsageError, which lists the possible numbers, unless the ranks can share the model.
 
-    formats: the format of each class of weights, whose blocks must stay whole; most: the largest
+    formats: the format of each class of weights, whose blocks must stay whole. most: the largest
     number to list.
     """
     ranks.check(config.n_routed_experts)
@@ -28,7 +28,7 @@ def check_ranks(
 
 
 def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
-    """Describes the first size that does not split into its parts; "" if all do."""
+    """Describe the first size that does not split into its parts; "" if all do."""
     for split in family_of(config).split_sizes(config, ranks):
         block = BLOCKS.get(formats.get(split.weights, ""), 1) if split.parts > 1 else 1
         if split.size % (block * split.parts):

@@ -1,4 +1,4 @@
-"""Draws the parts that all our pictures share: panels, intervals, the small print."""
+"""The parts that all pictures share: panels, intervals, the small print."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ GREY = "#777777"
 
 
 def missing() -> str | None:
-    """Say why nothing can be drawn; None if it can."""
+    """Return why nothing can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
         return f"pictures need matplotlib, which is not installed: {install('bench')}"
     return None
@@ -28,7 +28,10 @@ def missing() -> str | None:
 def panels(
     path: Path, note: str, columns: int = 2, rows: int = 1
 ) -> Iterator[tuple["Figure", list["Axes"]]]:
-    """Yield empty panels; style and save them when the block ends. note: small print."""
+    """Yield empty panels; style and save them when the block ends.
+
+    note: the small print.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,7 +48,7 @@ def panels(
 
 
 def colour(number: int) -> str:
-    """Choose the colour of a series; after the last colour comes the first."""
+    """Choose the colour of a series; after the last colour the first one follows."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -69,7 +72,7 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
 
 
 def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
-    """Compute how far intervals reach below and above their values; None: no interval."""
+    """Return how far intervals reach below and above their values; None: no interval."""
     below = [max(0.0, value - (low or value)) for value, low, _ in points]
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 

@@ -1,4 +1,4 @@
-"""The folder that a measurement writes its results to."""
+"""Writing of a measurement's results into a folder."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a line per row; what is nested in one gets columns of dotted names."""
+    """Write a line per row; nested values get columns with dotted names."""
     flat = [dict(_flat(row)) for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     with path.open("w", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""Prints tables and lines for people; `bench`, `eval` and `verify` use it."""
+"""Tables and lines for people, printed by `bench`, `eval` and `verify`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,12 +17,12 @@ def figures_table(name: str, columns: Iterable[object]) -> Table:
 
 
 def names_column(title: str, names: Sequence[str]) -> Column:
-    """Make a column that keeps names in one line each, unless one takes half of a terminal."""
+    """Make a column with one line per name, unless a name takes half of a terminal."""
     return Column(title, overflow="fold", no_wrap=max(map(len, names), default=0) <= 40)
 
 
 def say(*lines: str | Table | None, style: str | None = None) -> None:
-    """Print tables, and lines without breaking them; None is left out."""
+    """Print tables, and lines without wrapping; None is left out."""
     console = Console(highlight=False)
     for line in lines:
         if line is not None:

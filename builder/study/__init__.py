@@ -1,1 +1,1 @@
-"""Where drafts were accepted, by what traces say."""
+"""`mtpbuild study`: where drafts were accepted, from traces."""

@@ -1,4 +1,4 @@
-"""Counts accepted drafts by their place in a step, by position, by margin and by entropy."""
+"""Counts of accepted drafts by their number in a step, position, margin and entropy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ BY = ("draft", "position", "margin", "entropy")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A draft that a step judged; those behind the first rejected one were not."""
+    """A draft that a step judged; drafts after the first rejected one are not judged."""
 
     task_id: TaskId
     step: int
     draft: int  # 1 for the first of its step
-    position: int  # of the token that it stood for, among prompt and output
+    position: int  # of the drafted token, among prompt and output
     accepted: bool
     margin: float | None  # None for an infinite one
-    entropy: float | None  # of the target, in nats; None where the trace has none
+    entropy: float | None  # of the target, in nats; None if the trace has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Bin:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Returns the share's 95 % interval."""
+        """Return the share's 95 % interval."""
         return wilson(self.accepted, self.judged)
 
 
 @dataclass(frozen=True, slots=True)
 class Studied:
-    """What one trace says: its drafts, and bins by each of `BY` that it knows."""
+    """The drafts of one trace, and bins by each of `BY` that the trace records."""
 
     trace: TraceFile
     drafts: list[Judged]
@@ -68,7 +68,7 @@ def studied(trace: TraceFile) -> Studied:
 
 
 def judged(trace: TraceFile) -> Iterator[Judged]:
-    """List the drafts of a trace whose verdict counted for the text."""
+    """List the drafts of a trace that were judged."""
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
             if row < step.num_drafts:
@@ -84,7 +84,7 @@ def judged(trace: TraceFile) -> Iterator[Judged]:
 
 
 def binned(points: Sequence[tuple[float, bool]]) -> list[Bin]:
-    """Put points into a bin per value, or if there are many values into `BINS` of like sizes."""
+    """Put points into a bin per value, or into at most `BINS` bins of similar counts."""
     values, accepted = np.array([x for x, _ in points], float), np.array([y for _, y in points])
     distinct = np.unique(values)
     if len(distinct) > BINS:

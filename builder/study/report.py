@@ -1,4 +1,4 @@
-"""Shows which drafts were accepted, as tables and as a picture of four panels."""
+"""Tables and a picture of four panels that show which drafts were accepted."""
 
 from collections.abc import Sequence
 from pathlib import Path

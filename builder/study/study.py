@@ -1,4 +1,4 @@
-"""Reads traces, and writes what they say of accepted drafts."""
+"""Reads traces, and writes the figures of their accepted drafts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +15,7 @@ JSON, CSV, PICTURE = "study.json", "study.csv", "study.png"
 
 
 def study(paths: Sequence[Path], out: Path) -> list[Studied]:
-    """Read traces and write study.json, study.csv and study.png; raises UsageError."""
+    """Read traces and write study.json, study.csv and study.png; raise UsageError."""
     prepare(out)
     found = [studied(read_trace(path)) for path in paths]
     write_json(out / JSON, {"traces": [to_json(one) for one in found]})

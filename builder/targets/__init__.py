@@ -1,4 +1,4 @@
-"""The targets: each has a torch-free file for options and checks, and one that lowers programs."""
+"""The targets: each has a torch-free module for options and checks, and one for lowering."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -9,7 +9,7 @@ from mtpbuild.runtime.targets import find_target, names
 
 
 def load_target(name: str) -> Target:
-    """Returns the target of that name; raises UsageError, which lists all targets, without one."""
+    """Return the target of this name; raise UsageError, which lists all targets, for others."""
     builder = find_target(name).builder
     if isinstance(builder, str):
         builder = import_module(builder).TARGET
@@ -22,10 +22,10 @@ def all_targets() -> Iterator[Target]:
 
 
 def targets_that(can: Callable[[Target], bool]) -> str:
-    """Lists the targets that can do something, for the message of a refusal."""
+    """List the names of the targets for which `can` is true, for an error message."""
     return ", ".join(target.name for target in all_targets() if can(target))
 
 
 def build_options(target: str) -> type[Any]:
-    """Returns a target's options for building an engine."""
+    """Return the class of a target's build options."""
     return load_target(target).Options

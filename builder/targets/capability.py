@@ -1,23 +1,23 @@
-"""Compute capabilities as users write them, and the GPUs that need not be here for a build."""
+"""Compute capabilities as users write them, and data of GPUs for builds without a GPU."""
 
 import re
 from dataclasses import dataclass
 
 
 def dotted(text: str) -> str:
-    """Turns sm120 into 12.0; a text of another form stays as it is."""
+    """Turn sm120 into 12.0; leave text of any other form as it is."""
     name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
     return f"{name[1]}.{name[2]}" if name else text.strip()
 
 
 def architecture(capability: str) -> int:
-    """Turns 9.0 into 90, the number in sm_90."""
+    """Turn 9.0 into 90, the number in sm_90."""
     return int(capability.replace(".", ""))
 
 
 @dataclass(frozen=True)
 class CudaGpu:
-    """Holds what AOTInductor, Triton and our kernels ask about a GPU; sizes in bytes."""
+    """The properties of a GPU that AOTInductor, Triton and our kernels read; sizes in bytes."""
 
     name: str
     multiprocessors: int
@@ -33,8 +33,9 @@ class CudaGpu:
         return f"{self.name} ({self.multiprocessors} multiprocessors, {kilobytes} KB per block)"
 
 
-# By compute capability: NVIDIA's tuning guides and data sheets. A capability fixes what code may
-# use; the number of multiprocessors differs between its GPUs and decides how work is split.
+# Keys are compute capabilities. Sources: NVIDIA's tuning guides and data sheets. The capability
+# fixes the instructions. GPUs of one capability differ in the number of multiprocessors, which
+# decides how work is split.
 GPUS = {
     "8.0": CudaGpu("A100", 108, 163 << 10, 164 << 10, 2048, 40 << 20, 80 << 30),
     "9.0": CudaGpu("H200", 132, 227 << 10, 228 << 10, 2048, 50 << 20, 141 << 30),

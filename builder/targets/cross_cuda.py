@@ -1,13 +1,13 @@
-"""AOTInductor compiles for a GPU that is not here: a table answers its questions about the GPU.
+"""AOTInductor compilation for a GPU that this machine lacks.
 
-Code generation asks for a GPU's properties and its current device; it never needs one to make the
-code. `without_gpu` answers, for as long as it is entered: PyTorch's questions, Triton's driver, and
-the compile-time run of each kernel, which here only compiles it. Weights and examples are fake
-tensors (`without_values`). The library is linked with stand-ins for NVIDIA's driver and for
-PyTorch's CUDA library, which hold the names that their headers declare and no code.
+Code generation asks for a GPU's properties and its current device, but needs no GPU to make code.
+`without_gpu` patches three things while it is active: PyTorch's questions, Triton's driver, and the
+compile-time run of each kernel, which then only compiles. Weights and examples are fake tensors
+(`without_values`). The library is linked against stubs of NVIDIA's driver and of PyTorch's CUDA
+library. The stubs define the names that their headers declare, without code.
 
-Tried with torch 2.13 and Triton 3.9. PyTorch 2.11, 2.12 and 2.14 have the same names; they were
-read, not run.
+Tested with torch 2.13 and Triton 3.9. The patched names also exist in the sources of PyTorch 2.11,
+2.12 and 2.14, which were not run.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ GUARD = """
 using NoGuard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
 C10_REGISTER_GUARD_IMPL(CUDA, NoGuard);
 """
-# Libraries to link with: the file name of each, and the header that declares its functions.
+# The stub libraries to link with: the file name of each, and the headers that declare its
+# functions.
 AOTI = "torch/csrc/inductor/aoti_torch"
 STAND_INS = {
     "libcuda.so": ("libcuda.so.1", {"cuda.h": r"\bcu[A-Z]\w+"}),
@@ -77,13 +78,13 @@ def check() -> None:
 
 
 def info(capability: str) -> CrossCompiled:
-    """Returns the manifest's record of how the engine was compiled."""
+    """Return the manifest's record of how the engine was compiled."""
     name = f"sm_{architecture(capability)}"
     return CrossCompiled(architecture=name, assumed=str(GPUS[capability]), left_out=LEFT_OUT)
 
 
 def headers() -> Path:
-    """Finds the folder of CUDA's headers: in NVIDIA's wheels, or in the toolkit at CUDA_HOME."""
+    """Find the folder of CUDA's headers, in NVIDIA's wheels or in the toolkit at CUDA_HOME."""
     nvidia = find_spec("nvidia")
     wheels = () if nvidia is None else nvidia.submodule_search_locations or ()
     places = [found for place in wheels for found in sorted(Path(place).glob("cu*/include"))[::-1]]
@@ -113,10 +114,10 @@ def without_values(exported: ExportedProgram) -> None:
 
 @contextlib.contextmanager
 def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
-    """Lets AOTInductor compile for a GPU of that compute capability; leaving it undoes everything.
+    """Let AOTInductor compile for a GPU of this compute capability; undo everything on exit.
 
-    scratch: a folder for headers and stand-in libraries, which must outlive the compilation.
-    Raises BuildError if the compiler fails: another version may ask a GPU other questions.
+    scratch: a folder for headers and stub libraries, which must outlive the compilation. Raises
+    BuildError if the compiler fails, as it may when another version asks a GPU other questions.
     """
     gpu = GPUS[capability]
     with contextlib.ExitStack() as undo:
@@ -138,7 +139,7 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `undo` ends; `vars` sees a static method as it was written."""
+    """Set an attribute until `undo` closes; `vars` returns static methods unbound, as they were."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -149,7 +150,7 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
-    """Lists the attributes to replace while compiling: owner, name, value."""
+    """List the attributes to replace while compiling: owner, name, value."""
     from torch._dynamo import device_interface
     from torch._inductor import graph, select_algorithm
     from torch._inductor.runtime import triton_heuristics
@@ -168,10 +169,10 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     yield torch._C._dynamo.guards, "_empty_strided_cuda", _on_meta
     yield driver, "_active", _triton_driver(gpu, architecture(capability))
 
-    # Tracing must put nothing onto a GPU, as on a machine without one.
+    # Tracing must not touch the GPU, as on a machine without one.
     yield FakeTensorMode, "avoid_device_init", True
     yield fake_tensor, "init_gpu_context", functools.partial(_answer, None)
-    # The compiler finds equal weights by their addresses, which fake ones lack.
+    # The compiler compares the addresses of weights to find equal ones; fake tensors have none.
     yield graph, "is_same_tensor", lambda a, b: a is b
     yield select_algorithm.AlgorithmSelectorCache, "generate_example_value", staticmethod(_on_meta)
     autotuner = triton_heuristics.CachingAutotuner
@@ -181,7 +182,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
 
 
 def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
-    """Maps the functions of `torch.cuda` that the compiler calls to their answers."""
+    """Map the functions of `torch.cuda` that the compiler calls to their answers."""
     major, minor = map(int, capability.split("."))
     properties = SimpleNamespace(
         name=f"NVIDIA {gpu.name}",
@@ -197,7 +198,7 @@ def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
         shared_memory_per_block_optin=gpu.block_shared,
         shared_memory_per_multiprocessor=gpu.shared,
         L2_cache_size=gpu.cache,
-        gcnArchName="",  # AMD's; the compiler asks for it anyway
+        gcnArchName="",  # only AMD GPUs have one, but the compiler reads it on all
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -231,13 +232,13 @@ def _zero(*asked: Any) -> int:
 def _on_meta(
     size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None, **more: Any
 ) -> torch.Tensor:
-    """Returns a kernel's example operand without values: only its shape is used."""
+    """Return a kernel's example operand on the meta device, as only its shape is read."""
     kind = dtype or next((each for each in rest if isinstance(each, torch.dtype)), None)
     return torch.empty_strided(tuple(size), tuple(stride), dtype=kind, device="meta")
 
 
 def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None:
-    """Stands in for a launch: makes the kernel's cubin and notes it for the package."""
+    """Compile the kernel and register its cubin for the package, instead of launching it."""
     if not self.launchers:
         self.precompile()
     launcher = self.launchers[0]
@@ -246,7 +247,7 @@ def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None
 
 
 def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Takes the first configuration, as none can be measured here."""
+    """Keep only the first configuration, as none can be measured without the GPU."""
 
     def compile_first(self: Any) -> None:
         if self.configs:
@@ -257,7 +258,7 @@ def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
-    """Returns a driver for Triton that loads nothing and refuses kernels too large for the GPU."""
+    """Return a Triton driver that loads nothing and refuses kernels too large for the GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
@@ -269,8 +270,9 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
     }
 
     class Absent(CudaDriver):  # type: ignore[misc]
-        def __init__(self) -> None:  # the constructor of Triton's own driver opens libcuda
-            # Triton expects: module (none is to be unloaded), function, registers, spills, threads.
+        def __init__(self) -> None:  # the base constructor opens libcuda
+            # Triton expects: module (None, so it unloads none), function, registers, spills,
+            # threads.
             loaded = None, object(), None, 0, 1024
             self.utils = SimpleNamespace(
                 get_device_properties=lambda device: properties,
@@ -298,7 +300,7 @@ def _never(*operands: Any) -> None:
 
 
 def _forget_answers() -> None:
-    """Empties caches of answers about a GPU, from before this compilation or from within it."""
+    """Clear the caches of answers about a GPU, so none enters or leaves the compilation."""
     from torch._dynamo import device_interface
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -313,9 +315,10 @@ def _forget_answers() -> None:
 
 @functools.cache
 def _no_device_guard() -> None:
-    """Let operators on fake CUDA tensors switch to their device: there is nothing to switch.
+    """Register a no-op device guard, with which operators on fake CUDA tensors switch device.
 
-    It stays for the process. PyTorch with CUDA has a guard, and does this itself without a GPU.
+    It stays registered for the process. PyTorch built with CUDA has a guard that works without a
+    GPU.
     """
     if torch.backends.cuda.is_built():
         return
@@ -329,7 +332,7 @@ def _no_device_guard() -> None:
 
 
 def _cuda_home(scratch: Path) -> Path:
-    """Makes a folder like the CUDA toolkit's: its headers, and libraries with names but no code."""
+    """Make a folder like the CUDA toolkit's, of its headers and of the stub libraries."""
     home = scratch / "cuda"
     (home / "lib64").mkdir(parents=True)
     (home / "include").symlink_to(headers(), target_is_directory=True)

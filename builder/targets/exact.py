@@ -1,6 +1,6 @@
 """The operators of ONNX graphs whose results depend on tokens and weights alone.
 
-docs/cpu-kernels.md says what that means. Whoever adds an operator probes it first.
+docs/cpu-kernels.md defines such results. Probe an operator before you add it here.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtpbuild.runtime.cpu_library import DOMAIN
 
-# Those of onnxruntime that add up or compute a function: tests/plugins/test_stock_rows.py probes
+# Operators of onnxruntime that sum or compute a function. tests/plugins/test_stock_rows.py checks
 # that a row has the same bits alone and beside others.
 PROBED = frozenset(
     (
@@ -22,7 +22,7 @@ PROBED = frozenset(
         "Softmax",
     )
 )
-# Those that move, compare or choose numbers, or round once for each number of a result.
+# Operators that move, compare or choose numbers, or round once for each number of the result.
 NAMES = """
 Abs Add And ArgMax BitwiseAnd BitwiseNot BitwiseOr Cast Clip Concat ConstantOfShape Div Equal
 Expand Floor Gather GatherElements GatherND Greater GreaterOrEqual Identity If Less LessOrEqual
@@ -33,7 +33,7 @@ BY_ELEMENT = frozenset(NAMES.split())
 
 
 def others(files: Iterable[Path]) -> set[str]:
-    """Returns the operators of graphs that are neither ours nor in the tables above."""
+    """Return the graphs' operators that are neither ours nor in the tables above."""
     import onnx_ir as ir
 
     found = {

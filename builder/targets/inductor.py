@@ -1,4 +1,4 @@
-"""Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
+"""Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, for one rank or several."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 STRATEGIES = ("nccl", "one-shot")
-ASSUMED = "10.0"  # by a dry run without a GPU
+ASSUMED = "10.0"  # compute capability of a dry run without a GPU
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
 
@@ -71,9 +71,9 @@ class Inductor(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions
     ) -> tuple[str, ...]:
-        """Returns the capability that the user gave, or that of this machine's GPU.
+        """Return the capability that the user gave, or that of this machine's GPU.
 
-        A dry run without a GPU assumes one, and lists that it is missing.
+        A dry run without a GPU assumes one, and `lacks` reports that it is missing.
         """
         if options.device == "cpu":
             return ()
@@ -128,12 +128,12 @@ def this_gpu() -> "Gpu":
 
 
 def without(error: EngineError) -> str:
-    """Says what is missing, and how an engine is built without it."""
+    """Add to the error how to build without a GPU."""
     return f"{error}; --compute-capability sm90 (or another one) builds without a GPU"
 
 
 def check_capability(options: InductorOptions) -> None:
-    """Raises UsageError for a GPU for which engines can't be compiled without one."""
+    """Raise UsageError for a compute capability that can't be compiled for without its GPU."""
     asked = options.compute_capability
     if asked is None:
         return

@@ -1,4 +1,4 @@
-"""ExportedProgram -> AOTInductor package, which writes state in place and holds no weights."""
+"""ExportedProgram -> AOTInductor package, which updates state in place and holds no weights."""
 
 import contextlib
 import logging
@@ -47,23 +47,23 @@ from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,  # weights are in the engine's weights file
-    "always_keep_tensor_constants": True,  # small weights too, as none has values yet
-    "aot_inductor.enable_line_tables": False,  # it would hold the build machine's paths
-    "aot_inductor.precompile_headers": False,  # it would stay in the temporary folder
-    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
+    "always_keep_tensor_constants": True,  # small weights too, as weights have no values yet
+    "aot_inductor.enable_line_tables": False,  # line tables would contain the build machine's paths
+    "aot_inductor.precompile_headers": False,  # the header would stay in the temporary folder
+    "compile_threads": 1,  # one C++ file per program, so nothing runs in parallel
 }
 MARCH = "cpp.march"
 KERNELS = "TRITON_CACHE_DIR"
 CPU_OPTIONS: dict[str, Any] = {
-    MARCH: "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
+    MARCH: "x86-64-v3",  # not `native`: an engine runs on any machine that HARDWARE describes
     "cpp.simdlen": 256,
-    "cpp.vec_isa_ok": True,  # `check` has asked for it
-    "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
+    "cpp.vec_isa_ok": True,  # `check` has verified the instruction set
+    "cpp.dynamic_threads": True,  # the number of threads is chosen when the engine is loaded
 }
 
 for op, facet in facets(PYTORCH).items():
     register_decomposition([op])(facet)
-fast_random_decomps.cache_clear()  # the table that the compiler fills, if it compiled something
+fast_random_decomps.cache_clear()  # discard the decomposition table of an earlier compilation
 
 
 def check(plan: Plan) -> None:
@@ -89,7 +89,7 @@ def check(plan: Plan) -> None:
 
 
 def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
-    """Returns AOTInductor's options, without those that this version of torch does not know."""
+    """Return AOTInductor's options, without those that this version of torch does not know."""
     return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
 
 
@@ -115,21 +115,21 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def strategy(plan: Plan) -> AllreduceStrategy | None:
-    """Names what sums between ranks by in place of NCCL, where that can; None: NCCL does."""
+    """Return the strategy that replaces NCCL for small sums between ranks; None if none does."""
     asked = getattr(plan.options, "allreduce_strategy", None)
     return asked if asked in get_args(AllreduceStrategy) else None
 
 
 def crosses(plan: Plan) -> bool:
-    """Tells whether the plan is for a GPU that need not be here."""
+    """Return whether the plan is for a compute capability that the user gave."""
     return getattr(plan.options, "compute_capability", None) is not None
 
 
 @contextlib.contextmanager
 def shared_kernels() -> Iterator[None]:
-    """Lets the programs of an engine share compiled Triton kernels, in a temporary folder.
+    """Let the programs of an engine share compiled Triton kernels, in a temporary folder.
 
-    The folder is Triton's cache; if TRITON_CACHE_DIR names one, that one is used and kept.
+    The folder is Triton's cache. If TRITON_CACHE_DIR is set, that folder is used and kept.
     """
     with contextlib.ExitStack() as undo:
         if KERNELS not in os.environ:
@@ -139,16 +139,17 @@ def shared_kernels() -> Iterator[None]:
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Write the package, and the constants that no checkpoint holds; returns the package's name."""
+    """Write the package, and the constants that no checkpoint holds; return the package's name."""
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
         tempfile.TemporaryDirectory(
             dir=folder
-        ) as scratch,  # removed with what a dead build leaves behind
+        ) as scratch,  # removed with the leftovers of an aborted build
         _machine(plan, scratch),
         _pretended_group(plan.ranks.tp),
-        warnings.catch_warnings(action="ignore"),  # torch's own, of graphs that it copies
+        # Ignore torch's warnings about the graphs that it copies.
+        warnings.catch_warnings(action="ignore"),
     ):
         if crosses(plan):
             cross_cuda.without_values(traced.exported)
@@ -157,7 +158,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         program = in_place(traced)
         examples = pytree.tree_leaves(traced.exported.example_inputs)
         asked = options(bool(plan.compute_capabilities))
-        if crosses(plan):  # the host that has the GPU is not this machine either
+        if crosses(plan):  # the engine's host is not this machine either
             asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
     _write_constants(traced, weights, folder, values)
@@ -165,16 +166,16 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 
 def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
-    """Names the GPU or CPU that the engine is for: this machine's, or one that is not here."""
+    """Return the context in which to compile: `without_gpu`, or none if the GPU or CPU is here."""
     if not crosses(plan):
         return contextlib.nullcontext()
     return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
 
 
 def in_place(traced: Traced) -> GraphModule:
-    """Before: state in, state and outputs out. After: state is written over, outputs come out.
+    """Before: state in, state and outputs out. After: state is updated in place, outputs come out.
 
-    A state tensor that is passed on as it came is not touched.
+    A state tensor that the program passes on unchanged is not written.
     """
     program = traced.exported.module(check_guards=False)
     assert isinstance(program, GraphModule)
@@ -202,7 +203,7 @@ def in_place(traced: Traced) -> GraphModule:
 
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:
-    """Before: an op that returns what it wrote to. After: its operand, which it has written to."""
+    """Before: an op returns an operand's new value. After: an op writes the operand in place."""
     name, place, result = IN_PLACE[op_name(node)]
     written = node.args[place]
     assert isinstance(written, Node)
@@ -224,10 +225,10 @@ def _write_into_operand(program: GraphModule, node: Node) -> None:
 
 @contextlib.contextmanager
 def _pretended_group(ranks: int) -> Iterator[None]:
-    """Makes the process group that collectives name, as the compiler asks it for its size."""
+    """Register a process group of this size, as the compiler asks the collectives' group for it."""
     group = c10d.ProcessGroup(
         c10d.HashStore(), 0, ranks
-    )  # torch's registry of groups holds no reference
+    )  # torch's registry holds no reference to the group
     c10d._register_process_group(GroupName(GROUP), group)
     try:
         yield
@@ -238,12 +239,12 @@ def _pretended_group(ranks: int) -> Iterator[None]:
 def _compile(
     program: GraphModule, examples: tuple[Any, ...], scratch: str, asked: dict[str, Any]
 ) -> list[Any]:
-    """Compiles the program; returns the paths of its library and metadata in `scratch`."""
+    """Compile the program; return the paths of its library and metadata in `scratch`."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     kernels = os.environ.get(KERNELS)
     with fresh_cache(dir=scratch, delete=False):
         if kernels is not None:
-            os.environ[KERNELS] = kernels  # `fresh_cache` puts back what was before
+            os.environ[KERNELS] = kernels  # `fresh_cache` restores the variable afterwards
         try:
             parts = torch._inductor.aot_compile(program, examples, options=asked)
             assert isinstance(parts, list)
@@ -262,7 +263,7 @@ def _write_constants(
     folder: Path,
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the constants that no checkpoint holds, such as the rotary frequencies.
+    """Write the constants that no checkpoint holds, such as the rotary frequencies.
 
     values: the constants before the program was moved to its device, if it was moved.
     """

@@ -32,7 +32,7 @@ NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
 COLLECTIVES = (
-    "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 must be asked for them; 11 has them by default
+    "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 needs it for collectives; 11 has them by default
 )
 TENSORRT: plugins.FacetTable = {
     plugins.accept_best: "plugins",
@@ -52,7 +52,7 @@ TENSORRT: plugins.FacetTable = {
     plugins.rotary_rows: "plugins",
     plugins.shaped_probs_op: "plugins",
 }
-# Ops whose kernels read weights as they are.
+# Ops whose kernels read weights in the format in which they are stored.
 READERS = {
     op._opoverload
     for op in (
@@ -69,7 +69,7 @@ LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
 def missing(plan: Plan) -> Iterator[str]:
-    """Says in lines what this machine lacks to compile the plan, besides the GPU."""
+    """Yield a line for each thing that this machine lacks to compile the plan, except the GPU."""
     (capability,) = plan.compute_capabilities
     if float(capability) < 8:
         yield (
@@ -89,8 +89,8 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Write the engine and the names of weights that it is given; returns the engine's name."""
-    engine, missing, given = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
+    """Write the engine and the names of its weight inputs; return the engine's file name."""
+    engine, missing, given = compile_program(traced, load_file(folder / WEIGHTS))  # memory-mapped
     if traced.plan.options.strip_weights:
         save_file(missing, folder / CONSTANTS.format(traced.name))
     if given:
@@ -102,7 +102,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 @cache
 def torch_tensorrt() -> ModuleType:
-    """Returns Torch-TensorRT's compiler with our converters registered."""
+    """Return Torch-TensorRT's compiler with our converters registered."""
     try:
         dynamo = import_module("torch_tensorrt.dynamo")
     except ImportError as error:
@@ -121,18 +121,19 @@ def _needs(package: str) -> str:
 
 
 def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Converts cumsum to one layer; Torch-TensorRT writes a loop, and has none for RTX."""
+    """Convert cumsum to one layer; Torch-TensorRT writes a loop, and has no cumsum for RTX."""
     trt = tensorrt_api(NAME)
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     values, axis = args
     last = torch.tensor(axis % len(values.shape), dtype=torch.int32)
-    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")  # held until the network is compiled
+    # Kept alive until the network is compiled.
+    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")
     total = trt.CumulativeOperation.SUM
     return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
 
 
 def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Converts a gather to one layer; Torch-TensorRT's own converter takes fixed sizes alone."""
+    """Convert a gather to one layer; Torch-TensorRT's own converter needs fixed sizes."""
     values, axis, ids = args
     layer = ctx.net.add_gather_v2(values, ids, tensorrt_api(NAME).GatherMode.ELEMENT)
     layer.axis = axis % len(values.shape)
@@ -140,7 +141,7 @@ def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Converts an all-reduce, which Torch-TensorRT's lowering has fused with its wait."""
+    """Convert an all-reduce, which Torch-TensorRT's lowering has fused with its wait."""
     trt = tensorrt_api(NAME)
     what, how = trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM
     everyone = torch.arange(ctx.ranks).numpy()
@@ -152,24 +153,25 @@ def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 def compile_program(
     traced: Traced, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
-    """Compiles an engine; returns its bytes, the constants that stripping took out of it, and the
-    names of weights that it has as inputs.
+    """Compile an engine; return its bytes, the stripped constants and the weights it has as inputs.
 
-    values: see `convert`. Raises BuildError.
+    The second value maps the names of the constants that stripping took out of the engine to their
+    values. The third lists names of weights. values: see `convert`. Raises BuildError.
     """
     trt = tensorrt_api(NAME)
     with _quiet(trt):
         try:
             interpreter = convert(traced, values)
         except ContractError as error:
-            reason = str(error).splitlines()[0]  # later lines name the place in the graph
+            reason = str(error).splitlines()[0]  # later lines give the location in the graph
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
         config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
         if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
             config.set_preview_feature(feature, True)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for who inspects the engine
+        # Detailed, for users of TensorRT's engine inspector.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         constants = interpreter.ctx.constants
         missing = dict[str, torch.Tensor]()
         if plan.options.strip_weights:
@@ -180,11 +182,11 @@ def compile_program(
 
 
 def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
-    """Converts a program; returns Torch-TensorRT's interpreter with builder, network and constants.
+    """Convert a program; return Torch-TensorRT's interpreter with builder, network and constants.
 
-    The network's tensors have the manifest's names; behind its inputs stand the weights that our
-    kernels read. values: the model's parameters, which were traced without values; the rank's
-    number comes from the trace.
+    The network's tensors have the manifest's names; the weights that our kernels read are inputs
+    after the manifest's. values: the model's parameters, which were traced without values. The
+    rank's number comes from the trace.
     """
     exported = _decomposed(traced.exported)
     for name in exported.state_dict:
@@ -206,7 +208,7 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
 
 @lru_cache(maxsize=1)
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """Decomposes the program into operators that have converters, the same for all ranks."""
+    """Decompose the program into operators that have converters, the same for all ranks."""
     others = {op: file for op, file in plugins.PYTORCH.items() if op not in TENSORRT}
     exported, lowering = exported.run_decompositions(plugins.facets(others)), _lowering()
     exported = lowering.pre_export_lowering(exported, _settings())
@@ -222,7 +224,7 @@ def _settings() -> Any:
 
 
 def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
-    """Runs what Torch-TensorRT does before it compiles; we name tensors and compile ourselves."""
+    """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
     lowering, settings = _lowering(), _settings()
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
@@ -238,15 +240,18 @@ def _interpreter_class() -> Any:
     trt, conversion = tensorrt_api(NAME), import_module("torch_tensorrt.dynamo.conversion")
 
     class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
-        """Gives each result PyTorch's type: the converters of where, amax, argmax and others give
-        int32 or float for int64 (exact, as ids and rows stay below 2**24). Weights in bfloat16
-        are constants of that type: Torch-TensorRT's own are fp32, which is cast in each step."""
+        """An interpreter that keeps PyTorch's dtypes.
+
+        The converters of where, amax, argmax and others return int32 or float for int64 (exact, as
+        ids and rows stay below 2**24). Constants in bfloat16 stay bfloat16: Torch-TensorRT makes
+        them fp32, and each step would cast them.
+        """
 
         def run_node(self, n: torch.fx.Node) -> Any:
             result, value = super().run_node(n), n.meta.get("val")
             if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
                 if all(node.target in READERS for node in n.users):
-                    return result  # the converter makes it an input
+                    return result  # the op's converter makes it an input
                 return self.ctx.constants.constant(result, trt.bfloat16, n.name)
             if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
                 return result
@@ -270,12 +275,12 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet(trt: ModuleType) -> Iterator[None]:
-    """Silences the messages about each node that is converted, folded or named twice."""
+    """Silence the messages about each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
     level, errors = compiler.level, errors_of(trt).errors
 
     def keep(record: logging.LogRecord) -> bool:
-        """Keeps TensorRT's errors, and shows nothing of what it says through Torch-TensorRT."""
+        """Keep TensorRT's errors, and show none of its messages from Torch-TensorRT's logger."""
         if record.levelno >= logging.ERROR:
             errors.append(record.getMessage())
         return False

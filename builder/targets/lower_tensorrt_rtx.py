@@ -13,7 +13,7 @@ from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt-rtx"
-SORTED = 3840  # most values that TopK sorts; the filters of decode_mixed sort the vocabulary
+SORTED = 3840  # the most values that TopK sorts; the filters of decode_mixed sort the vocabulary
 
 
 def check(plan: Plan) -> None:
@@ -31,7 +31,7 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Writes the engine of a program from its ONNX graph; returns the engine's file name."""
+    """Write the engine of a program from its ONNX graph; return the engine's file name."""
     graph = folder / onnx_graph.lower(traced, weights, folder)
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(compile_graph(graph, traced.plan))
@@ -40,11 +40,11 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 
 def compile_graph(graph: Path, plan: Plan) -> Any:
-    """Compiles an ONNX file, whose weights lie beside it; returns the engine. Raises BuildError."""
+    """Compile an ONNX file, whose weights lie beside it; return the engine. Raises BuildError."""
     trt = tensorrt_api(NAME)
     log = errors_of(trt)
     builder = trt.Builder(log)
-    typed = trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # types are the graph's own
+    typed = trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # the graph's types are kept
     network = builder.create_network(1 << int(typed))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(graph)):

@@ -1,4 +1,4 @@
-"""ExportedProgram -> ONNX, whose weights lie by offset in the engine's safetensors file.
+"""ExportedProgram -> ONNX, whose weights are byte ranges of the engine's safetensors file.
 
 Target onnxruntime runs these graphs, and tensorrt-rtx compiles them.
 """
@@ -24,7 +24,7 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS
 
 aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter
-FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
+FOLD_LIMIT = 1 << 20  # bytes; larger constants are weights
 ONNX: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_rewind,
@@ -45,7 +45,7 @@ ONNX: plugins.FacetTable = dict.fromkeys(
     ),
     "onnx",
 )
-# Where a graph is for the CPU's library of kernels.
+# Added to `ONNX` in graphs for the CPU's library of kernels.
 CPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_rewind,
@@ -77,9 +77,9 @@ CPU: plugins.FacetTable = dict.fromkeys(
 
 
 class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
-    """Reads every named size (`rows`, `chunk`, `batch`) off one input of the graph.
+    """A pass that reads every named size (`rows`, `chunk`, `batch`) from one input of the graph.
 
-    Otherwise each layer would read the sizes off its own cache, and the same values would have
+    Otherwise each layer would read the sizes from its own cache, and equal values would have
     different names: there would be a mask per layer instead of one.
     """
 
@@ -107,8 +107,8 @@ class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
         return ir.passes.PassResult(model, changed)
 
 
-# Before: the exporter's graph, a mask per attention. After: one mask, shapes folded, no trace of
-# the machine that built it.
+# Before: the exporter's graph, with a mask per attention. After: one mask, folded shapes, and no
+# metadata of the build machine.
 PASSES = ir.passes.Sequential(
     common.InlinePass(),
     ir.passes.PassManager(
@@ -133,7 +133,7 @@ PASSES = ir.passes.Sequential(
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Write the program beside the weights file; returns its file's name."""
+    """Write the program beside the weights file; return its file's name."""
     model = _export(traced)
     parameters = _detach_weights(model, weights)
     PASSES(model)
@@ -152,10 +152,10 @@ Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of the `reshape` that a node is equal to.
+    """Return the arguments of the `reshape` that is equal to a node.
 
-    The operator infers the last size that varies. `unflatten` states the others, or they are the
-    operand's own.
+    The operator infers the last size that varies. The other varying sizes are given by `unflatten`,
+    or read from the operand.
     """
     operand, sizes = node.args[0], [*node.meta["val"].shape]
     assert isinstance(operand, torch.fx.Node)
@@ -181,7 +181,7 @@ def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (operand, sizes), {}
 
 
-# Operators that torch.onnx takes only decomposed, or writes worse, and our way to write them.
+# Operators that torch.onnx supports only decomposed, or exports worse, and our replacements.
 PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
     aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
@@ -193,10 +193,10 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
 
 
 def _write_plainly(exported: torch.export.ExportedProgram) -> None:
-    """Applies `PLAIN`, in branches too, and declares the program decomposed.
+    """Apply `PLAIN`, in branches too, and mark the program as decomposed.
 
-    torch.onnx would decompose it by tracing it again, which takes as long as the first tracing.
-    The export fails at an operator that it does not know afterwards.
+    torch.onnx would trace the program again to decompose it, which takes as long as the first
+    trace. The export fails at any operator that it still does not know.
     """
     for graph in exported.graph_module.modules():
         assert isinstance(graph, torch.fx.GraphModule)
@@ -211,7 +211,8 @@ def _write_plainly(exported: torch.export.ExportedProgram) -> None:
 
 def _export(traced: Traced) -> ir.Model:
     _write_plainly(traced.exported)
-    for noisy in ("torch.onnx", "onnx_ir"):  # no torchvision; detached weights
+    # They warn of missing torchvision and of detached weights.
+    for noisy in ("torch.onnx", "onnx_ir"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,7 +231,7 @@ def _export(traced: Traced) -> ir.Model:
 
 
 def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
-    """Says what each op becomes, and each of PyTorch's operators that is not as usual."""
+    """Return the translations of our ops, and of PyTorch's operators that we export differently."""
     if not traced.cpu_kernels:
         return plugins.facets(ONNX)
     from mtpbuild.plugins.cpu.onnx import PYTORCH
@@ -239,7 +240,7 @@ def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
 
 
 def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:
-    """Drops the parameters' values, so that no pass reads, folds or merges them."""
+    """Drop the parameters' values, so that no pass reads, folds or merges them."""
     parameters = {}
     for name, value in model.graph.initializers.items():
         if name.startswith("model.") and name.removeprefix("model.") in weights:
@@ -251,7 +252,7 @@ def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str,
 
 
 def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.ExternalTensor:
-    """Returns a reference into the engine's weights file, so that no weight is stored twice."""
+    """Return a reference into the engine's weights file, so that no weight is stored twice."""
     return ir.ExternalTensor(
         WEIGHTS,
         place.offset,

@@ -1,4 +1,4 @@
-"""Target onnxruntime, the embedded default: ONNX graphs for any CPU, without torch at run time."""
+"""Target onnxruntime, the default for embedding: ONNX graphs for any CPU, run without torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class OnnxRuntime(Target):
         )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Refuse a model of which onnxruntime would pack more than this machine's memory holds."""
+        """Refuse a model whose weights, as packed by onnxruntime, exceed this machine's memory."""
         if plan.style.cache_dtype is not None and not model.may_halve_caches:
             raise UsageError(
                 f"--cache-dtype bfloat16 is for engines of int8 or int4 weights on our kernels: "
@@ -89,14 +89,14 @@ class OnnxRuntime(Target):
 def refuse_copies(model: "OpenedModel", plan: "Plan", memory: int) -> None:
     """Raise UsageError if the copies of weights that onnxruntime packs exceed `memory` bytes.
 
-    Each program's session packs the products' weights in a layout of its own; what our kernels read
-    is mapped instead.
+    Each program's session packs its own copy of the products' weights. Weights that our kernels
+    read are memory-mapped instead.
     """
     programs = 1 + plan.score + 2 * (plan.nextn + 1 if plan.adaptive else 1)
     each = model.stock_bytes
     if programs * each <= memory:
         return
-    remedy = "say --weights int4 or int8"  # of integers whose scales are fp32
+    remedy = "say --weights int4 or int8"  # integers whose scales are fp32
     if find_library() is None:
         remedy = COMPILE
     elif plan.options.kernels == "stock":

@@ -1,4 +1,4 @@
-"""The compiler's interface to a target; nothing else in the builder knows a target by its name."""
+"""The compiler's interface to a target; nothing else in the builder knows a target by name."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +25,10 @@ ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")
 
 
 class Target:
-    """A target is a subclass, and its module has an instance called TARGET.
+    """A target; each is a subclass, and its module has an instance called TARGET.
 
-    The command line reads the options of all targets, so that module does not import torch. What
-    compiles is in another one, `lowering`, with `lower` and `info`, and `check` where it is needed.
+    The command line reads the options of all targets, so a target's module does not import torch.
+    The module named by `lowering` compiles: it has `lower`, `info` and, if needed, `check`.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Target:
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
     packages: tuple[str, ...] = (
         "torch",
-    )  # packages that build engines; the fingerprint holds their versions
-    formats: tuple[str, ...] = ()  # formats of quantised weights that engines keep
+    )  # packages that build engines; the fingerprint includes their versions
+    formats: tuple[str, ...] = ()  # the quantised formats that engines keep
     may_be_exact = False  # whether results of some engines depend on tokens and weights alone
-    several_ranks = False  # whether it builds --tp, --ep, --attention-dp
-    gpu_attention: tuple[Attends, ...] = ()  # what it has kernels for on GPUs
-    ranks_share_programs = True  # whether a program is lowered once for all ranks
+    several_ranks = False  # whether it builds with --tp, --ep, --attention-dp
+    gpu_attention: tuple[Attends, ...] = ()  # the kinds of attention with kernels on GPUs
+    ranks_share_programs = True  # whether all ranks run the same lowered program
 
     def check(self, request: "BuildRequest", options: Any) -> None:
-        """Raise UsageError for options that can't be, or don't go with the rest of the request."""
+        """Raise UsageError for invalid options, or options that contradict the request."""
 
     def compute_capabilities(self, request: "BuildRequest", options: Any) -> tuple[str, ...]:
-        """Returns the capabilities that an engine is compiled for, such as 9.0; none: for a CPU.
+        """Return the compute capabilities to compile for, such as 9.0; an empty tuple means a CPU.
 
-        Raises UsageError, or EngineError if it is compiled for a GPU that is not here.
+        Raises UsageError, or BuildError if the target needs a GPU that is not here.
         """
         return ()
 
@@ -57,56 +57,56 @@ class Target:
         return GraphStyle()
 
     def embeds_weights(self, options: Any) -> bool:
-        """Tells whether programs hold their weights, so that the engine needs no weights file."""
+        """Return whether programs contain their weights, so the engine needs no weights file."""
         return False
 
     def keeps_weights(self, folder: Path, options: Any) -> bool:
-        """Tells whether the engine that stands in `folder` needs its weights file."""
+        """Return whether the engine in `folder` needs its weights file."""
         return not self.embeds_weights(options)
 
     def held_bytes(self, model: "OpenedModel", options: Any) -> int:
-        """Counts the bytes of weights that all programs of an engine hold, when it runs."""
+        """Count the bytes of weights that all programs of an engine hold at run time."""
         return sum(p.numel() * p.element_size() for p in model.model.parameters())
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise BuildError for what the target, or this machine, can't compile."""
+        """Raise BuildError if the target, or this machine, can't compile the plan."""
         if check := getattr(import_module(self.lowering), "check", None):
             check(plan)
 
     def inexact(self, files: Iterable[Path]) -> str | None:
-        """Says why results of these programs may depend on more than tokens and weights, if so."""
+        """Return why the results may depend on more than tokens and weights, or None."""
         return f"nobody has probed the operators of target {self.name}"
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Raise UsageError for a checked model that engines of this target can't hold."""
+        """Raise UsageError for a checked model that an engine of this target can't hold."""
 
     def importing(self) -> AbstractContextManager[None]:
-        """Turns an import error in the block into one line that names the missing package."""
+        """Turn an import error in the block into one line that names the missing package."""
         return needs("build", *(name.replace("-", "_") for name in self.packages))
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
-        """Says in lines what this machine lacks to build the plan; a dry run goes on without it."""
+        """Yield a line for each thing that this machine lacks to build; a dry run continues."""
         try:
             self.check_machine(plan)
         except MissingDependencyError as error:
             yield str(error)
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":
-        """Exports the program as one graph."""
+        """Export the program as one graph."""
         from mtpbuild.builder.program.trace import trace
 
         return trace(program, plan)
 
     def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
-        """Write the program beside the weights file in `folder`; returns the file's name."""
+        """Write the program beside the weights file in `folder`; return the file's name."""
         file: str = import_module(self.lowering).lower(traced, weights, folder)
         return file
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Surrounds the lowering of an engine's programs, which share what is made here."""
+        """Surround the lowering of an engine's programs with what they share."""
         return nullcontext()
 
     def info(self, plan: "Plan") -> "TargetInfo":
-        """Returns the manifest's record of what the engine needs to run."""
+        """Return the manifest's record of what the engine needs to run."""
         info: TargetInfo = import_module(self.lowering).info(plan)
         return info

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
-ASSUMED = "10.0"  # assumed where there is no GPU; graphs and sizes are the same for all
+ASSUMED = "10.0"  # without a GPU; graphs and sizes are the same for all
 DTYPES = ("bfloat16", "float32")  # the first one is the default
 PROGRAMS = 3  # prefill, decode, decode_mixed: each holds what TensorRT's own layers read
 
@@ -31,7 +31,7 @@ class TensorRtOptions:
     )
 
     def __post_init__(self) -> None:
-        """Fills in the default type, so that naming it makes no other build."""
+        """Fill in the default type, so that giving it explicitly does not change the build."""
         object.__setattr__(self, "dtype", self.dtype or DTYPES[0])
 
 
@@ -53,7 +53,7 @@ class TensorRt(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: TensorRtOptions
     ) -> tuple[str, ...]:
-        """Returns that of this machine's GPU: TensorRT compiles on the GPU that an engine is for.
+        """Return the capability of this machine's GPU, as TensorRT compiles on the GPU itself.
 
         Without a GPU it assumes one, and `check_machine` refuses to build.
         """
@@ -76,15 +76,15 @@ class TensorRt(Target):
         return not options.strip_weights
 
     def keeps_weights(self, folder: Path, options: TensorRtOptions) -> bool:
-        """True for a stripped engine, and for one whose programs share weights."""
+        """Return True for a stripped engine, and for one whose programs share weights."""
         from mtpbuild.runtime.contract.manifest import SHARED
 
         return options.strip_weights or any(folder.glob(SHARED.format("*")))
 
     def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:
-        """Counts what kernels of ours read once, and all else once for each program.
+        """Count once the weights that kernels of ours read, and all others once for each program.
 
-        What only a step's kernels read is there twice, as prefill has a constant of it.
+        Weights that only the kernels of a step read count twice, as prefill has them as constants.
         """
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
@@ -94,7 +94,7 @@ class TensorRt(Target):
         return PROGRAMS * every - (PROGRAMS - 1) * always - in_steps
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Raises BuildError if the engine could not be loaded by the GPU that is to compile it."""
+        """Raise BuildError if the engine could not be loaded by the GPU that compiles it."""
         from mtpbuild.builder.dry_run import size_of
         from mtpbuild.builder.plan import state_specs
         from mtpbuild.runtime.programs.cuda import Device
@@ -102,7 +102,7 @@ class TensorRt(Target):
         try:
             free = Device(self.name).free_memory()
         except MtpbuildError:
-            return  # `lacks` says so
+            return  # `lacks` reports it
         weights = self.held_bytes(model, plan.options)
         state = sum(map(size_of, state_specs(plan)))
         if weights + state > free:
@@ -113,7 +113,7 @@ class TensorRt(Target):
             )
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raises BuildError that lists all that is missing, and what was checked nevertheless."""
+        """Raise BuildError, which lists all that is missing and what was checked nevertheless."""
         if missing := list(self.lacks(plan)):
             ranks, drafts = plan.ranks, f"nextn {plan.nextn}"
             split = f"{ranks.tp} ranks" + (f" in {ranks.ep} groups" if ranks.ep > 1 else "")

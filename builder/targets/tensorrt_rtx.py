@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.request import BuildRequest
 
-# GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but no fp32 product there.)
+# GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but has no fp32 product
+# there.)
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
 
@@ -33,7 +34,7 @@ class TensorRtRtx(Target):
     gpu_attention = (Attends.LATENT,)
 
     def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
-        """Turns `sm89,sm120` into ("8.9", "12.0"), in rising order."""
+        """Turn `sm89,sm120` into ("8.9", "12.0"), in rising order."""
         known = ", ".join(GPUS.values())
         if options.compute_capability is None:
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
@@ -50,7 +51,7 @@ class TensorRtRtx(Target):
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
 
     def embeds_weights(self, options: RtxOptions) -> bool:
-        """True: to take weights out of an engine again (REFIT, STRIP_PLAN) needs a GPU."""
+        """Return True: taking weights out of an engine (REFIT, STRIP_PLAN) would need a GPU."""
         return True
 
     def held_bytes(self, model: "OpenedModel", options: RtxOptions) -> int:

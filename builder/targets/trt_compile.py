@@ -1,6 +1,6 @@
-"""Compiles TensorRT networks for both flavours of TensorRT.
+"""Compilation of TensorRT networks for both TensorRT and TensorRT-RTX.
 
-Besides: engines that hold no weights, and TensorRT's timings in a file for later builds.
+It also strips weights from engines, and keeps TensorRT's timings in a file for later builds.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
-FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself
+FAST = 1  # of TensorRT's levels 0 to 5; the default is 3
 
 
 def new_config(
     trt: ModuleType, builder: Any, network: Any, plan: Plan, *, fast: bool = False
 ) -> Any:
-    """Returns the compiler's settings; with `fast` it tries fewer kernels."""
+    """Return the compiler's settings; with `fast` it tries fewer kernels."""
     config = builder.create_builder_config()
-    # fp32 is fp32: with TF32 a window of four tokens could give other tokens than four steps.
+    # No TF32: with it, a window of four tokens could give other tokens than four steps.
     config.clear_flag(trt.BuilderFlag.TF32)
     if fast:
         config.builder_optimization_level = FAST
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if varying := [tensor for tensor in inputs if -1 in tuple(tensor.shape)]:
-        # A prompt's chunk has from one token to the plan's number; full chunks shall be fastest.
+        # A prompt's chunk has 1 to `prefill_chunk` tokens; optimise for full chunks.
         profile = builder.create_optimization_profile()
         for tensor in varying:
             least, most = (
@@ -46,7 +46,7 @@ def new_config(
 
 
 def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, program: str) -> Any:
-    """Compiles the network; returns the engine's bytes. Raises BuildError with the first error."""
+    """Compile the network; return the engine's bytes. Raises BuildError with the first error."""
     log = errors_of(trt)
     log.errors.clear()
     engine = builder.build_serialized_network(network, config)
@@ -56,7 +56,7 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
 
 
 def gpu_info(name: str, plan: Plan) -> TargetInfo:
-    """Returns the manifest's record of what an engine of either flavour needs to run."""
+    """Return the manifest's record of what an engine of either kind of TensorRT needs to run."""
     capabilities = plan.compute_capabilities
     return TargetInfo(
         name=name,
@@ -73,24 +73,24 @@ def strip(
     values: Mapping[str, Tensor],
     constants: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Leaves the weights out of the engine; returns those that are not among `values`, by name.
+    """Leave the weights out of the engine; return those that are not among `values`, by name.
 
-    Each weight gets a name, by which it is put back when the engine is loaded.
+    Each weight gets a name, by which loading puts it back into the engine.
 
-    values: the weights file's tensors by name, in memory that the network shares.
-    constants: the quantised ones, by the names of their layers.
+    values: the weights file's tensors by name, in memory that the network shares. constants: the
+    quantised weights, by the names of their layers.
     """
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
-    config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # so TensorRT may go by their values
+    config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # TensorRT may optimise for these very values
     known = {value.data_ptr(): name for name, value in values.items()}
     others: dict[str, Tensor] = {}
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type != trt.LayerType.CONSTANT:
             continue
-        layer.__class__ = trt.IConstantLayer  # its true class; the network returns a plain layer
+        layer.__class__ = trt.IConstantLayer  # its true class; the network returns the base class
         weights = layer.weights
-        if isinstance(weights, trt.Weights):  # NumPy has no such type, and they have no address
+        if isinstance(weights, trt.Weights):  # NumPy lacks this dtype, so the layer gives no array
             held = constants[layer.name]
             weights = trt.Weights(weights.dtype, held.data_ptr(), weights.size)
         else:
@@ -104,18 +104,17 @@ def strip(
 
 
 def place(version: str, capability: str) -> Path:
-    """Returns the cache's path: below XDG_CACHE_HOME or ~/.cache, by TensorRT and kind of GPU."""
+    """Return the cache's path, below XDG_CACHE_HOME or ~/.cache, by version and capability."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mtpbuild" / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
 
 @contextlib.contextmanager
 def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None]:
-    """Gives `config` the measurements of earlier builds, and stores those of the build inside.
+    """Give `config` the timings of earlier builds, and store those of the build inside.
 
-    So later builds measure only what is new.
-    A file of another GPU, or a damaged one, is replaced. One that can't be read or written costs
-    time and nothing else: a note says so.
+    Later builds then measure only new layers. A file of another GPU, or a damaged one, is replaced.
+    If the file can't be read or written, a note says so, and the build only takes longer.
     """
     path = place(trt.__version__, capability)
     with _noted(path):
@@ -126,7 +125,7 @@ def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None
     yield
     with _noted(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")  # builds may run at the same time
+        fresh = path.with_suffix(f".{os.getpid()}")  # several builds may run at the same time
         fresh.write_bytes(bytes(config.get_timing_cache().serialize()))
         fresh.replace(path)
 

@@ -1,1 +1,1 @@
-"""`mtpbuild verify`: does this engine say what its model says, whatever it drafts?"""
+"""`mtpbuild verify`: checks that an engine's text is its model's, whatever it drafts."""

@@ -1,4 +1,4 @@
-"""The checks of an engine: each returns a finding, or says why it can't be made."""
+"""The checks of an engine; each returns a finding, or raises NotChecked with the reason."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,23 +27,24 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
 REJECTION_PROMPTS = 4
-P_VALUE = 1e-6  # a right engine falls below it once in a million times
-JUDGED = 100  # drafts; the acceptance of fewer says little
-ROUNDED = 0.5  # as compare.MOST, where products round their inputs too: integers, bfloat16
-SHORTEST, SHORT = 4, 16  # prompts, and tokens of their texts, by each set of instructions
-PLAIN_LIMIT = 2 * 10**9  # parameters that are loaded in fp32 to judge an engine
+P_VALUE = 1e-6  # a correct engine falls below it once in a million times
+JUDGED = 100  # drafts; the acceptance rate of fewer is too uncertain
+ROUNDED = 0.5  # replaces compare.MOST where products also round their inputs: integers, bfloat16
+SHORTEST, SHORT = 4, 16  # number of prompts, and of tokens of their texts, for each instruction set
+PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, the one that it is compared with, and the prompts for both."""
+    """An engine, the engine that it is compared with, and the prompts for both."""
 
     engine: Engine
     base: Engine | str  # of nextn 0, or why there is none
-    reloaded: Callable[..., Engine]  # the same engine with another `chunk` of prompts, or `threads`
+    # Loads the same engine with another prefill `chunk` or number of `threads`.
+    reloaded: Callable[..., Engine]
     prompts: list[list[int]]
     length: int  # tokens of each text
-    seeds: int  # sampled texts per prompt, for their distribution
+    seeds: int  # sampled texts per prompt for `rejection_distribution`
     checkpoint: str | None  # recipe or folder; None: the recipe of the engine's model
 
     @cached_property
@@ -58,13 +59,12 @@ class Case:
         engine: Engine | None = None,
         base: Engine | None = None,
     ) -> Finding:
-        """Compare texts; where two part, the engine (or another one) continues the other text.
+        """Compare texts; where two differ, the engine (or another one) continues the other text.
 
-        base: whose texts theirs are, if not this engine's. Two exact engines agree to the bit.
-        In bfloat16 a product of one row rounds differently from one of four, so any text may part.
-        With integer weights the inputs are rounded to int8, where the last digit decides.
+        base: the engine of `theirs`, if it is another one than ours. Two exact engines agree to the
+        bit. In bfloat16 a product of one row rounds differently from one of four, so any text may
+        diverge. With integer weights the inputs are rounded to int8, where the last digit decides.
         """
-
         if all(each.manifest.build.exact for each in (self.engine, base) if each is not None):
             return equal(ours, theirs)
 
@@ -78,11 +78,11 @@ class Case:
     def play(
         self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
     ) -> list[Played]:
-        """Run all prompts on the engine, or on another one."""
+        """Run all prompts on this engine, or on another one."""
         return play(engine or self.engine, self.prompts, params, together=together)
 
     def params(self, *settings: dict[str, Any]) -> list[SamplingParams]:
-        """Make each prompt's parameters: greedy, or the settings in turn, seeded by its number."""
+        """Return each prompt's parameters: greedy, or the settings in turn, seeded by number."""
         plain = SamplingParams(max_tokens=self.length, ignore_eos=True)
         numbers = range(len(self.prompts))
         if not settings:
@@ -96,7 +96,7 @@ class Case:
 
 
 def rounds(manifest: Manifest) -> bool:
-    """Tell whether a last digit may be rounded into a larger step."""
+    """Return whether a difference in the last digit may be rounded to a larger one."""
     return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
 
 
@@ -141,7 +141,7 @@ def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
 
 
 def layers_of(manifest: Manifest) -> LayersSlice | None:
-    """Returns the layers of its model that an engine has; None stands for all."""
+    """Return the layers of its model that an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
@@ -151,7 +151,7 @@ def sampled_text(case: Case) -> Finding:
 
 
 def chunks(case: Case) -> Finding:
-    """Fill in prompts by smaller chunks than the engine was built for."""
+    """Prefill prompts in smaller chunks than the engine was built for."""
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
@@ -160,7 +160,7 @@ def chunks(case: Case) -> Finding:
 
 
 def machine(case: Case) -> Finding:
-    """Run an exact engine on other numbers of threads, and by each set of instructions."""
+    """Run an exact engine with other numbers of threads, and with each instruction set."""
     if not case.engine.manifest.build.exact:
         raise NotChecked("the engine is not exact")
     prompts = sorted(case.prompts, key=len)[:SHORTEST]
@@ -175,7 +175,7 @@ def machine(case: Case) -> Finding:
             except errors.EngineError as error:
                 if isa is None or "this machine has" not in str(error):
                     raise
-                continue  # a machine without these instructions
+                continue  # this machine lacks the instruction set
             tried.append(isa or f"{threads} thread{'s'[: threads - 1]}")
             if not found.passed:
                 return replace(found, detail=f"{tried[-1]}: {found.detail}")
@@ -184,7 +184,7 @@ def machine(case: Case) -> Finding:
 
 @contextmanager
 def instructions(isa: str | None) -> Iterator[None]:
-    """Let engines that are loaded meanwhile use these instructions; None: the machine's best."""
+    """Let engines that load in the block use this instruction set; None: the machine's best."""
     before = os.environ.pop(ISA_VARIABLE, None)
     try:
         if isa is not None:
@@ -197,7 +197,7 @@ def instructions(isa: str | None) -> Iterator[None]:
 
 
 def batch(case: Case) -> Finding:
-    """Run greedy, sampled and rejecting requests at once, and each alone."""
+    """Run greedy, sampled and rejection-sampled requests at once, and each alone."""
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
@@ -213,9 +213,9 @@ def relaxed_top_1(case: Case) -> Finding:
         replace(
             own,
             relaxed_delta=1.0,
-            begin_thinking_phase_token=prompt[-1],  # so the text begins in the thinking phase
+            begin_thinking_phase_token=prompt[-1],  # so that the text begins in the thinking phase
             end_thinking_phase_token=(prompt[-1] + 1) % vocabulary,
-            logprobs=0,  # so a greedy request uses that program
+            logprobs=0,  # so that a greedy request uses the program decode_mixed
         )
         for own, prompt in zip(case.params(), case.prompts, strict=True)
     ]
@@ -225,7 +225,7 @@ def relaxed_top_1(case: Case) -> Finding:
 def rejection_distribution(case: Case) -> Finding:
     """Compare the first nextn + 2 tokens at temperature 1 with their exact probabilities.
 
-    The probabilities follow from the log-probabilities that the nextn 0 engine (or this one) gives.
+    The probabilities follow from the log-probabilities of the nextn 0 engine (or of this one).
     """
     length = case.engine.manifest.build.nextn + 2
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
@@ -255,7 +255,7 @@ def rejection_distribution(case: Case) -> Finding:
 
 
 def acceptance(case: Case) -> Finding:
-    """Check that drafts are accepted at all: with damaged modules every text is still right."""
+    """Check that drafts are accepted at all: with damaged MTP modules the text is still correct."""
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
     found = merged([text.drafting for text in case.greedy])

@@ -1,4 +1,4 @@
-"""The finding of a check, and how the texts of two engines are compared, token by token."""
+"""The finding of a check, and the comparison of two engines' texts, token by token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,20 +8,20 @@ from typing import Any
 
 from mtpbuild.builder.verify.play import Played
 
-# A near-tie has a margin within TIE times the difference that is measured between the
-# log-probabilities that the two give to the same tokens.
+# A near-tie has a margin of at most TIE times the measured difference between the log-probabilities
+# that the two engines give to the same tokens.
 TIE = 4
 LEAST = 1e-5  # fp32 can't tell smaller differences apart
-MOST = 1e-2  # beyond this difference the two are not the same model
-PARTED = 0.05  # this share of the texts may part, and one text always may
+MOST = 1e-2  # beyond this difference the two are different models
+PARTED = 0.05  # share of the texts that may diverge; one text always may
 
-# (number of the text, tokens to put after its prompt, how many to add) -> our answer
+# (number of the text, tokens to append to its prompt, number of tokens to add) -> our answer
 Replay = Callable[[int, list[int], int], Played]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check's result, in a line and in figures."""
+    """A check's result: a verdict, one line of text, and figures."""
 
     passed: bool | None  # None: the check could not be made
     detail: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: a check that has nothing to check
-    """A check can't be made; the text is the reason."""
+    """The reason why a check can't be made."""
 
 
 def compare(
@@ -43,7 +43,7 @@ def compare(
     most: float = MOST,
     parted: float = PARTED,
 ) -> Finding:
-    """Compare every token; after a near-tie our engine goes on with their token.
+    """Compare every token; after a near-tie our engine continues with their token.
 
     most, parted: the limits, which are wider for engines that round more.
     """
@@ -83,7 +83,7 @@ def equal(ours: Sequence[Played], theirs: Sequence[Played]) -> Finding:
 def differences(
     number: int, ours: Played, theirs: Played, replay: Replay
 ) -> Iterator[tuple[float, str]]:
-    """Find every place where ours chooses another token after their tokens.
+    """Find every place where our engine chooses another token after the same tokens.
 
     Yields the larger margin of the two choices, and a description of the place.
     """
@@ -102,17 +102,17 @@ def differences(
 
 
 def largest_but_jumps(differences: Iterable[float]) -> float:
-    """Returns the largest difference, one in a hundred left out; 0 if there is none.
+    """Return the largest difference after leaving out the largest 1 %; 0 if there is none.
 
-    Where two experts have the same score to the last bit, either may be taken, and the
-    log-probabilities of that token jump. A wrong cache or weight shows in all that follow.
+    Where two experts have the same score to the last bit, either may be chosen, and the
+    log-probabilities of that token jump. A wrong cache or weight changes all later tokens.
     """
     found = sorted(differences)
     return found[-1 - len(found) // 100] if found else 0.0
 
 
 def apart(ours: Played, theirs: Played) -> list[float]:
-    """List how far log-probabilities differ, up to the first token that differs."""
+    """List the differences of log-probabilities, up to the first token that differs."""
     same = first_difference(ours.token_ids, theirs.token_ids)
     return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]
 

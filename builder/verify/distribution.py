@@ -1,4 +1,4 @@
-"""Compares sampled texts with a known distribution, by chi-square over their prefixes."""
+"""Comparison of sampled texts with a known distribution, by chi-square over their prefixes."""
 
 import math
 from collections import Counter
@@ -14,15 +14,16 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Says how well counts fit their expectation."""
+    """The fit of counts to their expectation."""
 
     statistic: float
     freedom: int
-    worst: tuple[Prefix, int, float]  # a likely beginning, how often it was there, and expected
+    # The most surprising prefix, its count, and the expected count.
+    worst: tuple[Prefix, int, float]
 
 
 def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
-    """Give each prefix its exact probability at temperature 1, without filters."""
+    """Return each prefix's exact probability at temperature 1, without filters."""
     known: dict[Prefix, float] = {}
     for text in texts:
         total = 0.0
@@ -58,7 +59,7 @@ def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
 
 
 def survival(statistic: float, freedom: int) -> float:
-    """Compute P(chi-square >= statistic) with so many degrees of freedom, by its finite sums."""
+    """Compute P(chi-square >= statistic) for `freedom` degrees of freedom, by its finite sums."""
     if statistic <= 0:
         return 1.0
     y = statistic / 2
@@ -76,7 +77,7 @@ def _longest(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
 
 
 def _pooled(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:
-    """Pool cells into groups that expect enough; a rest that does not joins the last group."""
+    """Pool cells into groups with enough expected texts; the rest joins the last group."""
     groups: list[tuple[list[Prefix], float]] = []
     rare: list[Prefix] = []
     for prefix in sorted(expected, key=lambda prefix: expected[prefix]):

@@ -1,4 +1,4 @@
-"""Judges texts by the plain PyTorch model: whole sequences, no caches, no drafts."""
+"""Judgement of texts by the plain PyTorch model: whole sequences, no caches, no drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from mtpbuild.builder.weights.stored import open_slice
 def load_plain(
     folder: Path, layers: LayersSlice | None = None, scheme: Scheme | None = None
 ) -> Reference:
-    """Load a checkpoint's weights in fp32, all of them at once; raises CheckpointError.
+    """Load all weights of a checkpoint in fp32; raise CheckpointError.
 
     layers: the main layers to keep. scheme: how to quantise the weights before dequantising them.
     """

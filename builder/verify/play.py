@@ -1,4 +1,4 @@
-"""Runs requests, and keeps each token's log-probability and margin."""
+"""Runs of requests that record each token's log-probability and margin."""
 
 import contextlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mtpbuild.runtime.stats import SpeculativeDecoding
 def load_again(
     folder: Path, engine: Engine, chunk: int | None, threads: int | None, **options: Any
 ) -> Engine:
-    """Load an engine once more, with another chunk of prompts or number of threads."""
+    """Load an engine again, with another prefill chunk or number of threads."""
     size = chunk or engine.manifest.build.prefill_chunk
     build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
     manifest = engine.manifest.model_copy(update={"build": build})
@@ -30,13 +30,13 @@ class Played:
 
     token_ids: list[int]
     logprobs: list[float]  # under the plain softmax
-    margins: list[float]  # of logits if greedy, else of the number to the border of its cell
+    margins: list[float]  # of logits if greedy, else of the random number to the border of its cell
     drafting: SpeculativeDecoding
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Notes the log-probabilities and margins of one request."""
+    """An observer that records the log-probabilities and margins of one request."""
 
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)

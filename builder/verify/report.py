@@ -1,4 +1,4 @@
-"""Shows a verification as a table for people and as one JSON object for machines."""
+"""A verification as a table for people and as one JSON object for programs."""
 
 from typing import Any
 

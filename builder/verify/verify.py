@@ -1,4 +1,4 @@
-"""The verification on one screen: load, find an engine to compare with, check, report."""
+"""The verification: load, find an engine to compare with, check, report."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,13 +22,13 @@ from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.targets import find_target
 
-PROMPTS = 4  # of each kind that is built in
+PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """Holds the flags of `mtpbuild verify`."""
+    """The flags of `mtpbuild verify`."""
 
     engine: Path
     against: Path | None = None
@@ -37,13 +37,13 @@ class VerifyRequest:
     output_len: int = 64
     seeds: int = 250
     threads: int | None = None
-    exact: bool = False  # refuse an engine that is not
-    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
+    exact: bool = False  # refuse an engine that is not exact
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Holds the results of one run of `mtpbuild verify`."""
+    """The results of one run of `mtpbuild verify`."""
 
     folder: Path
     manifest: Manifest
@@ -58,7 +58,7 @@ class Verification:
 def verify(
     request: VerifyRequest, watch: Callable[[str], None] = lambda stage: None
 ) -> Verification:
-    """Make every check that can be made; raises EngineError, UsageError and errors of builds."""
+    """Run every check that can be made; raise EngineError, UsageError and errors of builds."""
     in_range(2, request.output_len, 1 << 20, "--output-len")
     in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
     with ExitStack() as stack:
@@ -89,7 +89,7 @@ def verify(
             found = load_again(request.engine, engine, chunk, threads, **request.options)
             return stack.enter_context(found)
 
-        # 3. The checks, in turn.
+        # 3. Run the checks in turn.
         case = Case(
             engine, base, reloaded, prompts, request.output_len, request.seeds, request.model
         )
@@ -101,7 +101,7 @@ def verify(
 
 
 def check(name: str, case: Case) -> Finding:
-    """Make one check, or say why it can't be made."""
+    """Run one check, or return why it can't be made."""
     try:
         return CHECKS[name](case)
     except NotChecked as reason:
@@ -109,7 +109,7 @@ def check(name: str, case: Case) -> Finding:
 
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
-    """Read the file of --prompts, or some of each built-in kind; raises UsageError."""
+    """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
     params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
     if request.prompts is not None:
         found = read_requests(request.prompts, engine, params, flag=flag)
@@ -126,7 +126,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]) -> Path:
-    """Find a nextn 0 engine's folder, or build it; raises NotChecked if it can't be built."""
+    """Find a nextn 0 engine's folder, or build it; raise NotChecked if it can't be built."""
     if request.against is not None:
         return request.against
     if manifest.build.nextn == 0:
@@ -151,7 +151,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
 
 
 def load(folder: Path, request: VerifyRequest) -> Engine:
-    """Load an engine; one of another target than the engine that is verified has no options."""
+    """Load an engine; the load options apply only to the verified engine's target."""
     own, verified = (read_manifest(each).target.name for each in (folder, request.engine))
     options = request.options if find_target(own) is find_target(verified) else {}
     return Engine.load(folder, threads=request.threads, **options)

@@ -1,4 +1,4 @@
-"""Starts qwen-tiny from deepseek-tiny: copies what fits, and fits each mixer to the teacher's."""
+"""Initialises qwen-tiny from deepseek-tiny: copies equal parts, and fits the mixers."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ LENGTH = 256
 
 @torch.no_grad()
 def copy_fitting(student: TrainedModel, teacher: TrainedModel) -> None:
-    """Copies embedding, head, norms and dense feed-forward weights."""
+    """Copy embedding, head, norms and dense feed-forward weights."""
     student.embed.copy_(teacher.embed)
     student.head.copy_(teacher.head)
     student.norm.weight.copy_(teacher.norm.weight - 1)
@@ -59,13 +59,13 @@ def ffn_error(block: Block, x: Tensor, target: Tensor, valid: Tensor) -> Tensor:
 
 
 def error(made: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Returns the squared error over the target's square, over valid slots."""
+    """Return the squared error relative to the target's square, over valid slots."""
     wrong = ((made.float() - target).square().sum(-1) * valid).sum()
     return wrong / ((target.square().sum(-1) * valid).sum() + 1e-6)
 
 
 class Aligner:
-    """Computes the student's errors, layer by layer, each on the teacher's own hidden states."""
+    """The student's errors, computed layer by layer, each on the teacher's own hidden states."""
 
     def __init__(self, student: TrainedModel, teacher: TrainedModel, compiled: bool) -> None:
         self.student, self.teacher = student, teacher
@@ -76,7 +76,7 @@ class Aligner:
         self.mixer_error, self.ffn_error = wrap(mixer_error), wrap(ffn_error)
 
     def backward(self, batch: Batch) -> list[float]:
-        """Adds the gradients of all layers' errors, and returns these."""
+        """Add the gradients of all layers' errors to the parameters; return the errors."""
         mask, tokens, teacher = batch.mask(LENGTH), batch.tokens, self.teacher
         valid = (batch.document[:, :LENGTH] >= 0).float()
         x = F.embedding(tokens[:, :LENGTH], teacher.embed)
@@ -92,7 +92,7 @@ class Aligner:
         self, ours: Block, given: TeacherBlock, x: Tensor, valid: Tensor, mask: Tensor,
         errors: list[float],
     ) -> Tensor:  # fmt: skip
-        """Fits a mixer, and a feed-forward that is no copy; returns the teacher's output."""
+        """Fit a mixer, and a feed-forward that was not copied; return the teacher's output."""
         student, teacher = self.student, self.teacher
         with torch.no_grad():
             target = self.mixed(given, x, teacher.cos[:LENGTH], teacher.sin[:LENGTH], mask)

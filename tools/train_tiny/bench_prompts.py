@@ -19,7 +19,7 @@ FOLDER = Path("recipes/deepseek_tiny_bench")
 
 
 def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
-    """Yields questions in chat form, taking the forms of problems in turn."""
+    """Yield questions in chat form; the forms of problems alternate."""
     problems = held_out_problems(per_form, common_words(), seed)
     count = len(problems) // per_form
     for i in range(per_form):
@@ -33,7 +33,7 @@ def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
 
 
 def answered(per_form: int, seed: int) -> Iterator[dict[str, object]]:
-    """Yields questions with answers, forms in turn; a form may have fewer than `per_form`."""
+    """Yield questions with answers, alternating forms; a form may have fewer than `per_form`."""
     forms = defaultdict[str, list[Problem]](list)
     for problem in held_out_problems(per_form, common_words(), seed):
         forms[problem.form].append(problem)
@@ -50,7 +50,7 @@ def answered(per_form: int, seed: int) -> Iterator[dict[str, object]]:
 
 
 def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, object]]:
-    """Yields heads of functions or classes: one per file, then a second one, in random order."""
+    """Yield heads of functions or classes: one per file, then a second one, in random order."""
     rng = random.Random(seed)
     heads = {p: h for p in library_files(held_out=True, tests=False) if (h := found(p, tokenizer))}
     files = sorted(heads)
@@ -63,7 +63,7 @@ def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, obje
 
 
 def found(path: Path, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """Finds (line, text): whole lines from a definition's first line on, of SIZE tokens."""
+    """Return pairs (line, text): whole lines from a definition's first line on, of SIZE tokens."""
     lines = read(path).splitlines(keepends=True)
     heads: list[tuple[int, str]] = []
     for number, line in enumerate(lines):

@@ -45,7 +45,7 @@ def held_out_file(path: Path) -> bool:
 
 
 def library_files(held_out: bool, tests: bool = True) -> list[Path]:
-    """Lists the standard library's sources; by its name, about one file in twenty is held out."""
+    """List the standard library's sources; a hash of the name holds out about one in twenty."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -63,7 +63,7 @@ def read(path: Path) -> str:
 
 
 def common_words(every: int = 1) -> list[str]:
-    """Lists words of 3 to 10 letters that occur at least five times; reads one file in `every`."""
+    """List words of 3 to 10 letters that occur at least five times; reads one file in `every`."""
     counts: Counter[str] = Counter()
     for path in library_files(held_out=False, tests=False)[::every]:
         counts.update(re.findall(r"\b[a-z]{3,10}\b", read(path)))
@@ -71,7 +71,7 @@ def common_words(every: int = 1) -> list[str]:
 
 
 def chat_text(problem: Problem, rng: random.Random, earlier: Problem | None) -> str:
-    """Writes a problem as a conversation, sometimes with a system text or an earlier exchange."""
+    """Write a problem as a conversation, sometimes with a system text or an earlier exchange."""
     system = rng.choice(SYSTEMS) if rng.random() < 0.05 else ""
     if earlier is None:
         return chat(problem.question, problem.reply, system)
@@ -102,7 +102,7 @@ def code_documents(tokenizer: Tokenizer, files: list[Path]) -> list[Tokens]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds rows of T + EXTRA tokens; `document` numbers documents, `scored` marks targets."""
+    """Rows of T + EXTRA tokens; `document` numbers documents, `scored` marks targets."""
 
     tokens: Tensor  # [B, T + EXTRA] int64
     document: Tensor  # [B, T + EXTRA] int64
@@ -112,21 +112,21 @@ class Batch:
         return Batch(*(x.to(device) for x in (self.tokens, self.document, self.scored)))
 
     def mask(self, length: int) -> Tensor:
-        """Makes an additive attention mask [B, 1, T, T]: causal, within a document."""
+        """Return an additive attention mask [B, 1, T, T]: causal, within a document."""
         document = self.document[:, :length]
         same = document[:, :, None] == document[:, None, :]
         seen = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
         return torch.where(seen, 0.0, -1e9).unsqueeze(1)
 
     def targets(self, offset: int, length: int) -> Tensor:
-        """Returns the targets [B, T] `offset` slots ahead; -100 if unscored or across documents."""
+        """Return the targets [B, T] `offset` slots ahead; -100 if unscored or across documents."""
         there = slice(offset, length + offset)
         valid = self.scored[:, there] & (self.document[:, there] == self.document[:, :length])
         return torch.where(valid, self.tokens[:, there], -100)
 
 
 def in_question(row: Tokens) -> npt.NDArray[np.bool_]:
-    """Marks the tokens of a row that the user or the template wrote."""
+    """Mark the tokens of a row that the user or the template wrote."""
     at = np.arange(len(row))
     user = np.maximum.accumulate(np.where(row == USER_ID, at, -1))
     reply = np.maximum.accumulate(np.where((row == ASSISTANT_ID) | (row == BOS_ID), at, -1))
@@ -134,7 +134,7 @@ def in_question(row: Tokens) -> npt.NDArray[np.bool_]:
 
 
 def batch_of(rows: npt.NDArray[np.uint16], used: npt.NDArray[np.int64]) -> Batch:
-    """Makes a Batch of rows [B, T + EXTRA]; `used[b]` tokens are text, the rest is padding."""
+    """Make a Batch of rows [B, T + EXTRA]; `used[b]` tokens are text, the rest is padding."""
     document = (rows == BOS_ID).cumsum(1)
     inside = np.arange(rows.shape[1]) < used[:, None]
     scored = inside & ~np.stack([in_question(row) for row in rows])
@@ -146,14 +146,14 @@ def batch_of(rows: npt.NDArray[np.uint16], used: npt.NDArray[np.int64]) -> Batch
 
 
 class CodeRows:
-    """Cuts rows from a shuffled stream of files."""
+    """Rows that are cut from a shuffled stream of files."""
 
     def __init__(self, documents: list[Tokens], seed: int) -> None:
         self.documents, self.rng = documents, random.Random(seed)
         self.stream: Tokens = np.zeros(0, np.uint16)
 
     def take(self, count: int, length: int) -> Iterator[tuple[Tokens, int]]:
-        """Yields cuts spread over the epoch's stream, so that a batch sees many files."""
+        """Yield cuts spread over the epoch's stream, so that a batch sees many files."""
         for _ in range(count):
             document = self.documents[self.pick()]
             start = self.rng.randrange(-length // 4, max(1, len(document) - length // 2))
@@ -167,7 +167,7 @@ class CodeRows:
 
 
 class ChatRows:
-    """Packs whole problems into rows, from a small pool, so that there is little padding."""
+    """Rows of whole problems, packed from a small pool, so that there is little padding."""
 
     def __init__(self, documents: list[Tokens], seed: int) -> None:
         self.documents, self.rng = documents, random.Random(seed)
@@ -194,7 +194,7 @@ class ChatRows:
 
 
 def make_batch(code: CodeRows, chats: ChatRows, rows: int, length: int, code_share: float) -> Batch:
-    """Makes a batch of `rows` rows, of which the given share is code."""
+    """Make a batch of `rows` rows, of which the given share is code."""
     of_code = round(rows * code_share)
     full = length + EXTRA
     taken = [*code.take(of_code, full), *chats.take(rows - of_code, full)]

@@ -14,7 +14,7 @@ FLAGS = ["-O3", "-march=native", "-ffast-math"]
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Applies the rule token by token; returns outputs [B, T, H, Dv] and the state [B, H, Dk, Dv].
+    """Apply the rule token by token; return outputs [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     q and k are [B, T, H, Dk], v [B, T, H, Dv], decay and beta [B, T, H].
     """
@@ -30,7 +30,7 @@ def recurrent(
 
 @functools.cache
 def kernels(key: int, value: int) -> Any:
-    """Compiles delta.cpp for heads of these sizes, once per machine."""
+    """Compile delta.cpp for heads of these sizes, once per machine."""
     source = Path(__file__).with_name("delta.cpp")
     flags = [*FLAGS, f"-DKEY={key}", f"-DVALUE={value}"]
     return load(f"delta_{key}_{value}", [str(source)], extra_cflags=flags)
@@ -38,7 +38,7 @@ def kernels(key: int, value: int) -> Any:
 
 @torch.library.custom_op("train_tiny::delta_rule", mutates_args=())
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Applies the rule to fp32 sequences on a CPU, from a state of zeros."""
+    """Apply the rule to fp32 sequences on a CPU, from a state of zeros."""
     given = [x.contiguous() for x in (q, k, v, decay, beta)]
     return kernels(q.shape[-1], v.shape[-1]).forward(*given)
 
@@ -78,7 +78,7 @@ delta_rule.register_autograd(gradients, setup_context=keep)
 
 
 def delta_outputs(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Applies the rule to sequences, from a state of zeros."""
+    """Apply the rule to sequences, from a state of zeros."""
     if q.device.type == "cpu":
         return delta_rule(q, k, v, decay, beta)
     state = q.new_zeros(len(q), q.shape[2], q.shape[3], v.shape[3])

@@ -23,20 +23,21 @@ from muon import Optimizer
 from threads import Threads
 from train import State, Trainer, average, join_processes, parts_of, processes, rows, save
 
-SHARPNESS = 2.0  # the teacher's logits are multiplied by this: acceptance counts its argmax
+# The factor of the teacher's logits; it is high because acceptance counts the teacher's argmax.
+SHARPNESS = 2.0
 SMOKE_PHASE = Phase(1.0, (1, 128), (1, 256), mtp=True)
 EAGLE_PASSES = 3
 EAGLE_WEIGHT = 0.7  # weight of a recycled pass; each module's is 1
 
 
 def kl_sum(hidden: Tensor, head: Tensor, teacher: Tensor, valid: Tensor) -> Tensor:
-    """Sums the cross-entropy with the teacher's probabilities [B, T, V] over the valid slots."""
+    """Sum the cross-entropy with the teacher's probabilities [B, T, V] over the valid slots."""
     student = F.log_softmax(F.linear(hidden, head).float(), -1)
     return -((teacher * student).sum(-1) * valid).sum()
 
 
 class Distiller:
-    """Computes the modules' losses against a frozen trunk."""
+    """The modules' losses against a frozen trunk."""
 
     def __init__(self, trainer: Trainer, compiled: bool) -> None:
         self.trainer, self.model = trainer, trainer.model
@@ -47,7 +48,7 @@ class Distiller:
                 parameter.grad = None
 
     def losses(self, batch: Batch, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the mean losses of modules 1..D and of module 1's recycled passes from 2 on."""
+        """Return the mean losses of modules 1..D and of module 1's recycled passes from 2 on."""
         model, batch = self.model, batch.to(self.trainer.device)
         mask = batch.mask(length)
         with self.trainer.autocast():
@@ -69,7 +70,10 @@ class Distiller:
     def mean(
         self, hidden: Tensor, teacher: Tensor, batch: Batch, length: int, ahead: int, start: int
     ) -> Tensor:
-        """Compares with the trunk at p + ahead, where slot p - start is in the same document."""
+        """Return the mean loss against the trunk at p + ahead.
+
+        A slot p counts if slot p - start is in the same document.
+        """
         kept = slice(start, length - ahead)
         valid = batch.targets(ahead + 1, length)[:, kept] >= 0
         valid &= batch.document[:, kept] == batch.document[:, : length - ahead - start]
@@ -84,7 +88,7 @@ class Distiller:
 
 
 class MixedRows(CodeRows):
-    """Yields rows of the corpus, or with probability `share` rows of the model's own text."""
+    """Rows of the corpus, or with probability `share` rows of the model's own text."""
 
     def __init__(self, code: CodeRows, own: list[Tokens], share: float) -> None:
         super().__init__([*code.documents], seed=11)
@@ -101,7 +105,7 @@ class MixedRows(CodeRows):
 def own_text(
     args: argparse.Namespace, model: TrainedModel, code: CodeRows, count: int
 ) -> list[Tokens]:
-    """Writes continuations of training code by the trunk, half greedy, half at temperature 0.6."""
+    """Generate continuations of training code, half greedy, half at temperature 0.6."""
     length = 512 + EXTRA
     prompts = torch.stack(
         [torch.from_numpy(r.astype(np.int64)) for r, used in code.take(4 * count, 64) if used == 64]

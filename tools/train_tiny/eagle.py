@@ -10,7 +10,7 @@ Row = tuple[Tensor, Tensor]  # keys, values [B, H, T, D]
 
 
 def shifted(x: Tensor, by: int, dim: int) -> Tensor:
-    """Moves x `by` slots later along `dim`, with zeros in front."""
+    """Move x `by` slots later along `dim`, and put zeros in front."""
     if by == 0:
         return x
     rest = x.narrow(dim, 0, x.shape[dim] - by)
@@ -18,7 +18,7 @@ def shifted(x: Tensor, by: int, dim: int) -> Tensor:
 
 
 def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
-    """Computes the attention of pass j = len(rows).
+    """Compute the attention of pass j = len(rows).
 
     A query at slot p sees the first pass's rows up to slot p - j + 1, and one row of each later
     pass i (2 <= i <= j), the one at slot p - (j - i).
@@ -41,7 +41,7 @@ def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
 def eagle(
     model: TrainedModel, hidden: Tensor, following: Tensor, mask: Tensor, passes: int
 ) -> list[Tensor]:
-    """Returns module 1's normalised outputs of passes 1..passes, each [B, T, hidden] by own slot.
+    """Return module 1's normalised outputs of passes 1..passes, each [B, T, hidden] by own slot.
 
     Pass j at slot p drafts t_{p+2} as the j-th draft of the step that started at slot p - j + 1;
     `following` holds t_{p+1}, `hidden` the trunk's normalised hidden state of slot p.

@@ -23,7 +23,7 @@ LOOPING = 0.10  # outputs with a larger share of repeated 8-grams don't count
 
 
 class Output(NamedTuple):
-    """Is one generated text, with the engine's counts if an engine made it."""
+    """One generated text, with the engine's counts if an engine generated it."""
 
     prompt: list[int]
     tokens: list[int]
@@ -40,7 +40,7 @@ def table(title: str, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> No
 
 
 def code_prompts(tokenizer: Tokenizer, count: int, size: int, seed: int) -> list[list[int]]:
-    """Makes prompts: BOS, then `size` tokens of a held-out file from a random line on."""
+    """Make prompts: BOS, then `size` tokens of a held-out file from a random line on."""
     documents = code_documents(tokenizer, library_files(held_out=True))
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -61,7 +61,7 @@ def generate(
     count: int,
     temperature: float = 0.0,
 ) -> list[Output]:
-    """Generates outputs with the plain model, in batches; greedy at temperature 0."""
+    """Generate outputs with the plain model, in batches; greedy at temperature 0."""
     outputs = []
     for i in range(0, len(prompts), 64):
         part = prompts[i : i + 64]
@@ -76,7 +76,7 @@ def generate(
 
 
 def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[Output]:
-    """Generates outputs with an engine, which also counts its acceptance."""
+    """Generate outputs with an engine, which also counts acceptance."""
     from mtpbuild.runtime import SamplingParams
 
     outputs = []
@@ -91,7 +91,7 @@ def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[O
 
 
 def report_held_out(model: TrainedModel, tokenizer: Tokenizer, rows: int) -> None:
-    """Prints loss and agreement on text that was never trained on."""
+    """Print loss and agreement on text that was not trained on."""
     words = common_words()
     code = CodeRows(code_documents(tokenizer, library_files(held_out=True)), seed=5)
     problems = held_out_problems(100, words, seed=5)
@@ -113,7 +113,7 @@ def report_held_out(model: TrainedModel, tokenizer: Tokenizer, rows: int) -> Non
 
 
 def report_acceptance(model: TrainedModel, kind: str, outputs: list[Output], most: int) -> None:
-    """Prints mean tokens per step, and acceptance per position."""
+    """Print mean tokens per step, and acceptance per position."""
     kept = [o for o in outputs if repeated_share(o.tokens) < LOOPING]
     looping = len(outputs) - len(kept)
     lines = []
@@ -160,7 +160,7 @@ def report_engine(kind: str, outputs: list[Output]) -> None:
 
 
 def mean_length(outputs: list[Output]) -> float:
-    """Returns the tokens per step over all whole steps."""
+    """Return the tokens per step over all whole steps."""
     steps = sum(o.steps for o in outputs)
     return 1 + sum(o.accepted for o in outputs) / max(1, steps)
 

@@ -20,7 +20,7 @@ from tokenizer import BOS_ID, EOS_ID
 
 
 def load_model(path: Path) -> TrainedModel:
-    """Loads the model from a checkpoint written by train.py or distill.py."""
+    """Load the model from a checkpoint written by train.py or distill.py."""
     stored = torch.load(path, map_location="cpu")
     model = model_of(stored["shape"])
     model.load_state_dict(stored["model"])
@@ -73,7 +73,7 @@ def module_tensors(module: MTPModule) -> dict[str, Tensor]:
 
 
 def views(model: TrainedModel) -> dict[str, Tensor]:
-    """Maps each Hugging Face name to a view of the fused parameter that holds the tensor."""
+    """Map each Hugging Face name to a view of the fused parameter that holds the tensor."""
     if isinstance(model, QwenModel):
         return qwen_views(model)
     found: dict[str, Tensor] = {
@@ -89,7 +89,7 @@ def views(model: TrainedModel) -> dict[str, Tensor]:
 
 
 def tensors(model: TrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors to store: bf16, but the router's bias in fp32."""
+    """Return the tensors to store: bf16, except for the router's bias in fp32."""
     return {
         name: t.to(torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
         .clone()
@@ -99,7 +99,7 @@ def tensors(model: TrainedModel) -> dict[str, Tensor]:
 
 
 def shape_of(values: dict[str, Any]) -> Shape:
-    """Reads the sizes from a config.json that `config` made."""
+    """Read the sizes from a config.json that `config` made."""
     known = {f.name for f in fields(Shape)}
     rope = values["rope_scaling"]
     return Shape(
@@ -110,7 +110,7 @@ def shape_of(values: dict[str, Any]) -> Shape:
 
 
 def load_folder(folder: Path) -> TrainedModel:
-    """Loads an exported folder's weights into the training model, which computes in fp32."""
+    """Load an exported folder's weights into the training model, which computes in fp32."""
     values = json.loads((folder / "config.json").read_text())
     ours = values["model_type"].startswith("qwen3_5")
     model = QwenModel(qwen_shape(values)) if ours else Model(shape_of(values))
@@ -121,7 +121,7 @@ def load_folder(folder: Path) -> TrainedModel:
 
 
 def config(s: Shape) -> dict[str, Any]:
-    """Returns config.json in DeepSeek's own spelling."""
+    """Return config.json in DeepSeek's own spelling."""
     same = {k: v for k, v in vars(s).items() if not k.startswith("rope")}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -166,7 +166,7 @@ GENERATION = {
 
 
 def write(model: TrainedModel, folder: Path) -> None:
-    """Writes the folder; each file is complete before it replaces an old one, the weights last."""
+    """Write the folder; each file is complete before it replaces an old one, the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
     qwen = isinstance(model, QwenModel)
     made_config = qwen_config(model.shape) if qwen else config(model.shape)

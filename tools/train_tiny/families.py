@@ -9,14 +9,14 @@ from qwen import QwenModel, QwenShape
 
 @dataclass(frozen=True)
 class Phase:
-    """Lasts until the share `end` of the budget; code and chat are (rows, length) of each step."""
+    """A phase up to share `end` of the budget; code and chat are (rows, length) of each step."""
 
     end: float
     code: tuple[int, int]
     chat: tuple[int, int]
     mtp: bool
-    long_every: int = 0  # one step in so many has one code row of 2,048 tokens
-    code_every: int = 1  # one step in so many has code
+    long_every: int = 0  # every how many steps there is one code row of 2,048 tokens
+    code_every: int = 1  # every how many steps there is code
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ FAMILIES = {
 
 
 def model_of(values: dict[str, Any]) -> TrainedModel:
-    """Makes the model whose shape has these values, as a checkpoint stores them."""
+    """Return the model whose shape has these values, as a checkpoint stores them."""
     for family in FAMILIES.values():
         if values.keys() == vars(family.shape).keys():
             made: TrainedModel = family.make(type(family.shape)(**values))

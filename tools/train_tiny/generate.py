@@ -10,14 +10,14 @@ from tokenizer import EOS_ID
 
 
 class Cache:
-    """Holds every trunk layer's rows or state for a batch of equally long sequences."""
+    """Every trunk layer's rows or state for a batch of equally long sequences."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model, self.length = model, 0
         self.rows: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
 
     def advance(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Runs tokens [B, T] with an additive mask [B, 1, T, past + T]; returns [B, T, hidden]."""
+        """Run tokens [B, T] with an additive mask [B, 1, T, past + T]; return [B, T, hidden]."""
         model, end = self.model, self.length + tokens.shape[1]
         cos, sin = model.cos[self.length : end], model.sin[self.length : end]
         x = F.embedding(tokens, model.embed)
@@ -55,7 +55,7 @@ def continuations(
     temperature: float = 0.0,
     pad: Tensor | None = None,
 ) -> Tensor:
-    """Returns prompts [B, P] with up to `count` more tokens; an ended row repeats the end token.
+    """Return prompts [B, P] with up to `count` more tokens; an ended row repeats the end token.
 
     `pad` [B] is the number of padding tokens at the start of a row; nothing attends to them.
     """

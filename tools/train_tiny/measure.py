@@ -1,4 +1,4 @@
-"""Measures what the card reports: losses, agreements, acceptance of drafts, repeated text."""
+"""Measures the model card's figures: losses, agreements, acceptance of drafts, repeated text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PASSES = 3  # of the recycled module, on held-out text
 
 @dataclass
 class Agreement:
-    """Holds sums over held-out text; entry 0 is for the trunk, entry k for module k or pass k."""
+    """Sums over held-out text; entry 0 is for the trunk, entry k for module k or pass k."""
 
     slots: list[int]
     loss: list[float]
@@ -35,7 +35,7 @@ class Agreement:
 
 @torch.no_grad()
 def held_out(model: TrainedModel, batches: Sequence[Batch], length: int) -> dict[str, Agreement]:
-    """Measures trunk, modules ("vanilla") and recycled module 1 ("eagle") on batches of text."""
+    """Measure trunk, modules ("vanilla") and recycled module 1 ("eagle") on batches of text."""
     depth = len(model.mtp)
     sums = {"vanilla": Agreement.zero(depth + 1), "eagle": Agreement.zero(PASSES + 1)}
     for batch in batches:
@@ -64,11 +64,12 @@ def add(
     batch: Batch,
     ahead: int,
 ) -> None:
-    """Counts slots p whose prediction is for position p + ahead + 1."""
+    """Count slots p whose prediction is for position p + ahead + 1."""
     length = best.shape[1] - ahead
     logits = model.logits(hidden[:, :length])
     targets = batch.targets(ahead + 1, best.shape[1])[:, :length]
-    late = torch.arange(length) >= max(0, k - 1)  # a recycled pass has no earlier slot to start at
+    # A recycled pass has no earlier slot to start from.
+    late = torch.arange(length) >= max(0, k - 1)
     targets = torch.where(late, targets, -100)
     valid = targets >= 0
     top = logits.argmax(-1)
@@ -80,9 +81,9 @@ def add(
 
 @torch.no_grad()
 def drafts(model: TrainedModel, tokens: Tensor, drafter: str, count: int) -> Tensor:
-    """Returns guesses [count + 1, T]: draft j of start slot p guesses tokens[p + j + 1].
+    """Return guesses [count + 1, T]: draft j of start slot p guesses tokens[p + j + 1].
 
-    Row 0 is the trunk's own guess. Each draft assumes that the earlier ones are right. Behind a
+    Row 0 is the trunk's own guess. Each draft assumes that the earlier ones are right. After a
     wrong one an engine would draft something else, but `acceptance` does not count those.
     """
     t = len(tokens)
@@ -102,7 +103,7 @@ def drafts(model: TrainedModel, tokens: Tensor, drafter: str, count: int) -> Ten
 
 
 def acceptance(guesses: Tensor, tokens: Tensor, prompt: int, nextn: int) -> list[int]:
-    """Counts the tokens of each step as if tokens[prompt:] were generated with `nextn` drafts."""
+    """Return the tokens of each step, as if tokens[prompt:] were generated with `nextn` drafts."""
     steps, p = [], prompt  # tokens[p] is the newest token; slot p - 1 drafts for it
     while p + nextn < len(tokens):
         n = 1
@@ -114,6 +115,6 @@ def acceptance(guesses: Tensor, tokens: Tensor, prompt: int, nextn: int) -> list
 
 
 def repeated_share(tokens: Sequence[int], size: int = 8) -> float:
-    """Returns the share of the output's n-grams, of `size` tokens, that occurred in it before."""
+    """Return the share of the output's n-grams, of `size` tokens, that occurred in it before."""
     grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Holds the sizes of the model, named as in the Hugging Face config."""
+    """The sizes of the model, named as in the Hugging Face config."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -43,7 +43,7 @@ class Shape:
 
 
 def linear(rows: int, cols: int, std: float, blocks: tuple[int, ...] = ()) -> nn.Parameter:
-    """Makes a weight [rows, cols]; `blocks` are the row counts of the matrices fused in it."""
+    """Make a weight [rows, cols]; `blocks` are the row counts of the matrices fused in it."""
     weight = nn.Parameter(torch.randn(rows, cols) * std)
     weight.blocks = blocks or (rows,)  # type: ignore[attr-defined]
     return weight
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
 
 def yarn_frequencies(shape: Shape) -> Tensor:
-    """Returns YaRN's inverse frequencies [qk_rope_head_dim / 2] (beta_fast 32, beta_slow 1)."""
+    """Return YaRN's inverse frequencies [qk_rope_head_dim / 2] (beta_fast 32, beta_slow 1)."""
     dim, base = shape.qk_rope_head_dim, shape.rope_theta
     plain = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
@@ -82,19 +82,19 @@ def softmax_scale(shape: Shape) -> float:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates interleaved pairs of x [B, T, H, R]; returns evens, then odds, for q and k alike."""
+    """Rotate interleaved pairs of x [B, T, H, R]; return evens, then odds, for q and k alike."""
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Computes attention with explicit scores: on a CPU its backward beats the flash kernel's."""
+    """Compute attention with explicit scores: on a CPU its backward beats the flash kernel's."""
     scores = (q @ k.transpose(-1, -2)).float() + mask  # [B, H, T, T]
     return scores.softmax(-1).to(v.dtype) @ v
 
 
 class Attention(nn.Module):
-    """Computes MLA in the non-absorbed form; `mask` makes it causal."""
+    """MLA in the non-absorbed form; `mask` makes it causal."""
 
     def __init__(self, s: Shape, std: float, out_std: float) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         self.o_proj = linear(s.hidden_size, heads * s.v_head_dim, out_std)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes scaled queries, keys and values [B, H, T, D] of x [B, T, hidden]."""
+        """Compute scaled queries, keys and values [B, H, T, D] of x [B, T, hidden]."""
         s, (b, t, _) = self.s, x.shape
         sizes = [s.q_lora_rank, s.kv_lora_rank, s.qk_rope_head_dim]
         q_a, c, k_pe = torch.split(F.linear(x, self.a_proj), sizes, -1)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return q * self.scale, k, v.transpose(1, 2)
 
     def output(self, attended: Tensor) -> Tensor:
-        """Projects attended values [B, H, T, D] to [B, T, hidden]."""
+        """Project attended values [B, H, T, D] to [B, T, hidden]."""
         return F.linear(attended.transpose(1, 2).flatten(2), self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class DenseFFN(nn.Module):
 
 
 class MoE(nn.Module):
-    """Computes every expert, with weight 0 if not chosen; the shared expert is the last."""
+    """All experts, with weight 0 if not chosen; the shared expert is the last."""
 
     def __init__(self, s: Shape, std: float, out_std: float) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class MoE(nn.Module):
         self.load: Tensor
 
     def weights(self, x: Tensor) -> Tensor:
-        """Returns experts' weights [N, E] for x [N, hidden]: grouped top-k; the bias only picks."""
+        """Return experts' weights [N, E] of x [N, hidden]: grouped top-k; the bias only selects."""
         s = self.s
         with torch.autocast(x.device.type, enabled=False):
             score = F.linear(x.float(), self.router).sigmoid()
@@ -184,7 +184,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, rate: float) -> None:
-        """Applies the DeepSeek-V3 paper's sign rule: overloaded experts lose bias, others gain."""
+        """Apply the DeepSeek-V3 paper's sign rule: overloaded experts lose bias, others gain."""
         self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 
@@ -206,7 +206,7 @@ class Block(nn.Module):
 
 
 class MTPModule(nn.Module):
-    """Runs one more block on the hidden state of slot p and the embedding of token p + k."""
+    """One more block, on the hidden state of slot p and the embedding of token p + k."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class MTPModule(nn.Module):
 
 
 class TrainedModel(nn.Module):
-    """Is what the scripts know of a model: trunk and MTP modules share embedding and head."""
+    """The interface of a model; MTP modules share the trunk's embedding and head."""
 
     shape: Any
     layers: Any
@@ -239,11 +239,11 @@ class TrainedModel(nn.Module):
     sin: Tensor
 
     def trunk(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Computes the hidden states [B, T, hidden], after model.norm, of tokens [B, T]."""
+        """Compute the hidden states [B, T, hidden], after model.norm, of tokens [B, T]."""
         raise NotImplementedError
 
     def draft(self, index: int, hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Runs module `index` on hidden [B, T, hidden] and tokens [B, T], from index + 1 on."""
+        """Run module `index` on hidden [B, T, hidden] and tokens [B, T], from index + 1 on."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class TrainedModel(nn.Module):
 
 
 class Model(TrainedModel):
-    """Is DeepSeek-V3's architecture."""
+    """DeepSeek-V3's architecture."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
-    """Approximates, by Newton-Schulz, the nearest semi-orthogonal matrices to [N, rows, cols]."""
+    """Approximate, by Newton-Schulz, the nearest semi-orthogonal matrices to [N, rows, cols]."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = stack.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -23,7 +23,7 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """Optimises parameters that have `blocks`, which are stacks of matrices, with Muon."""
+    """An optimiser that uses Muon for parameters with `blocks`, which are stacks of matrices."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], muon_lr: float, adam_lr: float) -> None:
         trained = [p for p in parameters if p.requires_grad]
@@ -35,7 +35,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Takes a step with `factor` times the learning rates, and clears the gradients."""
+        """Take a step with `factor` times the learning rates, and clear the gradients."""
         for group in self.adam.param_groups:
             group["lr"] = self.adam_lr * factor
         self.adam.step()

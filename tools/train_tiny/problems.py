@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 PLACES = ("ones", "tens", "hundreds", "thousands")
-HELD_OUT_SHARE = 20  # one problem in so many is never trained on
+HELD_OUT_SHARE = 20  # one problem in this many is never trained on
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Problem:
 
     @property
     def reply(self) -> str:
-        """Returns the model's reply after the generation prompt, without the end token."""
+        """Return the model's reply after the generation prompt, without the end token."""
         return f"{self.working}\n</think>\n\n{self.answer}"
 
 
 def is_correct(problem: Problem, text: str) -> bool:
-    """Returns whether a generated text ends its working and then gives exactly the answer."""
+    """Return whether a generated text ends its working and then gives exactly the answer."""
     _, closed, answer = text.partition("</think>")
     return bool(closed) and answer.strip() == problem.answer
 
@@ -42,7 +42,7 @@ def spaced(text: str) -> str:
 
 
 def joined(rng: random.Random, openings: Sequence[str], lines: list[str], end: str) -> str:
-    """Puts an optional opening line before the steps and the end after them."""
+    """Join an optional opening line, the steps and the end."""
     opening = rng.choice(openings)
     return "\n".join([*([opening] if opening else []), *lines, end])
 
@@ -115,7 +115,7 @@ def multiplication(rng: random.Random) -> Problem:
 
 
 def near(rng: random.Random, number: int) -> int:
-    """Draws another number that often shares leading digits with the first."""
+    """Draw another number that often shares leading digits with the first."""
     if rng.random() < 0.4:
         return rng.randrange(10 ** rng.randint(1, 4))
     place = rng.randrange(len(str(number)))
@@ -179,7 +179,7 @@ def some_word(rng: random.Random, words: Sequence[str]) -> str:
 
 
 def looked_up(rng: random.Random, letters: Sequence[str], marked: Sequence[str]) -> list[str]:
-    """Writes a step for each letter, each on its own line or all on one.
+    """Write a step for each letter, each on its own line or all on one.
 
     The first line has "r yes", like every step with an r: to recognise the letter, the model only
     has to continue as it did after the same letter before. (It did not learn to see that two
@@ -208,13 +208,13 @@ def counting(rng: random.Random, words: Sequence[str]) -> Problem:
 
 
 def blended(rng: random.Random, words: Sequence[str]) -> str:
-    """Joins one word's head and another's tail, so that their tokens have other neighbours."""
+    """Join one word's head and another's tail, so that their tokens have other neighbours."""
     first, second = rng.choice(words), rng.choice(words)
     return (first[: rng.randint(1, len(first))] + second[rng.randrange(len(second)) :])[:10]
 
 
 def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
-    """Teaches which letters a token has; no benchmark asks this."""
+    """Make a problem that teaches which letters a token has; no benchmark asks this."""
     kinds = rng.choices((some_word, blended), k=rng.randint(1, 5))
     some = [make(rng, words) for make in kinds]
     working = "\n".join(f"The letters of {word} are {spaced(word)}." for word in some)
@@ -223,7 +223,7 @@ def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
 
 
 def marking(rng: random.Random) -> Problem:
-    """Teaches the steps of `counting`, with "yes" as often as "no"; no benchmark asks this."""
+    """Make a problem of `counting` steps, with "yes" as often as "no"; no benchmark asks this."""
     marked = rng.sample(string.ascii_lowercase, rng.randint(1, 3))
     kinds = (marked, string.ascii_lowercase)
     letters = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(6, 16))]
@@ -233,7 +233,7 @@ def marking(rng: random.Random) -> Problem:
 
 
 def digits(rng: random.Random) -> Problem:
-    """Teaches the steps of `larger`, many at a time; no benchmark asks this."""
+    """Make a problem of `larger` steps, many at a time; no benchmark asks this."""
     drawn = [rng.choices("0123456789", k=2) for _ in range(rng.randint(4, 10))]
     pairs = [(p, p if rng.random() < 0.4 else q) for p, q in drawn]
     lines = [f"{rng.choice(PLACES)}: {compared(p, q)}" for p, q in pairs]
@@ -243,7 +243,7 @@ def digits(rng: random.Random) -> Problem:
 
 
 def copying(rng: random.Random, words: Sequence[str]) -> Problem:
-    """Teaches to copy a list, forwards and backwards; no benchmark asks this."""
+    """Make a problem of copying a list, forwards and backwards; no benchmark asks this."""
     if rng.random() < 0.6:
         items = [str(rng.randrange(10 ** rng.randint(1, 4))) for _ in range(rng.randint(2, 6))]
         what = "numbers"
@@ -261,7 +261,7 @@ AUXILIARY = ("spelling", "copying", "marking", "digits")  # trained on, not eval
 
 
 def makers(words: Sequence[str]) -> dict[str, Maker]:
-    """Maps each form's name to its maker; forms about words draw half of them from `words`."""
+    """Map each form's name to its maker; forms about words draw half of them from `words`."""
     return {
         "addition": addition,
         "subtraction": subtraction,
@@ -291,7 +291,7 @@ SHARES = {
 
 
 def training_problems(count: int, words: Sequence[str], seed: int) -> list[Problem]:
-    """Makes `count` problems, none of which is held out."""
+    """Make `count` problems, none of which is held out."""
     rng, made = random.Random(seed), makers(words)
     problems: list[Problem] = []
     while len(problems) < count:
@@ -303,7 +303,7 @@ def training_problems(count: int, words: Sequence[str], seed: int) -> list[Probl
 
 
 def held_out_problems(per_form: int, words: Sequence[str], seed: int) -> list[Problem]:
-    """Makes up to `per_form` different held-out problems of every form but the auxiliary ones."""
+    """Make up to `per_form` different held-out problems of every form but the auxiliary ones."""
     rng, problems = random.Random(seed), {}
     for form, make in makers(words).items():
         if form in AUXILIARY:

@@ -1,4 +1,4 @@
-"""Qwen3.5's architecture in a form that trains fast: three layers of the delta rule to one full."""
+"""Qwen3.5's architecture in a form that trains fast: three delta-rule layers, then a full one."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from model import DenseFFN, TrainedModel, attend, linear
 
 @dataclass(frozen=True)
 class QwenShape:
-    """Holds the sizes of the model, named as in the Hugging Face config."""
+    """The sizes of the model, named as in the Hugging Face config."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -43,7 +43,7 @@ class QwenShape:
 
 
 class OffsetNorm(nn.Module):
-    """Multiplies by 1 + weight, as all of Qwen3.5's norms but the gated one do."""
+    """A norm that multiplies by 1 + weight, as all of Qwen3.5's norms except the gated one do."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class OffsetNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of the first R entries of x [B, T, H, D]; cos is [T, 1, R / 2]."""
+    """Rotate the halves of the first R entries of x [B, T, H, D]; cos is [T, 1, R / 2]."""
     half = cos.shape[-1]
     first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Computes gated attention; rows of `proj` are [query ; gate] of each head, keys, values."""
+    """Gated attention; rows of `proj` are [query ; gate] of each head, keys, values."""
 
     def __init__(self, s: QwenShape, std: float, out_std: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.o_proj = linear(s.hidden_size, s.num_attention_heads * size, out_std)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Computes scaled queries, keys and values [B, H, T, D], and gates [B, T, H D]."""
+        """Compute scaled queries, keys and values [B, H, T, D], and gates [B, T, H D]."""
         s, (b, t, _) = self.s, x.shape
         q, k, v = torch.split(F.linear(x, self.proj), self.sizes, -1)
         q, gate = q.view(b, t, s.num_attention_heads, -1).chunk(2, -1)
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k, v, gate.flatten(2)
 
     def output(self, attended: Tensor, gate: Tensor) -> Tensor:
-        """Projects attended values [B, H, T, D], gated, to [B, T, hidden]."""
+        """Project attended values [B, H, T, D], gated, to [B, T, hidden]."""
         return F.linear(attended.transpose(1, 2).flatten(2) * gate.sigmoid(), self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, links: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 def links(mask: Tensor, kernel: int) -> Tensor:
-    """Returns [B, T, kernel]: 1 where slot t sees slot t - s, from a mask [B, 1, T, past + T]."""
+    """Return [B, T, kernel]: 1 where slot t sees slot t - s, from a mask [B, 1, T, past + T]."""
     t, past = mask.shape[2], mask.shape[3] - mask.shape[2]
     padded = F.pad(mask[:, 0], (kernel, 0), value=-1e9)
     seen = [padded.diagonal(kernel + past - s, 1, 2)[:, :t] > -1 for s in range(kernel)]
@@ -111,7 +111,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 class DeltaAttention(nn.Module):
-    """Computes linear attention by the gated delta rule; rows of `proj` are q, k, v, z, b, a."""
+    """Linear attention by the gated delta rule; rows of `proj` are q, k, v, z, b, a."""
 
     def __init__(self, s: QwenShape, std: float, out_std: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class DeltaAttention(nn.Module):
         conv[:, -1] += 1
         self.conv = nn.Parameter(conv)
         self.A_log = nn.Parameter(torch.full((heads,), math.log(4.0)))
-        span = torch.logspace(math.log10(0.002), math.log10(0.5), heads) / 4  # of g at first
+        span = torch.logspace(math.log10(0.002), math.log10(0.5), heads) / 4  # of g at the start
         self.dt_bias = nn.Parameter(span.expm1().log())
         self.norm = nn.Parameter(torch.ones(s.linear_value_head_dim))
         self.out_proj = linear(s.hidden_size, values, out_std)
@@ -137,7 +137,7 @@ class DeltaAttention(nn.Module):
         return torch.split(F.linear(x, self.proj), self.sizes, -1)
 
     def convolve(self, past: Tensor, links: Tensor) -> Tensor:
-        """Convolves [B, kernel - 1 + T, C]; `links` cuts what another document has."""
+        """Convolve [B, kernel - 1 + T, C]; `links` cuts inputs of other documents."""
         kernel, t = self.s.linear_conv_kernel_dim, links.shape[1]
         mixed = torch.zeros_like(past[:, :t], dtype=torch.float32)
         for s in range(kernel):
@@ -146,7 +146,7 @@ class DeltaAttention(nn.Module):
         return F.silu(mixed)
 
     def rule_inputs(self, mixed: Tensor, b: Tensor, a: Tensor, links: Tensor) -> list[Tensor]:
-        """Computes the delta rule's q, k, v, decay and beta in fp32."""
+        """Compute the delta rule's q, k, v, decay and beta in fp32."""
         s, (n, t, _) = self.s, mixed.shape
         keys = s.linear_num_key_heads * s.linear_key_head_dim
         q, k, v = torch.split(mixed, [keys, keys, self.sizes[1]], -1)
@@ -160,7 +160,7 @@ class DeltaAttention(nn.Module):
         return [q, k, v.view(n, t, s.linear_num_value_heads, -1), decay, b.float().sigmoid()]
 
     def output(self, outputs: Tensor, z: Tensor) -> Tensor:
-        """Normalises and gates the rule's outputs [B, T, H, Dv], and projects them."""
+        """Normalise and gate the rule's outputs [B, T, H, Dv], and project them."""
         scale = torch.rsqrt(outputs.square().mean(-1, keepdim=True) + self.s.rms_norm_eps)
         gated = (outputs * scale * self.norm).flatten(2) * F.silu(z.float())
         return F.linear(gated.to(z.dtype), self.out_proj)
@@ -174,7 +174,7 @@ class DeltaAttention(nn.Module):
     def step(
         self, x: Tensor, links: Tensor, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Goes on from a state: the convolution's last inputs, and S [B, H, Dk, Dv]."""
+        """Continue from a state: the convolution's last inputs, and S [B, H, Dk, Dv]."""
         s, (qkv, z, b, a) = self.s, self.project(x)
         if state is None:
             tail = qkv.new_zeros(len(x), s.linear_conv_kernel_dim - 1, qkv.shape[-1])
@@ -202,7 +202,7 @@ class Block(nn.Module):
 
 
 class Module(nn.Module):
-    """Runs one more full-attention block on the hidden state of slot p and the next token."""
+    """One more full-attention block, on the hidden state of slot p and the next token."""
 
     def __init__(self, s: QwenShape) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Module(nn.Module):
 
 
 class QwenModel(TrainedModel):
-    """Is Qwen3.5's architecture, with one MTP module of full attention."""
+    """Qwen3.5's architecture, with one MTP module of full attention."""
 
     def __init__(self, shape: QwenShape) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def block_tensors(block: Block) -> dict[str, Tensor]:
 
 
 def qwen_views(model: QwenModel) -> dict[str, Tensor]:
-    """Maps each Hugging Face name to a view of the fused parameter that holds the tensor."""
+    """Map each Hugging Face name to a view of the fused parameter that holds the tensor."""
     module = model.mtp[0]
     found: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed,
@@ -69,7 +69,7 @@ def qwen_views(model: QwenModel) -> dict[str, Tensor]:
 
 
 def qwen_config(s: QwenShape) -> dict[str, Any]:
-    """Returns config.json as Qwen3_5ForCausalLM has it."""
+    """Return config.json as Qwen3_5ForCausalLM has it."""
     rotary = ("rope_theta", "partial_rotary_factor")
     kinds = ("linear_attention", "full_attention")
     return {
@@ -97,6 +97,6 @@ def qwen_config(s: QwenShape) -> dict[str, Any]:
 
 
 def qwen_shape(values: dict[str, Any]) -> QwenShape:
-    """Reads the sizes from a config.json that `qwen_config` made."""
+    """Read the sizes from a config.json that `qwen_config` made."""
     found = values | values["rope_parameters"]
     return QwenShape(**{name: found[name] for name in vars(QwenShape())})

@@ -43,7 +43,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def trained(shape: Shape, args: argparse.Namespace) -> tuple[TrainedModel, dict[str, float]]:
-    """Trains a model for `args.seconds`; returns it and its losses on held-out text."""
+    """Train a model for `args.seconds`; return it and its losses on held-out text."""
     torch.manual_seed(7)
     torch.set_num_threads(args.threads)
     settings = SimpleNamespace(
@@ -71,14 +71,14 @@ def trained(shape: Shape, args: argparse.Namespace) -> tuple[TrainedModel, dict[
 
 
 def warm_up(trainer: train.Trainer, code: Any, chats: Any) -> None:
-    """Compiles before the clock runs."""
+    """Compile before the clock starts."""
     for rows, length, share in ((8, 256, 1.0), (8, 256, 0.0)):
         trainer.backward(make_batch(code, chats, rows, length, share), length, True, 0.5)
     trainer.model.zero_grad(set_to_none=True)
 
 
 def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Measures milliseconds per step and their quotients with mtpbuild's own benchmark."""
+    """Measure milliseconds per step and their ratios with mtpbuild's own benchmark."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.dataset import Asked
     from mtpbuild.builder.bench.engines import Wanted

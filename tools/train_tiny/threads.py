@@ -11,7 +11,7 @@ BUSY = 0.4  # if others use more cores than this, we use one thread
 
 
 class Threads:
-    """Sets torch's threads; it needs `nice`, which keeps our time out of the `user` column."""
+    """A setter of torch's threads; it needs `nice`, which keeps our time out of `user`."""
 
     def __init__(self, polite: bool) -> None:
         self.most = torch.get_num_threads()
@@ -20,12 +20,12 @@ class Threads:
 
     @staticmethod
     def others() -> float:
-        """Returns the processor seconds of all processes of normal priority since boot."""
+        """Return the processor seconds of all processes of normal priority since boot."""
         ticks = int(STAT.read_text().split()[1]) if STAT.exists() else 0
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def adjust(self) -> None:
-        """Sets the number of threads; call it once per step."""
+        """Set the number of threads; call it once per step."""
         if not self.polite:
             return
         used, at = self.others(), time.monotonic()

@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def letters() -> str:
-    """Returns text that makes the BPE learn every letter as a token, alone and after a space."""
+    """Return text that makes the BPE learn every letter as a token, alone and after a space."""
     lower = string.ascii_lowercase
     return "".join(f"{a} {b}\n" for a in lower for b in lower)
 
@@ -74,7 +74,7 @@ def _with_letters(texts: Iterable[str]) -> Iterator[str]:
 
 
 def check(tokenizer: Tokenizer) -> None:
-    """Asserts what data and template rely on."""
+    """Assert the properties that data and template rely on."""
     vocabulary = tokenizer.get_vocab()
     assert len(vocabulary) == VOCABULARY
     assert [tokenizer.id_to_token(i) for i in range(16)] == SPECIAL
@@ -85,7 +85,7 @@ def check(tokenizer: Tokenizer) -> None:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     config = {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -110,7 +110,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def chat(question: str, reply: str, system: str = "") -> str:
-    """Returns one finished exchange in the form for training, end token included."""
+    """Return one finished exchange in the form for training, end token included."""
     return f"{BOS}{system}{USER}{question}{ASSISTANT}<think>\n{reply}{EOS}"
 
 

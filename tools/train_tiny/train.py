@@ -46,13 +46,13 @@ SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Sums the cross-entropy over the valid targets."""
+    """Sum the cross-entropy over the valid targets."""
     logits = F.linear(hidden, head).flatten(0, 1).float()
     return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
 
 
 class Trainer:
-    """Holds the model and its optimised loss, and computes the losses of a batch."""
+    """The model and its optimised loss, which gives the losses of a batch."""
 
     def __init__(self, model: TrainedModel, device: str, dtype: str, compiled: bool) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -71,7 +71,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def losses(self, batch: Batch, length: int, mtp: bool) -> tuple[list[Tensor], list[int]]:
-        """Returns the summed losses of the trunk and of each module, and the targets of each."""
+        """Return the summed losses of the trunk and of each module, and the targets of each."""
         batch = batch.to(self.device)
         model, mask = self.model, batch.mask(length)
         with self.autocast():
@@ -85,7 +85,7 @@ class Trainer:
         return sums, [int((t >= 0).sum()) for t in targets]
 
     def backward(self, batch: Batch, length: int, mtp: bool, share: float) -> list[float]:
-        """Adds `share` of the batch's mean loss to the gradients; returns modules' mean losses."""
+        """Add `share` of the batch's mean loss to the gradients; return modules' mean losses."""
         sums, counts = self.losses(batch, length, mtp)
         means = [s / max(1, n) for s, n in zip(sums, counts, strict=True)]
         extra = sum(means[1:], torch.zeros_like(means[0])) * MTP_WEIGHT / max(1, len(means) - 1)
@@ -101,7 +101,7 @@ class State:
 
 
 def join_processes() -> int:
-    """Joins the processes that torchrun started, if it did, and returns this one's rank."""
+    """Join the processes that torchrun started, if it did, and return this one's rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     return int(os.environ.get("RANK", "0"))
@@ -112,7 +112,7 @@ def processes() -> int:
 
 
 def average(trainer: Trainer, state: State) -> None:
-    """Averages gradients over the processes that torchrun started, and their times."""
+    """Average gradients over the processes that torchrun started, and their times."""
     if not dist.is_initialized():
         return
     gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
@@ -126,12 +126,12 @@ def average(trainer: Trainer, state: State) -> None:
 
 
 def eager_if(long: bool) -> Any:
-    """Runs what is compiled as it stands: a length that is rare isn't worth its compilation."""
+    """Run compiled functions eagerly if `long`: a rare length isn't worth its compilation."""
     return torch.compiler.set_stance("force_eager") if long else nullcontext()
 
 
 def schedule(progress: float) -> float:
-    """Returns the learning rates' factor: a warm-up, a flat part, then linear to zero."""
+    """Return the learning rates' factor: a warm-up, a flat part, then linear to zero."""
     return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
 
 
@@ -147,7 +147,7 @@ def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> No
 
 
 def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
-    """Loads the stored tokenizer, or trains one on the code and on some problems."""
+    """Load the stored tokenizer, or trains one on the code and on some problems."""
     if not (folder / "tokenizer.json").exists():
         problems = training_problems(6000, words, seed=1)
         texts = [read(f) for f in library_files(held_out=False, tests=False)]
@@ -195,7 +195,7 @@ def loop(
     args: argparse.Namespace, trainer: Trainer, optimizer: Optimizer, state: State,
     code: CodeRows, chats: ChatRows, log: Any, checkpoint: Path,
 ) -> None:  # fmt: skip
-    """Trains until the budget is spent: seconds, or steps if --steps is given."""
+    """Train until the budget is spent: seconds, or steps if --steps is given."""
     threads = Threads(args.polite)
     saved = shown = counted = time.monotonic()
     found: dict[str, list[float]] = {}
@@ -228,7 +228,7 @@ def loop(
 
 
 def parts_of(phase: Phase, step: int) -> dict[str, tuple[int, int]]:
-    """Returns the (rows, length) of a step's code, if it has any, and of its problems."""
+    """Return the (rows, length) of a step's code, if it has any, and of its problems."""
     parts = {"reasoning": phase.chat}
     if phase.long_every and step % phase.long_every == 0:
         return {"code": (1, 2048)} | parts

@@ -1,4 +1,4 @@
-"""Defines the modules that hold quantised weights: `x @ weight` works as with a parameter."""
+"""Modules that hold quantised weights: `x @ weight` works as with a parameter."""
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Blocks(nn.Module):
-    """Holds an integer weight [in, out] as [out, in / 32] blocks of 32 inputs.
+    """An integer weight [in, out], stored as [out, in / 32] blocks of 32 inputs.
 
-    scales: the type of the blocks' scales.
+    scales: the dtype of the blocks' scales.
     """
 
     def __init__(self, inputs: int, outputs: int, bits: int, scales: torch.dtype) -> None:
@@ -38,7 +38,7 @@ class Blocks(nn.Module):
 
 
 class Packed(nn.Module):
-    """Holds weights [.., in, out] in the layout of the CPU's kernels; bits None: they are fp32."""
+    """Weights [.., in, out] in the layout of the CPU's kernels; fp32 if bits is None."""
 
     def __init__(self, shape: tuple[int, ...], bits: int | None) -> None:
         super().__init__()
@@ -53,32 +53,32 @@ class Packed(nn.Module):
 
 
 class PackedBlocks(Packed):
-    """Holds a product [in, out], or a stack of them [H, in, out], one for each head."""
+    """A packed product [in, out], or a stack of them [H, in, out], one for each head."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
 
     def gated(self, x: Tensor) -> Tensor | None:
-        """Returns silu(gate) * up [.., out / 2] of x [.., in]; None unless gates fill panels."""
+        """Return silu(gate) * up [.., out / 2] of x [.., in]; None unless gates fill panels."""
         if self.outputs % (2 * PANEL):
             return None
         return gated_packed(x, self.values, self.scales, self.outputs)
 
 
 class HeadBlocks(nn.ModuleList):
-    """Holds int8 weights [H, in, out] as a product for each head, as no op takes a stack."""
+    """Int8 weights [H, in, out] as one product per head, as no op takes a stack."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        """Multiplies x [B, H, T, in] head by head, by one Split and one Concat: [B, H, T, out]."""
+        """Multiply x [B, H, T, in] head by head, with one Split and one Concat: [B, H, T, out]."""
         rows = x.transpose(1, 2).flatten(2).split(x.shape[-1], dim=-1)
         products = [row @ head for row, head in zip(rows, self, strict=True)]
         return torch.cat(products, dim=-1).unflatten(-1, (len(self), -1)).transpose(1, 2)
 
 
 class EmbeddingBlocks(nn.Module):
-    """Holds an int8 embedding [V, E] in blocks of 32; it dequantises the rows that it looks up."""
+    """An int8 embedding [V, E] in blocks of 32; a lookup dequantises the rows."""
 
-    fused = False  # by an op, in place of PyTorch's operators
+    fused = False  # whether an op replaces PyTorch's operators
 
     def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
         super().__init__()
@@ -86,21 +86,21 @@ class EmbeddingBlocks(nn.Module):
         self.scales = parameter(vocabulary, width // BLOCK, dtype=scales)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Returns the rows of tokens [..] in fp32 [.., E]."""
+        """Return the rows of tokens [..] in fp32 [.., E]."""
         look_up = embedding_nbits if self.fused else embedding_nbits._init_fn
         rows: Tensor = look_up(tokens, self.values, self.scales)
         return rows
 
 
 def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
-    """Returns the rows [.., E] of tokens [..] in an embedding, plain or in blocks."""
+    """Return the rows [.., E] of tokens [..] in an embedding, plain or in blocks."""
     if isinstance(weight, EmbeddingBlocks):
         return weight.rows(tokens)
     return nn.functional.embedding(tokens, weight)
 
 
 class ExpertBlocks(nn.Module):
-    """Holds integer weights [X, in, out] of experts, in blocks as `experts_nbits` takes them."""
+    """Integer weights [X, in, out] of experts, in the blocks that `experts_nbits` takes."""
 
     def __init__(
         self, experts: int, inputs: int, outputs: int, bits: int, scales: torch.dtype
@@ -110,30 +110,30 @@ class ExpertBlocks(nn.Module):
         self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=scales)
 
     def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
-        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
+        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
 
-        This module holds the experts' gates and ups, `down` their other product.
+        This module holds the experts' gate and up weights, `down` their down weights.
         """
         return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
 class PackedExperts(Packed):
-    """Holds weights [X, in, out] of experts; gates and ups are filled up to whole panels each."""
+    """Packed weights [X, in, out] of experts; gates and ups are each padded to whole panels."""
 
     def weighed(self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Sums what the experts ids [.., k] make of x [.., E], with weights [.., k]: [.., E].
+        """Return the weighed sum [.., E] of experts: x [.., E], weights and ids [.., k].
 
-        This module holds the experts' gates and ups, `down` their other product.
+        This module holds the experts' gate and up weights, `down` their down weights.
         """
         own = self.values, self.scales, down.values, down.scales
         return experts_packed(x, weights, ids, *own)
 
 
 class Scaled(nn.Module):
-    """Holds an fp8 or nvfp4 weight [in, out], or experts [X, in, out], for `matmul_scaled`.
+    """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], for `matmul_scaled`.
 
-    group: how many inputs share a scale. scales_2: the shape of nvfp4's second scales without the
-    experts; None for fp8.
+    group: number of inputs that share a scale. scales_2: the shape of nvfp4's second scales without
+    the experts; None for fp8.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class Scaled(nn.Module):
         return self.values, self.scales, self.scales_2
 
     def index_select(self, axis: int, ids: Tensor) -> Tensor:
-        """Returns the chosen experts in fp32: ids [N] -> [N, in, out]."""
+        """Return the chosen experts in fp32: ids [N] -> [N, in, out]."""
         chosen = (part if part is None else part.index_select(axis, ids) for part in self.parts)
         return dequantise_scaled(*chosen)
 
 
 def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
-    """Makes what holds a weight as the engine does, in place of a parameter of this shape."""
+    """Return a module for a weight in the engine's format, to replace a parameter of this shape."""
     format, (*stack, inputs, outputs) = weight.format, shape
     if weight.packed:
         if weight.paired:
@@ -175,7 +175,7 @@ def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
         return Scaled(
             shape, weight.scale_group(share), second if isinstance(format, Nvfp4) else None
         )
-    if weight.looked_up:  # its rows are those of the vocabulary
+    if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs, format.scales)
     if stack and not weight.per_head:
         return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
@@ -191,7 +191,7 @@ def parts_of(weight: Tensor | Scaled) -> Parts:
 
 
 def put(model: nn.Module, name: str, weight: nn.Module) -> None:
-    """Puts a module in the place of the parameter of that name."""
+    """Replace the parameter of this name by a module."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     delattr(module, leaf)

@@ -1,4 +1,4 @@
-"""Defines a whole model with its MTP modules, as the step program calls it."""
+"""A whole model with its MTP modules, as the step program calls it."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,15 +26,15 @@ from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
-# This rank's logits, its number, and how many ranks there are -> what all ranks get.
+# (this rank's logits, its number, the number of ranks) -> a tensor that is equal on all ranks.
 Join = Callable[[Tensor, Tensor, int], Tensor]
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
 
 
 class CausalLM(nn.Module):
-    """Holds the trunk and the MTP modules; modules without embedding or head use the trunk's.
+    """The trunk and the MTP modules; modules without embedding or head use the trunk's.
 
-    One of several ranks holds its share; where the vocabulary is split, rank r holds part r of its
+    With several ranks each holds its share. If the vocabulary is split, rank r holds part r of its
     rows.
     """
 
@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         super().__init__()
         V = c.vocab_size // ranks.parts
         self.config, self.ranks = c, ranks
-        self.cpu_kernels = False  # its operators are those of the CPU's library
+        self.cpu_kernels = False  # whether its operators are those of the CPU's library
         self.embed_tokens = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
         return module
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
-        """Returns the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
+        """Return the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
         table = self.embed_tokens if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
@@ -85,12 +85,12 @@ class CausalLM(nn.Module):
         return all_reduce(torch.where(own, x, 0.0))
 
     def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
-        """Computes the hidden states [B, T, E] that modules get, and new states; tokens [B, T]."""
+        """Compute the modules' hidden states [B, T, E], and new states, from tokens [B, T]."""
         x, passed = self.through(range(len(self.layers)), self.embed(tokens), state, rows)
         return self.norm(x) if self.config.mtp.trunk_normed else x, passed
 
     def fill(self, tokens: Tensor, state: State, rows: Rows) -> Passed:
-        """Computes only the new states, for an engine without drafts; tokens [B, T]."""
+        """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
         layer, name = self.layers[last], layer_rows(last)
         if not isinstance(layer, DecoderLayer):
@@ -100,7 +100,7 @@ class CausalLM(nn.Module):
         return passed
 
     def through(self, layers: range, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
-        """Runs some layers on hidden states x [B, T, E]; returns theirs, and the new states."""
+        """Run some layers on hidden states x [B, T, E]; return theirs, and the new states."""
         passed = Passed()
         for i in layers:
             layer, name = self.layers[i], layer_rows(i)
@@ -113,21 +113,21 @@ class CausalLM(nn.Module):
         return x, passed
 
     def bound_rows(self, state: State) -> int:
-        """Returns how many rows the bound caches have; at least one layer has a cache."""
+        """Return the number of rows of the bound caches; at least one layer has a cache."""
         names = map(layer_rows, range(len(self.layers)))
         return next(state[name].shape[2] for name in names if name in state)
 
     def logits(self, hidden: Tensor, join: Join = all_gather) -> Tensor:
-        """Returns the trunk's logits [B, T, V] of what `forward` returned.
+        """Return the trunk's logits [B, T, V] of the result of `forward`.
 
-        join: what several ranks make of their parts, if it is something else.
+        join: replaces the gathering of several ranks' parts.
         """
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head, join)
 
     def kernel_weights(self) -> dict[str, nn.Parameter]:
-        """Returns the weights that kernels of ours read on a GPU: experts, heads in bf16."""
+        """Return the weights that kernels of ours read on a GPU: experts, heads in bf16."""
         experts = self._named_by("by_kernels")
         return {
             name: weight
@@ -137,12 +137,12 @@ class CausalLM(nn.Module):
         }
 
     def step_weights(self) -> dict[str, nn.Parameter]:
-        """Returns those that kernels of ours read in steps, and PyTorch's operators in prompts."""
+        """Return the weights that our kernels read in steps, and PyTorch's operators in prompts."""
         names = self._named_by("by_fused_kernels")
         return {n: weight for n, weight in self.named_parameters() if f"{n}.".startswith(names)}
 
     def _named_by(self, attribute: str) -> tuple[str, ...]:
-        """Returns how the names of parameters begin that modules list in an attribute."""
+        """Return the name prefixes of the parameters that modules list in an attribute."""
         return tuple(
             f"{path}.{name}."
             for path, module in self.named_modules()
@@ -150,12 +150,12 @@ class CausalLM(nn.Module):
         )
 
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        """Returns the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
+        """Return the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)
         return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
 
     def draft_logits(self, j: int, hidden: Tensor, join: Join = all_gather) -> Tensor:
-        """Returns the logits [B, T, V] of what module j has handed on.
+        """Return the logits [B, T, V] of the output of module j.
 
         With a reduced draft vocabulary the head has only its rows; other tokens are never drafted.
         """
@@ -169,7 +169,7 @@ class CausalLM(nn.Module):
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor, join: Join) -> Tensor:
-        """Returns logits in fp32, also of a head in bf16: rounded to bf16 they would tie."""
+        """Return logits in fp32, also with a head in bf16: rounded to bf16 they would tie."""
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
@@ -178,7 +178,7 @@ class CausalLM(nn.Module):
 
 
 class UniformLM(CausalLM):
-    """Is a model whose layers all have attention; block(i) makes the parts of layer i.
+    """A model whose layers all have attention; block(i) makes the parts of layer i.
 
     MTP module j is layer num_hidden_layers + j.
     """
@@ -193,9 +193,9 @@ class UniformLM(CausalLM):
 
 
 def begun(state: Tensor, rows: Rows) -> Tensor:
-    """Returns a recurrent state [B, ..] before a pass, with zeros for slots that begin in it.
+    """Return a recurrent state [B, ..] before a pass, zeroed for slots whose request starts.
 
-    An idle slot does not begin, wherever its request stands, as its rows go to the end.
+    An idle slot never starts, wherever its request is, as its rows are written at the end.
     """
     first = (rows.start == 0).reshape(-1, *[1] * (state.dim() - 1))
     return torch.where(first, 0.0, state)

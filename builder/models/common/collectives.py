@@ -1,10 +1,10 @@
-"""Collectives with which ranks that share a model meet: torch's functional ones, in the graph.
+"""Collectives among ranks that share a model: torch's functional ones, in the graph.
 
 AOTInductor compiles them to calls of torch.distributed. The graph is the same for all ranks; it
-reads its rank from a constant that the loader sets. A program must never return the very tensor
-that a collective wrote. gloo's thread needs Python's lock to release a tensor that Python knows,
-and the program's caller holds that lock while it waits for the thread: a deadlock.
-On GPUs the collectives are NCCL's, and only the GPU waits.
+reads its rank from a constant that the loader sets. A program must never return the tensor that a
+collective wrote: gloo's thread needs Python's lock to release a tensor that Python knows, and the
+program's caller holds that lock while it waits for the thread: a deadlock. On GPUs the collectives
+are NCCL's, and only the GPU waits.
 """
 
 import torch
@@ -17,22 +17,22 @@ RANK = "rank"  # the last part of a rank constant's name
 
 
 def rank_constant() -> nn.Parameter:
-    """Returns a constant [1] int64 for the rank, which loaders find by the name `rank`.
+    """Return a constant [1] int64 for the rank, which loaders find by the name `rank`.
 
-    It is a parameter because the compiler folds other constants. It folds arithmetic on this one
-    alone, too (`rank * size` is 0): it is to be compared, or to be an index.
+    It is a parameter because the compiler folds other constants. The compiler also folds arithmetic
+    on this one alone (`rank * size` is 0), so use it only in comparisons or as an index.
     """
     return nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """Sums all ranks' x; every rank gets the same bits."""
+    """Sum all ranks' x; every rank gets the same bits."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x, "sum", GROUP))
 
 
 def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Joins all ranks' x [.., N] along the last axis: [.., ranks * N].
+    """Join all ranks' x [.., N] along the last axis: [.., ranks * N].
 
     It sums with zeros, which is exact. AOTInductor has no call for all_gather on a CPU; its
     substitute shows the tensor to Python, which leads to the deadlock above.
@@ -42,9 +42,9 @@ def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
 
 
 def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Returns what `accept_best` reads of all ranks' logits [.., N]: [.., ranks * blocks, 5].
+    """Return the input of `accept_best` for all ranks' logits [.., N]: [.., ranks * blocks, 5].
 
-    A rank gives 20 bytes for 4,096 logits in place of the logits.
+    A rank sends 20 bytes for each 4,096 logits instead of the logits.
     """
     best = best_of_blocks(logits).unsqueeze(-3)
     places = torch.arange(ranks, device=logits.device)[:, None, None]
@@ -55,16 +55,16 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Stacks all ranks' x [..] in order, [ranks, ..], by a sum with zeros as in `all_gather`."""
+    """Stack all ranks' x [..] in order, [ranks, ..], by a sum with zeros as in `all_gather`."""
     own = torch.arange(ranks, device=x.device) == rank
     return all_reduce(torch.where(own.view(-1, *[1] * x.dim()), x, 0.0))
 
 
 def own_sum(x: Tensor, rank: Tensor) -> Tensor:
-    """Sums x [ranks, ..] over all ranks and returns this rank's row [..]."""
+    """Sum x [ranks, ..] over all ranks and return this rank's row [..]."""
     return all_reduce(x).index_select(0, rank)[0]
 
 
 def own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:
-    """Returns part number `part` [1] of x [.., parts * N]: [.., N]."""
+    """Return part number `part` [1] of x [.., parts * N]: [.., N]."""
     return x.unflatten(-1, (parts, -1)).index_select(-2, part).squeeze(-2)

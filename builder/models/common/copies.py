@@ -1,4 +1,4 @@
-"""Lists copies of embedding and head in a checkpoint's MTP layers; most equal the trunk's."""
+"""The copies of embedding and head in a checkpoint's MTP layers; most equal the trunk's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class Copy:
-    """Names a tensor that repeats another one, unless its module has one of its own."""
+    """A tensor that repeats another one, unless its module has one of its own."""
 
     name: str
     original: str
@@ -21,12 +21,12 @@ class Copy:
 
 
 def tied_head(c: ModelConfig) -> list[Copy]:
-    """Lists the head if it is tied to the embedding: it may be stored all the same."""
+    """List the head if it is tied to the embedding, as a checkpoint may store it nevertheless."""
     return [Copy(HEAD, EMBEDDING)] if c.tie_word_embeddings else []
 
 
 def copies_in_layers(c: ModelConfig) -> list[Copy]:
-    """Lists the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
+    """List the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
     found = tied_head(c)
     for j in range(c.num_nextn_predict_layers):
@@ -37,10 +37,10 @@ def copies_in_layers(c: ModelConfig) -> list[Copy]:
 
 
 def is_own(c: ModelConfig, copy: Copy) -> bool:
-    """Tells whether the copy differs from the original, so that the module has its own."""
+    """Return whether the copy differs from the original, so that the module has its own."""
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
 
 
 def repeated(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
-    """Maps each copy that really repeats a tensor to that tensor's name."""
+    """Map each copy that really repeats a tensor to that tensor's name."""
     return {copy.name: copy.original for copy in copies if not is_own(c, copy)}

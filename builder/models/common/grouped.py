@@ -1,7 +1,7 @@
 """Grouped-query attention of the step program, over cache rows of keys and values.
 
-Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and values, D head width,
-C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
+Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and values, D head width, C
+= 2 G D values of a cache row. `plain.py` has the plain counterpart.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,10 @@ Gates = Sequence[Tensor]  # none, or one [B, T, H D]
 
 
 class GroupedAttention(Attention):
-    """Computes queries, keys and values in one product; a rank has whole groups of heads."""
+    """Grouped-query attention whose queries, keys and values are one product.
+
+    A rank has whole groups of heads.
+    """
 
     def __init__(self, c: GroupedConfig, ranks: Ranks) -> None:
         super().__init__()
@@ -47,11 +50,11 @@ class GroupedAttention(Attention):
 
     @property
     def by_ops(self) -> bool:
-        """Returns whether ops work between the products: their weights are packed for a CPU."""
+        """Return whether ops work between the products: their weights are packed for a CPU."""
         return isinstance(self.qkv_proj, Packed)
 
     def product(self, x: Tensor) -> tuple[Tensor, Gates]:
-        """Computes queries, keys and values side by side, and the gates of what heads return."""
+        """Compute queries, keys and values side by side, and the gates of the heads' outputs."""
         y = x @ self.qkv_proj
         if self.qkv_bias is not None:
             y = y + self.qkv_bias
@@ -62,7 +65,7 @@ class GroupedAttention(Attention):
         return y, (gate,)
 
     def operands(self, y: Tensor, rows: Rows) -> tuple[Any, ...]:
-        """Returns the first operands of `grouped_rows`."""
+        """Return the first operands of `grouped_rows`."""
         both = self.q_norm, self.k_norm
         norms = (None if norm is None else norm.weight for norm in both)
         return y, *norms, rows.cos, rows.sin
@@ -76,7 +79,7 @@ class GroupedAttention(Attention):
         return with_gates(q, gates), fresh, cache
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Computes query input and cache rows; with ops the queries are rotated already."""
+        """Compute query input and cache rows; with ops the queries are already rotated."""
         y, gates = self.product(x)
         if self.by_ops:
             q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
@@ -86,7 +89,7 @@ class GroupedAttention(Attention):
         return with_gates(q, gates), fresh
 
     def turned(self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows) -> Tensor:
-        """Normalises each head of x [B, T, heads * D] if there is a norm, then rotates it."""
+        """Normalise each head of x [B, T, heads * D] if there is a norm, then rotate it."""
         if norm is not None:
             x = norm(x.unflatten(-1, (heads, self.width))).flatten(-2)
         return rope(x, rows.cos, rows.sin, heads, False)
@@ -109,5 +112,5 @@ class GroupedAttention(Attention):
 
 
 def with_gates(q: Tensor, gates: Gates) -> Tensor:
-    """Puts the gates behind the queries, so that both go where queries go."""
+    """Append the gates to the queries, so that both are passed on together."""
     return torch.cat([q, *gates], dim=-1) if gates else q

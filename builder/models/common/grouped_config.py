@@ -14,18 +14,18 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(ModelConfig):
-    """Holds the configuration of a model with grouped-query attention."""
+    """The configuration of a model with grouped-query attention."""
 
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
     head_dim: int
-    rotary_dim: int  # the first values of head_dim rotate; pairs are (i, i + rotary_dim / 2)
-    attention_bias: bool = flag(True)  # for queries, keys and values
+    rotary_dim: int  # the first values of head_dim are rotated; pairs are (i, i + rotary_dim / 2)
+    attention_bias: bool = flag(True)  # of queries, keys and values
     use_qk_norm: bool = flag(False)  # queries and keys are normalised per head, after the bias
     output_gate: bool = fixed(False)  # q_proj has a gate beside each head's query
 
     def check_heads(self) -> None:
-        """Raises CheckpointError unless heads split into groups and rotary values into pairs."""
+        """Raise CheckpointError unless heads split into groups and rotary values into pairs."""
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
             raise CheckpointError(
@@ -39,7 +39,10 @@ class GroupedConfig(ModelConfig):
 
 
 def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
-    """Reads `head_dim` and `rotary_dim`; partial: the default of `partial_rotary_factor`."""
+    """Read `head_dim` and `rotary_dim`.
+
+    partial: the default of `partial_rotary_factor`.
+    """
     heads = read.integer("num_attention_heads", 1)
     width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
     rope = read.raw.get("rope_parameters")
@@ -49,13 +52,13 @@ def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
 
 
 def cache_specs(c: GroupedConfig, ranks: Ranks) -> list[int]:
-    """Returns the width of each layer's cache rows: keys and values of one rank's heads."""
+    """Return the width of each layer's cache rows: keys and values of one rank's heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
 def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
-    """Returns the sizes that must divide so that each rank has whole heads."""
+    """Return the sizes that the ranks must divide, so that each has whole heads."""
     heads = c.num_attention_heads * c.head_dim
     return [
         Split("num_key_value_heads", c.num_key_value_heads, ranks.parts),
@@ -64,7 +67,7 @@ def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
 
 
 def grouped_costs(c: GroupedConfig, ranks: Ranks, feed_forward: float, **experts: int) -> Costs:
-    """Returns a step's costs: on a cached row, a token computes a score and a value for each head.
+    """Return a step's costs: per token and cached row, each head computes a score and a value.
 
     feed_forward: values of a token that a feed-forward holds at its peak.
     """

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
-    """Yields the weights of one attention, from the names that Llama-like checkpoints use."""
+    """Yield the weights of one attention, from the names that Llama-like checkpoints use."""
     E, D, queries = c.hidden_size, c.head_dim, c.num_attention_heads * (2 if c.output_gate else 1)
     counts = {"q": queries, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
 
     def gates_behind(q: Tensor, *others: Tensor) -> Tensor:
-        """Puts the gates of all heads, which are stored beside their queries, to the end."""
+        """Move the gates, which are stored beside their head's query, to the end."""
         queries, gates = q.unflatten(0, (-1, 2, D)).unbind(1)
         return torch.cat([queries.flatten(0, 1), *others, gates.flatten(0, 1)])
 

@@ -1,4 +1,4 @@
-"""Defines mixtures of experts: all of few experts are computed, of many only the chosen ones.
+"""Mixtures of experts: if there are few, all are computed, else only the chosen ones.
 
 Shapes: E hidden size, k chosen experts of a token, N tokens.
 """
@@ -19,32 +19,32 @@ from mtpbuild.plugins import experts, moe, moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
-PADDED_TOKENS = 64  # that a kernel of fixed sizes gets at a time
+PADDED_TOKENS = 64  # given at a time to a kernel with fixed sizes
 
 
 class Gate(Kernels):
-    """Scores experts by a sigmoid in fp32; the biased scores select, the unbiased ones weigh."""
+    """A sigmoid router in fp32; the biased scores select, the unbiased ones weigh."""
 
     by_fused_kernels = ("e_score_correction_bias",)
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c
-        self.always = 0  # shared experts that stand behind the routed ones, for every token
+        self.always = 0  # number of shared experts that follow the routed ones and get every token
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights and ids of a token's experts, both [.., k], for x [.., E].
+        """Return the weights and ids of a token's experts, both [.., k], for x [.., E].
 
-        Shared experts among them, which `always` counts, are the last ones and not part of k.
+        The shared experts that `always` counts come last and are not part of k.
         """
         c, logits = self.config, x.float() @ self.weight.float()
         if self.fused:
             how = (c.n_group, c.topk_group, c.num_experts_per_tok)
             scaled = (c.norm_topk_prob, c.routed_scaling_factor)
             bias = self.e_score_correction_bias
-            if not self.kernels:  # a CPU's op takes any axes
+            if not self.kernels:  # a CPU's op takes any number of axes
                 return moe_route(logits, bias, *how, *scaled, self.always)
             weights, ids = moe_route(logits.flatten(0, -2), bias, *how, *scaled, self.always)
             return weights.unflatten(0, x.shape[:-1]), ids.unflatten(0, x.shape[:-1])
@@ -64,10 +64,10 @@ class Gate(Kernels):
 
 
 class SoftmaxGate(nn.Module):
-    """Scores experts by a softmax in fp32, which selects and weighs."""
+    """A softmax router in fp32; the same scores select and weigh."""
 
     always = 0
-    fused = False  # no op does it
+    fused = False  # no op implements it
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class SoftmaxGate(nn.Module):
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights and ids of a token's experts, both [.., k], for x [.., E]."""
+        """Return the weights and ids of a token's experts, both [.., k], for x [.., E]."""
         c = self.config
         scores = (x.float() @ self.weight.float()).softmax(-1)
         weights, ids = scores.topk(c.num_experts_per_tok, dim=-1)
@@ -85,7 +85,7 @@ class SoftmaxGate(nn.Module):
 
 
 class MoE(Kernels):
-    """Sums the outputs of a token's experts; one of several ranks computes a part of the sum.
+    """The sum of a token's experts; with several ranks each computes a part of the sum.
 
     With attention-DP a rank gets the whole sum for its own tokens. Routed experts see the tokens of
     all ranks, so all ranks must have equally many.
@@ -107,12 +107,12 @@ class MoE(Kernels):
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
     def routed(self, x: Tensor) -> Tensor:
-        """Sums the chosen experts: x [.., E] -> [.., E]."""
+        """Sum the chosen experts: x [.., E] -> [.., E]."""
         raise NotImplementedError
 
 
 class DenseMoE(MoE):
-    """Computes all of few experts in two products; unchosen ones weigh 0, shared ones 1."""
+    """All of few experts in two products; unchosen ones weigh 0, shared ones 1."""
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
@@ -134,7 +134,7 @@ class DenseMoE(MoE):
             -1, ids.long(), weights
         )
         if (ep := self.ranks.ep) > 1:
-            # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
+            # Rank r has group r % ep. Not written as `rank % ep`, which the compiler would fold.
             groups = every.unflatten(-1, (ep, -1))
             if self.always:  # own experts are ep times as wide as a shared one's part
                 groups = groups.repeat_interleave(ep, dim=-1)
@@ -150,7 +150,7 @@ class DenseMoE(MoE):
 
 
 class ExpertRows(nn.Module):
-    """Holds experts' float weights [X, in, out] by outputs, as the op `experts` takes them."""
+    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -158,19 +158,19 @@ class ExpertRows(nn.Module):
         self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
 
     def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
+        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
 
-        This module holds the experts' gates and ups, `down` their other product.
+        This module holds the experts' gate and up weights, `down` their down weights.
         """
         return experts(x, ids, self.rows, down.rows)
 
 
 class GatheredMoE(MoE):
-    """Reads only the chosen ones of many experts.
+    """Many experts, of which only the chosen ones are read.
 
     For a CPU an op reads them (`PackedExperts`; else `ExpertRows`, or `ExpertBlocks` if they are
-    integers). For a GPU an op does so after `use_kernels`, unless the number of tokens varies
-    without a bound. Otherwise the weights are gathered for each token.
+    integers). For a GPU an op does so after `use_kernels`, unless the number of tokens is
+    unbounded. Otherwise the weights are gathered for each token.
     """
 
     by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
@@ -184,7 +184,7 @@ class GatheredMoE(MoE):
         self.shared_experts = shared_experts(c, ranks)
 
     def join_shared(self) -> None:
-        """Makes the shared expert the last one of the stack, which every token chooses."""
+        """Make the shared expert the last one of the stack, which every token chooses."""
         for name in ("gate_up_proj", "down_proj"):
             experts, *shape = self.get_parameter(name).shape
             held = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
@@ -197,7 +197,7 @@ class GatheredMoE(MoE):
             experts = self.config.n_routed_experts // ep
             own = (self.rank - ids // experts) % ep == 0
             ids = torch.where(own, ids % experts, NOBODY)
-        tokens = math.prod(x.shape[:-1])  # a prompt's chunk is a symbol while it is traced
+        tokens = math.prod(x.shape[:-1])  # symbolic while a prompt's chunk is traced
         known = isinstance(tokens, int)
         if not self.kernels or not (known or self.most):
             return self.gathered(x, weights, ids)
@@ -209,20 +209,20 @@ class GatheredMoE(MoE):
 
     @property
     def piece(self) -> int:
-        """Returns how many tokens go to the op at a time."""
+        """Return the number of tokens that go to the op at a time."""
         return PADDED_TOKENS if self.padded else MAX_TOKENS
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor, *, most: int = 0) -> Tensor:
-        """Calls the op for as many tokens as it takes: x [N, E], weights, ids [N, k] -> [N, E].
+        """Call the op for at most `piece` tokens: x [N, E], weights, ids [N, k] -> [N, E].
 
-        most: the bound of N, if N is a symbol.
+        most: the bound of N, if N is symbolic.
         """
         (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
         every = (*scales, None, None)[:2], (*others, None, None)[:2]
         return moe(x, weights, ids, gate_up, down, *every[0], *every[1], most)
 
     def in_pieces(self, *operands: Tensor, most: int) -> Tensor:
-        """Splits many tokens into pieces that the op takes.
+        """Split many tokens into pieces for the op.
 
         A symbolic number of tokens is padded with copies of the first one, to `most`.
         """
@@ -235,7 +235,7 @@ class GatheredMoE(MoE):
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if isinstance(self.gate_up_proj, PackedExperts):
             return self.gate_up_proj.weighed(self.down_proj, x, weights, ids)
-        if self.ranks.ep > 1:  # another group's expert: any of ours, which weighs 0
+        if self.ranks.ep > 1:  # an expert of another group: take any of ours with weight 0
             weights, ids = torch.where(ids == NOBODY, 0.0, weights), ids.clamp(min=0)
         chosen = ids.flatten().long()
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], ids.shape[-1], -1)
@@ -243,7 +243,7 @@ class GatheredMoE(MoE):
         return cast((y * weights[..., None]).sum(-2), x.dtype)
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Puts every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
+        """Put every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
         if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)

@@ -1,14 +1,17 @@
-"""Sizes and costs that all models with routed experts have, whatever their attention is."""
+"""Sizes and costs of all models with routed experts, for any attention."""
 
 from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.family import Split
 from mtpbuild.runtime.ranks import Ranks
 
-DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
+DENSE_EXPERTS = 16  # with at most this many all experts are computed, chosen or not
 
 
 def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
-    """Returns the sizes, beside attention's, that must divide; an error names the first misfit."""
+    """Return the sizes, besides those of attention, that the ranks must divide.
+
+    An error names the first one that does not split.
+    """
     parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
     inner, found = c.moe_intermediate_size, [Split("vocab_size", c.vocab_size, parts)]
     if c.n_shared_experts:
@@ -22,12 +25,12 @@ def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
 
 
 def module_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:
-    """Returns the size of an MTP module's projection that must divide, if there are modules."""
+    """Return the sizes of an MTP module that ranks must divide; none without modules."""
     modules = c.num_nextn_predict_layers
     return [Split("2 x hidden_size", 2 * c.hidden_size, ranks.parts)] if modules else []
 
 
 def expert_activations(c: MoEConfig, ranks: Ranks) -> float:
-    """Counts the values of a token that a feed-forward holds at its peak."""
+    """Count the values of a token that a feed-forward holds at its peak."""
     experts = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
     return max(experts, 3 * c.intermediate_size / ranks.parts)

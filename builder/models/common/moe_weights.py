@@ -23,10 +23,9 @@ PROJECTIONS = ("gate", "up", "down")
 def moe_table(
     c: MoEConfig, s: Share, attention: Callable[[str, str], Iterator[Weight]]
 ) -> list[Weight]:
-    """Returns the table of a model with experts whose MTP modules are layers behind the trunk's.
+    """Return the table of a model with experts whose MTP modules are layers after the trunk's.
 
-    attention(at, to) makes the weights of the module `to` from those that the checkpoint has at
-    `at`.
+    attention(at, to) makes the weights of the module `to` from the checkpoint's tensors at `at`.
     """
 
     def layer(index: int, to: str) -> Iterator[Weight]:
@@ -43,7 +42,7 @@ def moe_table(
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
-    """Yields router and experts: few experts as `DenseMoE` has them, many as `GatheredMoE`."""
+    """Yield router and experts: few experts for `DenseMoE`, many for `GatheredMoE`."""
     dense = c.n_routed_experts <= DENSE_EXPERTS
     apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
@@ -56,7 +55,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
         for proj in PROJECTIONS
     ]
-    if c.n_shared_experts and not apart:  # they are one MLP, behind the routed ones
+    if c.n_shared_experts and not apart:  # together one MLP, after the routed ones
         for proj, found in zip(PROJECTIONS, stored, strict=True):
             found.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
     gates, ups, downs = stored
@@ -84,12 +83,12 @@ def in_turn(*w: Tensor) -> Tensor:
 
 
 def by_outputs(weight: Weight) -> Weight:
-    """Makes experts' weights as `ExpertRows` holds them: rows of a gate and its up in turn."""
+    """Return experts' weights as `ExpertRows` holds them: rows of gate and up alternate."""
     return replace(weight, name=f"{weight.name}.rows", transform=in_turn)
 
 
 def with_shared(table: list[Weight], modules: Set[str]) -> list[Weight]:
-    """Makes the shared expert of these MoE modules the last slice of the routed experts' stacks."""
+    """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
     named, found = {weight.name: weight for weight in table}, list[Weight]()
     gone = {f"{module}.shared_experts" for module in modules}
     for weight in table:
@@ -103,7 +102,7 @@ def with_shared(table: list[Weight], modules: Set[str]) -> list[Weight]:
 
 
 def like_routed(table: list[Weight], share: Share) -> set[str]:
-    """Names the MoE modules whose shared expert has a routed one's shape in this share."""
+    """Name the MoE modules whose shared expert has a routed one's shape in this share."""
     named, found = {weight.name: weight for weight in table}, set[str]()
 
     for weight in table:

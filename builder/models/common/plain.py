@@ -19,29 +19,29 @@ Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 
 
 class Reference(nn.Module):
-    """Computes whole sequences without caches; its state_dict has the checkpoint's names."""
+    """A model over whole sequences without caches; its state_dict has the checkpoint's names."""
 
     config: ModelConfig
     lm_head: nn.Linear
 
     def main(self, tokens: Tensor) -> Tensor:
-        """Computes hidden states [B, T, hidden] of tokens [B, T], in the form that modules take."""
+        """Compute hidden states [B, T, hidden] of tokens [B, T], in the form that modules take."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
+        """Compute logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
         return self.lm_head(hidden)
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
-        """Runs module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
+        """Run module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
 
-        later: how many of the last positions are drafts of a step behind its first one. Returns
-        g_{k,p} [B, T, hidden], as the next module takes it.
+        later: the number of the last positions that are drafts of a step after its first one.
+        Returns g_{k,p} [B, T, hidden], as the next module takes it.
         """
         raise NotImplementedError
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
-        """Computes logits [B, T, V] from module k's result; position p predicts t_{p+k+1}."""
+        """Compute logits [B, T, V] from module k's result; position p predicts t_{p+k+1}."""
         return self.lm_head(hidden)
 
 
@@ -69,7 +69,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Routes by sigmoid scores: biased ones select, unbiased ones weigh (DeepSeek's noaux_tc)."""
+    """A sigmoid router: biased scores select, unbiased ones weigh (DeepSeek's noaux_tc)."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Gate(nn.Module):
         self.e_score_correction_bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the experts' weights [..., experts] for x [..., hidden]: 0 if not chosen."""
+        """Return the experts' weights [..., experts] for x [..., hidden]: 0 if not chosen."""
         c = self.config
         scores = (x.float() @ self.weight.float().T).sigmoid()
         biased = scores + self.e_score_correction_bias
@@ -96,7 +96,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """Computes all routed experts densely, and adds the shared expert."""
+    """All routed experts, computed densely, and the shared expert."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def feed_forward(c: MoEConfig, layer: int) -> nn.Module:
 
 
 class GroupedAttention(nn.Module):
-    """Computes grouped-query attention by repeating keys and values for each query head."""
+    """Grouped-query attention that repeats keys and values for each query head."""
 
     def __init__(self, c: GroupedConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class GroupedAttention(nn.Module):
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the first rotary_dim values of x [B, heads, T, D], in the layout of halves."""
+        """Rotate the first rotary_dim values of x [B, heads, T, D], in the layout of halves."""
         a, rest = x.split([self.config.rotary_dim, x.shape[-1] - self.config.rotary_dim], dim=-1)
         return torch.cat([rotate(a, cos, sin, interleave=False), rest], dim=-1).type_as(x)
 
@@ -166,7 +166,7 @@ class DecoderLayer(nn.Module):
 
 
 class MTPModule(DecoderLayer):
-    """Is MTP module j: `model.layers.{L+j}` of the checkpoint.
+    """MTP module j: `model.layers.{L+j}` of the checkpoint.
 
     It has an embedding or a head of its own where the checkpoint's differs from the trunk's.
     """
@@ -183,12 +183,12 @@ class MTPModule(DecoderLayer):
             self.shared_head["head"] = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
     def own(self, name: str) -> nn.Module | None:
-        """Returns the module's own `embed_tokens` or `head`, if it has one."""
+        """Return the module's own `embed_tokens` or `head`, if it has one."""
         where = self.shared_head if name == "head" else self
         return dict(where.named_children()).get(name)
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Computes the unnormalised output at each position p from Emb(t_{p+k}) and g_{k-1,p}."""
+        """Compute the unnormalised output at each position p from Emb(t_{p+k}) and g_{k-1,p}."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         return super().forward(self.eh_proj(torch.cat(halves, dim=-1)), cos, sin)
 
@@ -197,7 +197,7 @@ class MTPModule(DecoderLayer):
 
 
 class Model(nn.Module):
-    """Holds the checkpoint's `model.` prefix."""
+    """The modules under the checkpoint's `model.` prefix."""
 
     def __init__(self, c: ModelConfig, layers: list[DecoderLayer]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Model(nn.Module):
 
 
 class PlainModel(Reference):
-    """Runs trunk and MTP modules over whole sequences; block(i) makes the parts of layer i."""
+    """Trunk and MTP modules over whole sequences; block(i) makes the parts of layer i."""
 
     cos: Tensor
     sin: Tensor
@@ -232,11 +232,11 @@ class PlainModel(Reference):
         return MTPModule(self.config, block, j)
 
     def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
-        """Puts the modules behind the trunk's layers."""
+        """Append the modules to the trunk's layers."""
         return Model(self.config, [*trunk, *modules])
 
     def module(self, k: int) -> MTPModule:
-        """Returns module k, from 1."""
+        """Return module k, from 1."""
         module = self.model.layers[self.config.num_hidden_layers + k - 1]
         assert isinstance(module, MTPModule)
         return module

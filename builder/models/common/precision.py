@@ -1,9 +1,9 @@
-"""Decides which weights are held in bfloat16, and which parts compute in fp32 all the same.
+"""The choice of weights that are bfloat16, and of parts that compute in fp32 nevertheless.
 
 Activations, residual stream and caches are bfloat16, and products sum in fp32. Norms and softmax
 (inside), rotary angles and their products, router, weights of an indexer's heads and logits are
-fp32: rounded to bfloat16, scores of experts and logits of tokens would tie.
-The head's weight is fp32 on a CPU and bfloat16 on a GPU.
+fp32: rounded to bfloat16, scores of experts and logits of tokens would tie. The head's weight is
+fp32 on a CPU and bfloat16 on a GPU.
 """
 
 import torch
@@ -14,17 +14,18 @@ from mtpbuild.runtime.contract.manifest import FloatType
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-EXPONENTS = (".decay_rate", ".decay_bias")  # of a delta rule: a rounded one adds up over tokens
-ROUTERS = (".gate.", ".weights_proj")  # in names
+# Exponents of a delta rule: their rounding error adds up over tokens.
+EXPONENTS = (".decay_rate", ".decay_bias")
+ROUTERS = (".gate.", ".weights_proj")  # parts of names
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Makes a weight without values, in torch's default type unless another is given."""
+    """Make a weight without values, in torch's default dtype unless another is given."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def hold_in(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None:
-    """Gives the weights that type, without values, except routers, and heads on a CPU.
+    """Change the weights' dtype, without values, except for routers, and for heads on a CPU.
 
     A CPU has no product of bfloat16 that returns its fp32 sums unrounded (`matmul_wide`).
     """
@@ -37,5 +38,5 @@ def hold_in(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts x unless it has that type already, so that fp32 graphs have no casts."""
+    """Cast x unless it already has the dtype, so that fp32 graphs have no casts."""
     return x if x.dtype == dtype else x.to(dtype)

@@ -9,7 +9,7 @@ from mtpbuild.builder.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Returns the angle of each pair per position, [dim / 2] fp32 (YaRN: arXiv:2309.00071)."""
+    """Return the angle of each pair per position, [dim / 2] fp32 (YaRN: arXiv:2309.00071)."""
     base = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.kind == "default":
         return base
@@ -34,7 +34,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def table_scale(rope: RopeConfig) -> float:
-    """Returns the factor of cos and sin; 1.0 for DeepSeek's own checkpoints."""
+    """Return the factor of cos and sin; 1.0 for DeepSeek's own checkpoints."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -45,7 +45,7 @@ def table_scale(rope: RopeConfig) -> float:
 
 
 def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
-    """Returns the scale of attention scores: from a head's width, never from a latent's."""
+    """Return the scale of attention scores: from a head's width, never from a latent's."""
     scale = 1 / math.sqrt(head_dim)
     if rope.kind != "default" and rope.mscale_all_dim:
         scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -53,17 +53,17 @@ def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
 
 
 def rope_tables(rope: RopeConfig, dim: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin for positions 0..rows-1, each [rows, dim / 2] fp32."""
+    """Return cos and sin for positions 0..rows-1, each [rows, dim / 2] fp32."""
     angles = torch.arange(rows, dtype=torch.float32)[:, None] * inverse_frequencies(rope, dim)
     scale = table_scale(rope)
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
-    """Rotates the pairs of x [..., R]; all first values come first in the result, then all second.
+    """Rotate the pairs of x [..., R]; the result has all first values, then all second ones.
 
-    With `interleave` the pairs of x are neighbours, as DeepSeek's checkpoints store them. Queries
-    and keys both leave in the layout of halves, so their products are unchanged.
+    With `interleave` the pairs of x are neighbours, as DeepSeek's checkpoints store them. The
+    results for queries and keys are both in the layout of halves, so their products are unchanged.
     """
     if interleave:
         a, b = x[..., 0::2], x[..., 1::2]

@@ -29,9 +29,9 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class LatentAttention(Attention):
-    """Attends in the absorbed form in a step, in the expanded one in a prompt.
+    """Latent attention, in the absorbed form in a step, in the expanded form in a prompt.
 
-    docs/architecture.md tells why.
+    docs/architecture.md gives the reason.
     """
 
     by_fused_kernels = ("q_a_layernorm", "kv_a_layernorm", "w_uk", "w_uv")
@@ -54,22 +54,22 @@ class LatentAttention(Attention):
 
     @property
     def by_ops(self) -> bool:
-        """Returns whether ops work between the products; w_uk is plain, or packed for a CPU."""
+        """Return whether ops work between the products; w_uk is plain, or packed for a CPU."""
         return (self.fused and isinstance(self.w_uk, Tensor)) or isinstance(self.w_uk, Packed)
 
     def first_product(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
-        """Computes the first operands of `mla_rows`."""
+        """Compute the first operands of `mla_rows`."""
         norm = None if self.config.q_lora_rank is None else self.q_a_layernorm.weight
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.padded or not self.by_ops:  # a plugin writes into none of its operands
+        if self.padded or not self.by_ops:  # a plugin can't write into its operands
             return super().write(x, rows, cache)
         c, operands = self.config, self.first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Computes query input and cache rows; with ops the query input is normalised already."""
+        """Compute query input and cache rows; with ops the query input is already normalised."""
         c = self.config
         if self.by_ops:
             operands = self.first_product(x, rows)
@@ -81,7 +81,7 @@ class LatentAttention(Attention):
         return q, torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)[:, None]
 
     def queries(self, q: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Computes nope and pe parts [B, H, T, ..] of the queries from query input [B, T, ..]."""
+        """Compute nope and pe parts [B, H, T, ..] of the queries from query input [B, T, ..]."""
         c, (B, T, _), H = self.config, q.shape, self.heads
         q = self.second_product(q)
         q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
@@ -90,7 +90,7 @@ class LatentAttention(Attention):
         return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
     def second_product(self, q: Tensor) -> Tensor:
-        """Projects query input [B, T, ..] to all heads' nope, then all heads' pe."""
+        """Project query input [B, T, ..] to all heads' nope, then all heads' pe."""
         if self.config.q_lora_rank is None:
             return q
         return (q if self.by_ops else self.q_a_layernorm(q)) @ self.q_b_proj
@@ -126,7 +126,7 @@ class LatentAttention(Attention):
         base: Tensor,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Attends in the non-absorbed form over a cache that holds the fresh rows: [B, H, T, v].
+        """Attend in the non-absorbed form over a cache that holds the fresh rows: [B, H, T, v].
 
         Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
         products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
@@ -140,9 +140,9 @@ class LatentAttention(Attention):
         if chosen is None:
             last = base[:, None] + torch.arange(T, device=base.device)
             seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
-        else:  # positions are the cache's rows, as the fresh ones are there
+        else:  # positions are cache rows, as the fresh rows are in the cache
             seen = chosen_mask(chosen, torch.full_like(base, S), S, 0)[:, None]
-        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: passes keep only one
+        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers, so passes keep only one
         scores = q @ k.mT + mask
         p = scores.softmax(-1) if self.kernels else floored_softmax(scores)
         return cast(p, v.dtype) @ v

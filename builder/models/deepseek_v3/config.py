@@ -16,7 +16,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(MoEConfig):
-    """Holds the shape of a DeepSeek-V3-class model: latent attention (MLA), routed experts."""
+    """The shape of a DeepSeek-V3-class model: latent attention (MLA), routed experts."""
 
     num_attention_heads: int = integer()
     q_lora_rank: int | None
@@ -25,10 +25,10 @@ class DeepseekV3Config(MoEConfig):
     qk_rope_head_dim: int = integer(2)
     v_head_dim: int = integer()
     rope_interleave: bool = flag(True)
-    # The norms of latents use this eps. transformers takes its norm's default here and ignores
-    # rms_norm_eps; vLLM and SGLang take rms_norm_eps, which is 1e-5 for Moonlight and
-    # GLM-4.7-Flash. The question is open (transformers PRs #44317, #44346, vLLM PR #35515); we
-    # follow transformers, our oracle.
+    # The norms of latents use this eps. transformers uses its norm's default here and ignores
+    # rms_norm_eps; vLLM and SGLang use rms_norm_eps, which is 1e-5 for Moonlight and GLM-4.7-Flash.
+    # The question is open (transformers PRs #44317, #44346, vLLM PR #35515); we follow
+    # transformers, our oracle.
     latent_norm_eps: float = fixed(1e-6)
 
     @property
@@ -37,7 +37,7 @@ class DeepseekV3Config(MoEConfig):
 
     @property
     def cache_dim(self) -> int:
-        """Returns C, the values per cached token and layer: the latent and the rotary key."""
+        """Return C, the values per cached token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -45,12 +45,12 @@ C = TypeVar("C", bound="DeepseekV3Config")
 
 
 def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     return parse_fields(DeepseekV3Config, raw)
 
 
 def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
-    """Parses a `config.json` of DeepSeek-V3 or of a family that differs in names and defaults."""
+    """Parse a `config.json` of DeepSeek-V3 or of a family that differs in names and defaults."""
     read = Reader(raw)
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
@@ -64,19 +64,19 @@ def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
 
 
 def cache_specs(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
-    """Returns the width of each layer's cache rows; every rank holds whole latents."""
+    """Return the width of each layer's cache rows; every rank holds whole latents."""
     return [c.cache_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
 def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
-    """Returns the sizes that must divide; an error names the first misfit."""
+    """Return the sizes that the ranks must divide; an error names the first misfit."""
     heads, parts = c.num_attention_heads, ranks.parts
     values = Split("num_attention_heads x v_head_dim", heads * c.v_head_dim, parts, "attention")
     return [Split("num_attention_heads", heads, parts), values, *expert_splits(c, ranks)]
 
 
 def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
-    """Returns a step's costs; in absorbed form heads score whole rows and mix their latents.
+    """Return a step's costs; in absorbed form heads score whole rows and mix their latents.
 
     A prompt's heads hold scores, weights and expanded values.
     """

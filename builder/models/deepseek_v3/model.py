@@ -1,4 +1,4 @@
-"""DeepSeek-V3 with its MTP modules: puts together each layer's attention and feed-forward."""
+"""DeepSeek-V3 with its MTP modules: each layer's attention and feed-forward."""
 
 from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
 from mtpbuild.builder.models.common.moe import feed_forward
@@ -8,7 +8,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class DeepseekV3(UniformLM):
-    """Is the part of the model that one of `ranks` computes."""
+    """DeepSeek-V3, or the part of it that one of `ranks` computes."""
 
     config: DeepseekV3Config
 

@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
 class Attention(nn.Module):
-    """Computes multi-head latent attention in the non-absorbed form."""
+    """Multi-head latent attention in the non-absorbed form."""
 
     def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """Returns which rows tokens attend to, [B, 1, T, T] bool; None: each to all before it."""
+        """Return the rows that tokens attend to, [B, T, T] bool; None: causal attention."""
         return None
 
 

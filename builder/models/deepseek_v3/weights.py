@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use.
+    """Return every weight of main model and MTP modules, in the order of use.
 
-    What is stored has the checkpoint's shape; transforms receive it already cut to the share.
+    A `Stored` has the checkpoint's shape; transforms receive it already cut to the share.
     """
     return moe_table(c, share, partial(attention, c, share))
 
@@ -30,7 +30,7 @@ def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weigh
     kv_a = Stored(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor, *others: Tensor) -> Tensor:
-        """Reorders q's rows, (nope, pe) per head, to all nope, then all pe; appends the others."""
+        """Reorder q's rows, (nope, pe) per head, to all nope, then all pe; append the others."""
         heads = q.unflatten(0, (own, n + R))
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 

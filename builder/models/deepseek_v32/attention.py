@@ -1,4 +1,4 @@
-"""Latent attention over the rows that an indexer chooses; its keys lie behind the latents.
+"""Latent attention over the rows that an indexer chooses; its keys follow the latents.
 
 Shapes: B slots, T tokens, E hidden size, H heads of the indexer, D values of each.
 """
@@ -17,7 +17,7 @@ EPS = 1e-6  # of the keys' norm, in every published configuration
 
 
 class Indexer(nn.Module):
-    """Chooses rows by keys of its own. Every rank has all of it, and so the same choice."""
+    """An indexer, which chooses rows by separate keys; every rank computes the same choice."""
 
     def __init__(self, c: DeepseekV32Config) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Indexer(nn.Module):
         self.weights_proj = parameter(E, H)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
-        """Computes what x [B, T, E] adds to cache rows: [B, 1, T, D]."""
+        """Compute the indexer's part of the cache rows of x [B, T, E]: [B, 1, T, D]."""
         norm, c = self.k_norm, self.config
         how = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
         return index_keys(x @ self.wk, norm.weight, norm.bias, *how)[:, None]
@@ -38,17 +38,16 @@ class Indexer(nn.Module):
     def choose(
         self, q: Tensor, weights: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
     ) -> Tensor:
-        """Chooses rows for queries' latents q [B, T, ..], whose heads have weights [B, T, H]."""
+        """Choose rows for queries' latents q [B, T, ..], whose heads have weights [B, T, H]."""
         c, place = self.config, (cache, fresh, rows.base, first)
         how = c.index_topk, c.indexer_rope_interleave
         return choose_rows(q @ self.wq_b, weights, rows.cos, rows.sin, *place, *how)
 
 
 class SparseAttention(LatentAttention):
-    """Is latent attention to chosen rows: to its own indexer's, or to an earlier layer's.
+    """Latent attention to rows chosen by its own indexer, or by an earlier layer's.
 
-    The query input is the queries' latent, normed, and behind it the weights of the indexer's
-    heads.
+    The query input is the queries' latent, normed, followed by the weights of the indexer's heads.
     """
 
     config: DeepseekV32Config
@@ -61,7 +60,7 @@ class SparseAttention(LatentAttention):
         if self.indexer is None:
             return super().write(x, rows, cache)
         q, fresh = self.project(x, rows)
-        rounded = cast(fresh, cache.dtype)  # what this pass reads is what later ones read
+        rounded = cast(fresh, cache.dtype)  # this pass reads the same values as later ones
         return q, cast(rounded, fresh.dtype), kv_write(cache, rounded, rows.start)
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

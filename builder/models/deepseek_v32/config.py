@@ -21,18 +21,19 @@ def mtp_rules(read: Reader, key: str) -> MTPRules:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV32Config(DeepseekV3Config):
-    """Holds DeepSeek-V3's values, and those of the indexer that chooses rows for each token."""
+    """DeepSeek-V3's values, and those of the indexer that chooses rows for each token."""
 
     index_topk: int = integer()
     index_n_heads: int = integer()
     index_head_dim: int = integer()
     indexer_rope_interleave: bool = flag(False)
-    # Which main layers have an indexer; the others take the choice of the last one that has.
+    # Main layers with an indexer; the others reuse the choice of the last layer before them that
+    # has one.
     indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
     mtp: MTPRules = field(metadata={"read": mtp_rules})
 
     def has_indexer(self, layer: int) -> bool:
-        """Returns whether a layer chooses for itself; MTP modules, which come last, always do."""
+        """Return whether a layer chooses rows itself; MTP modules, which come last, always do."""
         return layer >= self.num_hidden_layers or self.indexers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -45,7 +46,7 @@ class DeepseekV32Config(DeepseekV3Config):
         return replace(super().sliced(first, count), indexers=kept)
 
     def chooser(self, layer: int) -> int:
-        """Returns the layer whose choice of rows a main layer attends to."""
+        """Return the layer whose choice of rows a main layer attends to."""
         return max(i for i in range(layer + 1) if self.indexers[i])
 
 
@@ -53,12 +54,12 @@ C = TypeVar("C", bound=DeepseekV32Config)
 
 
 def parse_config(raw: Mapping[str, Any]) -> DeepseekV32Config:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     return parse_sparse(DeepseekV32Config, raw)
 
 
 def parse_sparse(kind: type[C], raw: Mapping[str, Any]) -> C:
-    """Parses a `config.json` of DeepSeek-V3.2 or of a family that differs in defaults."""
+    """Parse a `config.json` of DeepSeek-V3.2 or of a family that differs in defaults."""
     config = parse_fields(kind, {"first_k_dense_replace": 3} | dict(raw))
     if config.q_lora_rank is None:
         raise CheckpointError("q_lora_rank is missing: the indexer's queries are made from it")
@@ -71,10 +72,10 @@ def parse_sparse(kind: type[C], raw: Mapping[str, Any]) -> C:
 
 
 def indexers(read: Reader) -> tuple[bool, ...]:
-    """Reads which main layers have an indexer.
+    """Read which main layers have an indexer.
 
     `indexer_types` names each layer; else `index_topk_pattern` has a letter for each; else every
-    `index_topk_freq`-th layer behind the first ones has one.
+    `index_topk_freq`-th layer after the first ones has one.
     """
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("index_topk_freq", 1, 1)
@@ -99,13 +100,13 @@ def indexers(read: Reader) -> tuple[bool, ...]:
 
 
 def cache_specs(c: DeepseekV32Config, ranks: Ranks) -> list[int]:
-    """Returns the width of each layer's cache rows: an indexer's key lies behind the latent."""
+    """Return the width of each layer's cache rows: an indexer's key follows the latent."""
     widths = deepseek_v3.cache_specs(c, ranks)
     return [w + c.index_head_dim * c.has_indexer(i) for i, w in enumerate(widths)]
 
 
 def costs(c: DeepseekV32Config, ranks: Ranks) -> Costs:
-    """Returns a step's costs: all rows are scored by the indexer, and some attended to."""
+    """Return a step's costs: the indexer scores all rows, and attention reads the chosen ones."""
     return replace(
         deepseek_v3.costs(c, ranks),
         most_rows=c.index_topk,

@@ -8,7 +8,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class DeepseekV32(UniformLM):
-    """Is the part of the model that one of `ranks` computes."""
+    """DeepSeek-V3.2, or the part of it that one of `ranks` computes."""
 
     config: DeepseekV32Config
 

@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
 
 class Indexer(nn.Module):
-    """Chooses `index_topk` rows for each token: those whose keys have the highest scores."""
+    """A choice of `index_topk` rows for each token: those whose keys have the highest scores."""
 
     def __init__(self, c: DeepseekV32Config) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(c.hidden_size, H, bias=False)
 
     def forward(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns which rows each token attends to, [B, T, T] bool, for x and queries' latent."""
+        """Return the rows that each token attends to, [B, T, T] bool, for x and queries' latent."""
         c, (B, T, _) = self.config, x.shape
         q = self.wq_b(latent).view(B, T, c.index_n_heads, c.index_head_dim).transpose(1, 2)
         q, k = self.turned(q, cos, sin), self.turned(self.k_norm(self.wk(x)), cos, sin)
@@ -42,9 +42,9 @@ class Indexer(nn.Module):
 
 
 class SparseAttention(Attention):
-    """Attends to the chosen rows; without an indexer they are those of another layer.
+    """Attention to the chosen rows; without an indexer it uses another layer's choice.
 
-    later: how many of the last tokens are drafts that attend to the rows of the first one.
+    later: number of last tokens that are drafts and attend to the rows of the first one.
     """
 
     config: DeepseekV32Config
@@ -53,7 +53,8 @@ class SparseAttention(Attention):
     def __init__(self, c: DeepseekV32Config, chooser: "SparseAttention | None") -> None:
         super().__init__(c)
         self.indexer = Indexer(c) if chooser is None else None
-        self.chooser = (self if chooser is None else chooser,)  # a tuple: no module of this one
+        # A tuple, so that the chooser is not registered as a submodule.
+        self.chooser = (self if chooser is None else chooser,)
         self.later = 0
 
     def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

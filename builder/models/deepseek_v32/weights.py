@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's table: DeepSeek-V3's, and the indexers."""
+"""DeepSeek-V3.2's table of weights: DeepSeek-V3's, and the indexers."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 
 
 def weight_table(c: DeepseekV32Config, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use."""
+    """Return every weight of main model and MTP modules, in the order of use."""
 
     def layer(at: str, to: str) -> Iterator[Weight]:
         yield from attention(c, share, at, to)

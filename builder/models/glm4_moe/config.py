@@ -18,11 +18,11 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(MoEConfig, GroupedConfig):
-    """Holds GLM-4.5's values; half of each head rotates if `partial_rotary_factor` is missing."""
+    """GLM-4.5's values; half of each head rotates if `partial_rotary_factor` is missing."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Glm4MoeConfig:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     # transformers' class has the same defaults.
     read = Reader({"first_k_dense_replace": 1, "attention_bias": False} | dict(raw))
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")

@@ -8,7 +8,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class Glm4Moe(UniformLM):
-    """Is the part of the model that one of `ranks` computes."""
+    """GLM-4.5, or the part of it that one of `ranks` computes."""
 
     config: Glm4MoeConfig
 

@@ -9,5 +9,5 @@ from mtpbuild.builder.weights.made import Share, Weight
 
 
 def weight_table(c: Glm4MoeConfig, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use."""
+    """Return every weight of main model and MTP modules, in the order of use."""
     return moe_table(c, share, partial(grouped_weights, c))

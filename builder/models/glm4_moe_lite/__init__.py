@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's attention and experts in other sizes, one MTP layer.
 
-Only layer 0 is dense in transformers' class unless `mlp_layer_types` is given, so the default of
+In transformers' class only layer 0 is dense unless `mlp_layer_types` is given, so the default of
 `first_k_dense_replace` is 1 here.
 """
 
@@ -14,11 +14,11 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_f
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config):
-    """Holds DeepSeek-V3's values with other defaults."""
+    """DeepSeek-V3's values with other defaults."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Glm4MoeLiteConfig:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     return parse_fields(Glm4MoeLiteConfig, {"first_k_dense_replace": 1} | dict(raw))
 
 

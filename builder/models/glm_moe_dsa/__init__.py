@@ -1,6 +1,6 @@
 """GLM-5: DeepSeek-V3.2's sparse attention in other sizes; its indexer rotates neighbours.
 
-From 5.2 on some layers have no indexer, and take the choice of an earlier one.
+From 5.2 on some layers have no indexer, and reuse the choice of an earlier one.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse
 
 @dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """Holds DeepSeek-V3.2's values with another default."""
+    """DeepSeek-V3.2's values with another default."""
 
     indexer_rope_interleave: bool = flag(True)
 
 
 def parse_config(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     return parse_sparse(GlmMoeDsaConfig, raw)
 
 

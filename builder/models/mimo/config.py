@@ -19,21 +19,21 @@ PREFIX = "model.mtp_layers."
 
 # A module's input is [hidden ; embedding], with hidden states from before the final norm. vLLM,
 # whose code is Xiaomi's (PR #17433), does so, and exllamav3, which measured 88 % of first drafts
-# accepted (PR #238). SGLang passes normalised ones. No checkpoint has more than one module, so
-# nobody defined a second draft's input; like exllamav3, we take the state before `final_layernorm`.
+# accepted (PR #238). SGLang passes normalised ones. No checkpoint has more than one module, so the
+# input of a second draft is undefined; like exllamav3, we use the state before `final_layernorm`.
 RULES = MTPRules(hidden_first=True, trunk_normed=False, recycles_normed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MimoConfig(GroupedConfig):
-    """Holds Qwen2's values: queries, keys and values have biases, and whole heads rotate."""
+    """Qwen2's values: queries, keys and values have biases, and whole heads rotate."""
 
     intermediate_size: int = integer()
     mtp: MTPRules = fixed(RULES)
 
 
 def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     read = Reader(raw)
     read.only(hidden_act="silu", use_sliding_window=False)
     heads = read.integer("num_attention_heads", 1)

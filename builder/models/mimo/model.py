@@ -8,7 +8,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class Mimo(UniformLM):
-    """Is the part of the model that one of `ranks` computes."""
+    """MiMo-7B, or the part of it that one of `ranks` computes."""
 
     config: MimoConfig
 

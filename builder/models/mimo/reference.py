@@ -17,7 +17,7 @@ from mtpbuild.builder.models.mimo.config import MimoConfig
 
 
 class Module(MTPModule):
-    """Is `model.mtp_layers.{j}` of the checkpoint; its input has the hidden state's half first."""
+    """The checkpoint's `model.mtp_layers.{j}`; in its input the hidden state comes first."""
 
     def __init__(self, c: MimoConfig, block: Block) -> None:
         DecoderLayer.__init__(self, c, block)
@@ -27,7 +27,7 @@ class Module(MTPModule):
         self.input_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
 
     def own(self, name: str) -> None:
-        """Returns None: the module has no embedding and no head of its own."""
+        """Return None: the module has no embedding and no head of its own."""
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         halves = [self.hidden_layernorm(hidden), self.token_layernorm(embedding)]

@@ -22,7 +22,7 @@ NORMS = {  # the program's names -> the checkpoint's
 
 
 def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use."""
+    """Return every weight of main model and MTP modules, in the order of use."""
 
     def layer(at: str, to: str) -> Iterator[Weight]:
         attention = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")

@@ -1,8 +1,8 @@
 """The `config.json` of Qwen3.5 and Qwen3-Next, and the costs of their sizes.
 
-A text model may be wrapped together with a vision tower, which is left out; `text_config` has its
-values then. As text's positions are equal in all three parts of its rotary embedding, that is a
-plain one.
+A text model may be wrapped together with a vision tower, which is left out; its values are then in
+`text_config`. The rotary embedding has three parts, but the positions of text are equal in all of
+them, so it is a plain one.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from mtpbuild.runtime.ranks import Ranks
 PREFIX = "mtp."
 KEY = "num_nextn_predict_layers"  # in other models
 MODULES = "mtp_num_hidden_layers"
-# What transformers' classes take for a value that config.json leaves out.
+# The defaults of transformers' classes for values that config.json leaves out.
 USUAL: dict[str, Any] = {
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -35,7 +35,7 @@ STATES = ("conv", "delta")
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(MoEConfig, GroupedConfig):
-    """Holds the values of a model whose layers are attention or a gated delta rule."""
+    """The values of a model whose layers are attention or a gated delta rule."""
 
     attention_bias: bool = fixed(False)
     use_qk_norm: bool = fixed(True)
@@ -52,7 +52,7 @@ class Qwen35Config(MoEConfig, GroupedConfig):
 
     @property
     def delta_keys(self) -> int:
-        """Counts the values of all key heads of a delta rule."""
+        """Count the values of all key heads of a delta rule."""
         return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
@@ -61,7 +61,7 @@ class Qwen35Config(MoEConfig, GroupedConfig):
 
     @property
     def channels(self) -> int:
-        """Counts the values of a token that go through the convolution: queries, keys, values."""
+        """Count the values of a token that go through the convolution: queries, keys, values."""
         return 2 * self.delta_keys + self.delta_values
 
     def sliced(self, first: int, count: int) -> Self:
@@ -74,7 +74,7 @@ class Qwen35Config(MoEConfig, GroupedConfig):
         return replace(super().sliced(first, count), delta_layers=delta)
 
     def check_delta(self) -> None:
-        """Raises CheckpointError unless value heads share out key heads, and one layer attends."""
+        """Raise CheckpointError unless key heads divide value heads and a layer has attention."""
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values % keys:
             raise CheckpointError(
@@ -85,7 +85,7 @@ class Qwen35Config(MoEConfig, GroupedConfig):
 
 
 def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
-    """Normalises a `config.json`; raises CheckpointError."""
+    """Normalise a `config.json`; raise CheckpointError."""
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise CheckpointError("text_config must be an object")
@@ -106,21 +106,21 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
 
 
 def text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the text model's values under the names that other families have."""
+    """Return the text model's values under the names that other families have."""
     experts = text.get("num_experts") or 0
     shared = text.get("shared_expert_intermediate_size")
     said = {
         KEY: text.get(MODULES, raw.get(KEY)),
         "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
         "n_routed_experts": experts,
-        "n_shared_experts": 0,  # the shared one has a gate, and so is none of the experts
+        "n_shared_experts": 0,  # the shared one has a gate, so it does not count here
         "intermediate_size": text.get("intermediate_size") or shared,
     }
     return {**text, **said}
 
 
 def delta_layers(read: Reader) -> tuple[bool, ...]:
-    """Reads which layers are a delta rule: `layer_types` says it, or every fourth is not."""
+    """Read which layers are a delta rule: `layer_types` says it, or every fourth is not."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("full_attention_interval", 1, 4)
 
@@ -134,7 +134,7 @@ def delta_layers(read: Reader) -> tuple[bool, ...]:
 
 
 def moe_layers(read: Reader) -> tuple[bool, ...]:
-    """Reads which layers have experts, if there are any; a module has them then."""
+    """Read which layers have experts, if there are any; a module then has them."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("decoder_sparse_step", 1, 1)
 
@@ -147,14 +147,14 @@ def moe_layers(read: Reader) -> tuple[bool, ...]:
 
 
 def cache_specs(c: Qwen35Config, ranks: Ranks) -> list[int]:
-    """Returns the width of each layer's cache rows; a delta rule has none."""
+    """Return the width of each layer's cache rows; a delta rule has none."""
     widths = grouped_config.cache_specs(c, ranks)
     modules = widths[c.num_hidden_layers :]
     return [0 if delta else w for delta, w in zip(c.delta_layers, widths, strict=False)] + modules
 
 
 def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
-    """Returns the states of the delta rules: a convolution's last inputs, and a matrix per head."""
+    """Return the states of the delta rules: a convolution's last inputs, and a matrix per head."""
     conv = {"taps": c.linear_conv_kernel_dim - 1, "channels": c.channels // ranks.parts}
     delta = {
         "heads": c.linear_num_value_heads // ranks.parts,

@@ -28,7 +28,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class GatedMLP(MLP):
-    """Is a shared expert, which each token weighs by a gate of its own."""
+    """A shared expert, which each token weighs by a gate of its own."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__(hidden, inner)
@@ -39,7 +39,7 @@ class GatedMLP(MLP):
 
 
 class GatedDelta(nn.Module):
-    """Computes a gated delta rule over the convolved queries, keys and values of all tokens.
+    """A gated delta rule over the convolved queries, keys and values of all tokens.
 
     A rank has whole key heads, with the value heads that they serve.
     """
@@ -47,7 +47,8 @@ class GatedDelta(nn.Module):
     def __init__(self, c: Qwen35Config, ranks: Ranks) -> None:
         super().__init__()
         E, H, V = c.hidden_size, c.linear_num_value_heads // ranks.parts, c.linear_value_head_dim
-        self.sizes = [c.channels // ranks.parts, H * V]  # of what is convolved, and of gates
+        # Widths of the convolution's inputs, and of the gates.
+        self.sizes = [c.channels // ranks.parts, H * V]
         self.in_proj = parameter(E, sum(self.sizes))
         self.in_proj_ba = parameter(E, 2 * H)
         self.conv = parameter(c.linear_conv_kernel_dim, self.sizes[0])
@@ -73,13 +74,13 @@ class GatedDelta(nn.Module):
         return self.decay_rate, self.decay_bias
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
-        """Returns the states after the first n [B] tokens."""
+        """Return the states after the first n [B] tokens."""
         new = delta_advance(tokens["mixed"], tokens["ba"], *self.decay, state["delta"], n)
         return {"conv": last_inputs(state["conv"], tokens["inputs"], n), "delta": new}
 
 
 class DeltaLayer(RecurrentLayer):
-    """Is a pre-norm block as `DecoderLayer` is, with a delta rule in the place of attention."""
+    """A pre-norm block like `DecoderLayer`, with a delta rule instead of attention."""
 
     states = STATES
 
@@ -106,7 +107,7 @@ class DeltaLayer(RecurrentLayer):
 
 
 class Qwen35(CausalLM):
-    """Is the part of the model that one of `ranks` computes."""
+    """Qwen3.5, or the part of it that one of `ranks` computes."""
 
     config: Qwen35Config
 

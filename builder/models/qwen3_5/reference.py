@@ -1,4 +1,4 @@
-"""The plain model: Qwen3.5 with its MTP module, token by token where it is a delta rule."""
+"""The plain model: Qwen3.5 with its MTP module; delta rules run token by token."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 
 
 class Norm(RMSNorm):
-    """Is a norm whose weight says how much its factor is above 1."""
+    """A norm whose factor is 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()
@@ -27,7 +27,7 @@ class Norm(RMSNorm):
 
 
 class Attention(GroupedAttention):
-    """Stores a gate beside each head's query; it weighs what the head returns."""
+    """Grouped-query attention with a gate beside each head's query, for the head's output."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__(c)
@@ -49,7 +49,7 @@ class Attention(GroupedAttention):
 
 
 class Delta(nn.Module):
-    """Is the gated delta rule (arXiv:2412.06464), written out as it is defined."""
+    """The gated delta rule (arXiv:2412.06464), written out as it is defined."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Delta(nn.Module):
         return y
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        """Returns queries, keys and values side by side, then z, b and a."""
+        """Return queries, keys and values side by side, then z, b and a."""
         if not self.config.packed:
             return [self.project(name, x) for name in ("qkv", "z", "b", "a")]
         c = self.config
@@ -103,7 +103,7 @@ class Delta(nn.Module):
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
-    """Splits x [B, T, ..] into heads of that width, which neighbours share if they are fewer."""
+    """Split x [B, T, ..] into heads of `width`, repeating each for its neighbours up to `count`."""
     y = x.unflatten(-1, (-1, width))
     if normed:
         y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
@@ -111,7 +111,7 @@ def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Computes all routed experts, of which a softmax chooses, and a shared one behind a gate."""
+    """All routed experts, chosen by a softmax, and a shared one with a gate."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Layer(DecoderLayer):
 
 
 class Module(MTPModule):
-    """Is `mtp.` of the checkpoint: what joins, one layer, and a norm."""
+    """The checkpoint's `mtp.`: the join, one layer, and a norm."""
 
     def __init__(self, c: Qwen35Config, block: Block) -> None:
         nn.Module.__init__(self)
@@ -162,7 +162,7 @@ class Module(MTPModule):
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
 
     def own(self, name: str) -> None:
-        """Returns None: the module has no embedding and no head of its own."""
+        """Return None: the module has no embedding and no head of its own."""
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         halves = [self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)]
@@ -196,7 +196,7 @@ class Plain(PlainModel):
         return Module(self.config, block)
 
     def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
-        for module in modules:  # there is one at most; `mtp` is a method
+        for module in modules:  # at most one; set by hand, as `mtp` is a method
             self._modules["mtp"] = module
         model = Model(self.config, trunk)
         model.norm = Norm(self.config.hidden_size, self.config.rms_norm_eps)

@@ -28,11 +28,11 @@ NORMS = {  # the program's names -> the checkpoint's
     "hnorm": "pre_fc_norm_hidden",
     "shared_head.norm": "norm",
 }
-GATED_NORM = ".linear_attn.norm.weight"  # the only norm whose weight is a factor as it is stored
+GATED_NORM = ".linear_attn.norm.weight"  # the only norm whose stored weight is the factor itself
 
 
 def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP module, in the order of use."""
+    """Return every weight of main model and MTP module, in the order of use."""
 
     def layer(at: str, to: str, index: int, delta: bool) -> Iterator[Weight]:
         if delta:
@@ -58,7 +58,7 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
 
 
 def one_more(norm: Weight) -> Weight:
-    """Makes a norm's factor of what is stored: how much it is above 1."""
+    """Return a norm's weight with 1 added, as the checkpoint stores the factor minus 1."""
     if norm.name.endswith(GATED_NORM):
         return norm
     return replace(norm, transform=lambda w: 1 + w)
@@ -77,7 +77,7 @@ def feed_forward(c: Qwen35Config, s: Share, index: int, at: str, to: str) -> Ite
 
 
 def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
-    """Yields the weights of a gated delta rule."""
+    """Yield the weights of a gated delta rule."""
     E, H, values = c.hidden_size, c.linear_num_value_heads, c.delta_values
     parts = (c.delta_keys, c.delta_keys, values)
     if c.packed:
@@ -104,12 +104,12 @@ def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
 
 
 def packed_sizes(c: Qwen35Config) -> tuple[int, ...]:
-    """Returns the rows that a key head has: of its query, its key, its values, their gates."""
+    """Return the number of rows per key head: of its query, its key, its values, their gates."""
     values = c.delta_values // c.linear_num_key_heads
     return c.linear_key_head_dim, c.linear_key_head_dim, values, values
 
 
 def by_kind(w: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Puts rows that are stored head by head in the order of what they are for."""
+    """Reorder rows that are stored head by head, so that rows of one kind are together."""
     heads = w.unflatten(0, (-1, sum(sizes)))
     return torch.cat([part.flatten(0, 1) for part in heads.split(sizes, dim=1)])

@@ -1,7 +1,7 @@
-"""Joins operators of the CPU's library that follow each other into one node, a chain.
+"""Joins consecutive operators of the CPU's library into one node, a chain.
 
-Before: a node for each. After: a node `Chain` in the place of each run of them, which says what its
-steps are. The numbers stay as they are to the bit: the steps do what the nodes did.
+Before: a node for each operator. After: one node `Chain` for each run of them; an attribute lists
+its steps. The results stay bit-identical, as the steps do what the nodes did.
 """
 
 import struct
@@ -15,7 +15,7 @@ CHAIN = "Chain"
 
 
 class JoinChains(ir.passes.InPlacePass):  # type: ignore[misc]
-    """Makes chains as long as they get: foreign operators run as early as they can."""
+    """A pass that makes long chains: other operators run as early as they can."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         runs = [run for run in _runs(model.graph) if len(run) > 1]
@@ -26,7 +26,7 @@ class JoinChains(ir.passes.InPlacePass):  # type: ignore[misc]
 
 
 def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
-    """Yield runs of our operators: between two of them, all others that can be computed are."""
+    """Yield runs of our operators, and schedule between two runs all others that are ready."""
     waiting, done, own = [*graph], set[ir.Node](), False
     needs = {node: {*_producers(node, graph)} for node in waiting}
     while waiting:
@@ -42,7 +42,7 @@ def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
 
 
 def _producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yield the nodes of a graph that a node needs, also what its branches do."""
+    """Yield the nodes of the graph that a node needs, also those that its branches need."""
     inputs = list(node.inputs)
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -88,7 +88,7 @@ def _leaves(value: ir.Value, run: set[ir.Node]) -> bool:
 
 
 def _step(node: ir.Node, numbers: dict[ir.Value, int]) -> str:
-    """Write a step as the library reads it (plugins/cpu/source/chain.h)."""
+    """Write a step in the form that the library parses (plugins/cpu/source/chain.h)."""
 
     def named(values: Iterable[ir.Value | None]) -> list[str]:
         return ["-" if v is None or v not in numbers else str(numbers[v]) for v in values]

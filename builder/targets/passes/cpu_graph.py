@@ -1,7 +1,7 @@
-"""Puts what stands around our operators into them, in graphs for the CPU's library of kernels.
+"""Fuses neighbouring nodes into our operators, in graphs for the CPU's library of kernels.
 
-The numbers of norms, sums and states stay as they are to the bit: an operator does the same
-arithmetic in the same order. Gates become the library's own silu and sigmoid.
+The results of norms, sums and states stay bit-identical: an operator does the same arithmetic in
+the same order. Gates become the library's own silu and sigmoid.
 """
 
 import onnx_ir as ir
@@ -9,13 +9,13 @@ from onnx_ir.passes import common
 
 from mtpbuild.runtime.cpu_library import DOMAIN
 
-# The place of the operand that is the weight of a norm which the rows go through first, and of the
-# one that is added to the result.
+# By operator: the index of the input for the weight of a norm that its rows pass first, and of the
+# input for what is added to its result.
 NORM = {"Product": 3, "GatedProduct": 3, "FloatProduct": 2, "GatedFloatProduct": 2}
 SUM = {"Product": 4, "FloatProduct": 3, "Experts": 7, "FloatExperts": 5}
-BIASED = ("Product", "FloatProduct")  # which also add one number to each output
+BIASED = ("Product", "FloatProduct")  # the sum may also be a bias: one number per output
 
-# The places of a recurrent state, and of the slots in which it counts as zeros.
+# The index of the input for a recurrent state, and of the one for the slots that start from zeros.
 STATES = {
     "CausalConv": (1, 3),
     "LastInputs": (0, 3),
@@ -25,11 +25,11 @@ STATES = {
 
 
 class FuseAround(ir.passes.InPlacePass):  # type: ignore[misc]
-    """Removes a norm that only products read, and a sum of which a product is one side.
+    """A pass that fuses a norm that only products read, and a sum with a product on one side.
 
-    A step's delta rule loses the state behind all tokens, which only a prompt's keeps; and nobody
-    copies a state to put zeros in its place. Gates and splits between our operators become ours, so
-    that a chain goes on through them.
+    In a decode step, the delta rule drops the output for the state after all tokens, which only
+    prefill keeps. No node copies a state to write zeros into it. Gates and splits between our
+    operators become ours, so that a chain continues through them.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -68,7 +68,7 @@ def _fuse_norm(node: ir.Node) -> bool:
 
 
 def _fuse_zeros(node: ir.Node) -> bool:
-    """Tell the readers of a state which slots begin, in place of writing zeros for these."""
+    """Give the readers of a state the mask of starting slots, instead of writing zeros."""
     if (node.domain, node.op_type) != ("", "Where") or node.outputs[0].is_graph_output():
         return False
     shaped, zeros, state = node.inputs
@@ -79,7 +79,8 @@ def _fuse_zeros(node: ir.Node) -> bool:
     begins = reshape.inputs[0]
     if begins is None or begins.shape is None or len(begins.shape) != 1 or shaped.shape is None:
         return False
-    if [*shaped.shape[1:]] != [1] * (len(shaped.shape) - 1):  # a slot's, whatever its numbers
+    # One flag per slot, broadcast over the state.
+    if [*shaped.shape[1:]] != [1] * (len(shaped.shape) - 1):
         return False
     for use in readers:
         if use.node.domain != DOMAIN or STATES.get(use.node.op_type, (None,))[0] != use.idx:
@@ -96,7 +97,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 
 def _fuse_gate(node: ir.Node) -> bool:
-    """Make one operator of x * sigmoid(z), or of x * (z * sigmoid(z))."""
+    """Replace x * sigmoid(z), or x * (z * sigmoid(z)), by one operator."""
     y = node.outputs[0]
     if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _gate_of(y):
         return False
@@ -114,7 +115,7 @@ def _fuse_gate(node: ir.Node) -> bool:
 
 
 def _gate_of(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
-    """Returns z where a value is sigmoid(z), or silu(z), and which it is."""
+    """Return z and False if a value is sigmoid(z), z and True if it is silu(z), or else None."""
     node = None if value is None else value.producer()
     if node is None or node.domain != "":
         return None
@@ -166,7 +167,7 @@ def _fuse_sum(node: ir.Node) -> bool:
         product = own.producer()
         assert product is not None
         _put(product, SUM[product.op_type], other)
-        node.graph.remove(product)  # what is added may be computed behind it
+        node.graph.remove(product)  # the summand may be computed after the product
         node.graph.insert_before(node, product)
         node.outputs[0].replace_all_uses_with(own)
         return True
@@ -174,7 +175,7 @@ def _fuse_sum(node: ir.Node) -> bool:
 
 
 def _addable(own: ir.Value, other: ir.Value) -> bool:
-    """Tell whether `own` is a product's result that is read once, and `other` fits."""
+    """Return whether `own` is a product's result, read once, into which `other` can be fused."""
     product = own.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:
         return False
@@ -192,7 +193,7 @@ def _size(size: int | ir.SymbolicDim) -> int | str | None:
 
 
 def _put(node: ir.Node, place: int, value: ir.Value | None) -> None:
-    """Make a value the operand of that place; places before it that nothing has stay empty."""
+    """Set the input of this index; absent inputs before it stay empty."""
     if len(node.inputs) <= place:
         node.resize_inputs(place + 1)
     node.replace_input_with(place, value)

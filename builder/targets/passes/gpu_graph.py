@@ -1,4 +1,4 @@
-"""Makes a traced program fit for AOTInductor on a GPU: no branches, on the device, with kernels."""
+"""Prepares a traced program for AOTInductor on a GPU: no branches, on the device, with kernels."""
 
 from typing import Any
 
@@ -10,9 +10,8 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
 
-# AOTInductor's graphs for a GPU have launches of our kernels in place of ops. Grouped attention
-# and ops for CPUs do not occur there; kv_write stays PyTorch's, as a kernel's operand would be
-# copied.
+# For a GPU, AOTInductor's graphs launch our kernels instead of ops. Grouped attention and ops for
+# CPUs do not occur. kv_write stays PyTorch's, as the operand of a kernel would be copied.
 GPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_best,
@@ -43,8 +42,8 @@ GPU: plugins.FacetTable = dict.fromkeys(
 def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:
     """Before: ops and torch.cond on the CPU. After: Triton launches, both sides of a branch.
 
-    A branch would be decided by the host, which a CUDA graph can't ask. The device has a number:
-    PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` is spent.
+    The host would decide a branch, and a CUDA graph can't ask the host. The device has a number, as
+    PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` can't be used afterwards.
     """
     without_branches(exported)
     lowered = move_to_device_pass(exported, device).run_decompositions(plugins.facets(GPU))
@@ -53,7 +52,10 @@ def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgra
 
 
 def products_in_parts(exported: ExportedProgram) -> None:
-    """Before: a kernel reads a product whose parts were summed. After: it sums them. In place."""
+    """Before: a kernel reads a product whose parts were summed. After: the kernel sums them.
+
+    Works in place.
+    """
     own = "mtpbuild_triton::"
     readers = {own + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
@@ -76,7 +78,7 @@ def _value(arg: Any) -> Any:
 
 
 def op_name(node: Node) -> str:
-    """Returns the name of the operator that a node calls, or an empty text."""
+    """Return the name of the operator that a node calls, or an empty string."""
     op = node.target
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
 
@@ -84,7 +86,7 @@ def op_name(node: Node) -> str:
 def without_branches(exported: ExportedProgram) -> None:
     """Before: cond(p, yes, no, operands). After: where(p, yes(operands), no(operands)) per result.
 
-    In place, innermost branches too. A side that is not chosen costs its computation.
+    Works in place, on nested branches too. The side that is not chosen is computed as well.
     """
     _flatten(exported.graph_module)
     exported.graph_module.recompile()
@@ -110,7 +112,7 @@ def _flatten(module: GraphModule) -> None:
 
 
 def _inline(module: GraphModule, side: Node, operands: tuple[Node, ...]) -> list[Node]:
-    """Copies a branch's nodes to where `module` is being written; returns its results there."""
+    """Copy a branch's nodes to the insertion point of `module`; return the copied results."""
     branch = getattr(module, str(side.target))
     _flatten(branch)
     there: dict[Node, Node] = {}

@@ -1,4 +1,4 @@
-"""Gives small sums between ranks to a kernel that reads other GPUs' memory, in a GPU's graph."""
+"""Replaces small sums between ranks by a kernel that reads other GPUs' memory, in a GPU's graph."""
 
 from typing import Any
 
@@ -19,8 +19,9 @@ FLOATS = (torch.bfloat16, torch.float32)
 def by_shared_memory(exported: ExportedProgram, ranks: int, slots: int | None) -> int:
     """Before: all_reduce and its wait. After: `sum_of_ranks`, where they sum `MOST` bytes or less.
 
-    slots: how many a step has at most whose number of slots is open. Works in place; returns how
-    many it replaced. What each rank is told when it is loaded is a parameter, as its number is.
+    slots: the maximum of a step whose number of slots is symbolic. Works in place; returns the
+    number of replacements. A parameter holds the peers' addresses, which each rank fills in at
+    load.
     """
     graph, peers = exported.graph_module.graph, None
     found = [n for n in graph.nodes if n.target is FUNCTIONAL.all_reduce.default]
@@ -40,18 +41,18 @@ def by_shared_memory(exported: ExportedProgram, ranks: int, slots: int | None) -
 
 
 def fits(value: Tensor, exported: ExportedProgram, slots: int | None) -> bool:
-    """Tells whether the kernel takes a tensor, however many slots or tokens there are."""
+    """Return whether the kernel can sum the tensor, even with the most slots or tokens."""
     size: Any = value.numel()
     if isinstance(size, torch.SymInt):
         ranges = exported.range_constraints
-        if slots is not None:  # examples have more
+        if slots is not None:  # the traced range is larger
             ranges = {s: ValueRanges(1, min(r.upper, slots)) for s, r in ranges.items()}
         size = bound_sympy(size.node.expr, ranges).upper
     return value.dtype in FLOATS and bool(size * value.element_size() <= MOST)
 
 
 def add_parameter(exported: ExportedProgram, name: str, value: Tensor) -> Node:
-    """Adds a parameter of the model to an exported program, in place; returns its node."""
+    """Add a parameter of the model to an exported program, in place; return its node."""
     graph, full = exported.graph_module.graph, f"model.{name}"
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
