@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,32 +145,24 @@ def test_a_pool_of_which_a_rank_takes_nothing(
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
-@pytest.mark.parametrize("bug", [rank_bugs.fails_to_begin, rank_bugs.fails_to_save])
 def test_a_request_that_one_rank_fails_at(
-    engine: Path,
-    model: Transformer,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    bug: Callable[[pytest.MonkeyPatch], None],
+    engine: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """All ranks drop it in the same step, and others go on; rows that one lacks no one has."""
+    """All ranks drop it in the same step and others go on; rows that one lacks no one has."""
     if rank == 0:
-        bug(monkeypatch)
+        rank_bugs.fails_at_requests(monkeypatch)
     else:
-        monkeypatch.setenv(rank_bugs.BUG, bug.__name__)
-    unlucky = [*PROMPT, rank_bugs.UNLUCKY]
+        monkeypatch.setenv(rank_bugs.BUG, rank_bugs.fails_at_requests.__name__)
     with running(engine, prefix_cache=True) as loaded:
         other = loaded.stream(PROMPT, GREEDY)
         next(other)
-        if bug is rank_bugs.fails_to_begin:
-            with pytest.raises(RequestFailedError, match="the request failed: "):
-                loaded.generate(unlucky, GREEDY)
+        with pytest.raises(RequestFailedError, match="the request failed: "):
+            loaded.generate([*PROMPT, rank_bugs.UNLUCKY], GREEDY)
         assert other.result().token_ids == greedy(model, PROMPT, 16)
         for cached in (False, True):
             result = loaded.generate(PROMPT, GREEDY)
             assert result.token_ids == greedy(model, PROMPT, 16)
-            if bug is rank_bugs.fails_to_save:
-                assert bool(result.metrics.cached_tokens) is cached
+            assert bool(result.metrics.cached_tokens) is cached
         assert loaded.failure is None
 
 

@@ -163,16 +163,12 @@ def test_the_request_alone_ends(place: str) -> None:
         assert engine.failure is None
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["others wait", "nobody waits"])
-def test_storing_costs_the_rows_alone(last: bool) -> None:
+def test_storing_costs_the_rows_alone() -> None:
     engine, programs = make_engine()
     with engine:
         undo = raise_once(programs, "save_rows")
         assert engine.generate(VICTIM, TWENTY).token_ids == continuation(VICTIM, 20)
-        if last:
-            engine._driver.between_steps(engine._loop.release)
-        else:
-            assert engine.generate([5, 6], TWENTY).token_ids == continuation([5, 6], 20)
+        assert engine.generate([5, 6], TWENTY).token_ids == continuation([5, 6], 20)
         undo()
         result = engine.generate(VICTIM, TWENTY)
         assert result.token_ids == continuation(VICTIM, 20)

@@ -1,6 +1,5 @@
 """Thoughts and tool calls are told from what is said, however the text is cut."""
 
-import itertools
 import json
 import re
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls
 from mtpbuild.runtime.text import Span
+from tests.support.split_pieces import cut, fed, joined
 
 V3 = (
     "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
@@ -40,32 +40,6 @@ ODD = (
     '  <tool_call>{"name": "f", "arguments": null}</tool_call> said  behind  ',
     '<tool_call>{"name": "f"}</tool_call>',
 )
-
-
-def joined(pieces: list[Piece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Return texts by kind, and the calls with their arguments."""
-    texts = {"content": "", "reasoning": ""}
-    calls: list[list[str]] = []
-    for piece in pieces:
-        if piece.kind == "name":
-            assert piece.call == len(calls), "calls are numbered from 0"
-            calls.append([piece.text, ""])
-        elif piece.kind == "arguments":
-            calls[piece.call][1] += piece.text
-        else:
-            texts[piece.kind] += piece.text
-    return texts, [(name, arguments) for name, arguments in calls]
-
-
-def cut(text: str, data: st.DataObject) -> list[str]:
-    places = data.draw(st.sets(st.integers(1, max(1, len(text) - 1))))
-    ends = [0, *sorted(places), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def fed(machine: ToolCalls, parts: list[str]) -> list[Piece]:
-    pieces = [p for part in parts for p in machine.feed(part)]
-    return pieces + machine.feed("", last=True)
 
 
 @pytest.mark.parametrize("form", TEXTS)

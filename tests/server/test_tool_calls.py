@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
 from mtpbuild.runtime.server.tools.json_reader import JsonReader
-from tests.server.test_splitting import cut, fed, joined
 from tests.support.call_templates import FILES, UNKNOWN, template_of, templates_of
+from tests.support.split_pieces import cut, fed, joined
 
 ASKED = "what is asked"
 MARKS = sorted(

@@ -73,25 +73,19 @@ def loads_no_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostSlots, "load_rows", lambda self, slot, pieces: None)
 
 
-UNLUCKY = 13  # a prompt that ends with this token meets the two bugs below
+UNLUCKY = 13  # the last token of a prompt that can't begin
 
 
-def fails_to_begin(patch: pytest.MonkeyPatch) -> None:
-    """Raises as the host begins an unlucky request."""
+def fails_at_requests(patch: pytest.MonkeyPatch) -> None:
+    """Raise as the host begins an unlucky request, and as it keeps the first rows."""
     begin: Callable[..., None] = HostSlots.begin
+    save: Callable[..., None] = HostSlots.save_rows
+    numbers = list[int]()
 
     def begin_or_fail(self: HostSlots, slot: int, length: int, newest: int, *given: Any) -> None:
         if newest == UNLUCKY:
             raise MemoryError("no memory left")
         begin(self, slot, length, newest, *given)
-
-    patch.setattr(HostSlots, "begin", begin_or_fail)
-
-
-def fails_to_save(patch: pytest.MonkeyPatch) -> None:
-    """Raises as the first rows are kept."""
-    save: Callable[..., None] = HostSlots.save_rows
-    numbers = list[int]()
 
     def save_or_fail(self: HostSlots, number: int, *given: int) -> None:
         numbers.append(number)
@@ -99,6 +93,7 @@ def fails_to_save(patch: pytest.MonkeyPatch) -> None:
             raise MemoryError("no memory left")
         save(self, number, *given)
 
+    patch.setattr(HostSlots, "begin", begin_or_fail)
     patch.setattr(HostSlots, "save_rows", save_or_fail)
 
 
@@ -108,8 +103,7 @@ BUGS = (
     computes_one_slot_more,
     runs_prompts_behind_steps,
     loads_no_rows,
-    fails_to_begin,
-    fails_to_save,
+    fails_at_requests,
 )
 
 
