@@ -120,7 +120,7 @@ def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: Tran
     assert next(second).token_ids
     for name in ("kv.0", "past_hidden"):
         programs._state[name][0] = torch.nan
-    with pytest.raises(NotFiniteError, match=r"behind \d+ tokens .* are NaN or infinite"):
+    with pytest.raises(NotFiniteError, match=r"after \d+ tokens .* are NaN or infinite"):
         first.result()
     assert second.result().token_ids == wanted[1]
     again = engine.generate(asked[1:] * 2, short)
