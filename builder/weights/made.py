@@ -128,7 +128,7 @@ class Weight:
 
     @property
     def multiplied(self) -> bool:
-        """Return whether the weight is a product or a stack of products, whose outputs fill panels."""
+        """Return whether the weight is a product, or a stack of them, whose outputs fill panels."""
         return self.joined is not None or bool(self.per_head)
 
     @property
@@ -201,7 +201,7 @@ class Weight:
     def _joined(
         self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
     ) -> Tensor:
-        """Join one part of each of a slice's stored weights into an engine tensor or a slice of it."""
+        """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
         if isinstance(self.format, Integers):
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 

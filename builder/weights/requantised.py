@@ -69,7 +69,7 @@ class Requantised(Checkpoint):
         return whole
 
     def encoded(self, name: str) -> Iterator[tuple[Tensor, Parts]]:
-        """Yield a quantised weight's rows in fp32, some at a time, and the parts that encode them."""
+        """Yield pieces of a quantised weight's rows in fp32, with the parts that encode them."""
         format = self.formats[name]
         assert format is not None
         amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
