@@ -1,4 +1,4 @@
-"""Download the files that a build reads; check all it can before the weights are fetched."""
+"""Download the files that a build reads, the weights after all other checks."""
 
 import logging
 from typing import TYPE_CHECKING

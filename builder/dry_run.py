@@ -46,8 +46,8 @@ class DryRun:
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     """Make a build's checks and export its graphs without weights; return the results.
 
-    Raises the errors that `build` would raise before it writes, except for what only this machine
-    lacks: that is listed in `lacking`.
+    Raises the errors that `build` would raise before it writes. Things that only this machine lacks
+    are listed in `lacking` instead.
     """
     job = prepare(replace(request, dry_run=True))
     with stages("load compiler"), job.target.importing():

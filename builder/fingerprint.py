@@ -24,7 +24,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import read_header
 
 SMALL = 1 << 24  # bytes of a tensor that is hashed whole
-SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one SAMPLE bytes in any EVERY bytes are hashed
+SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one, SAMPLE bytes in any EVERY bytes
 PIECE = 1 << 20  # bytes that are read at once
 MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]

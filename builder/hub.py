@@ -125,7 +125,7 @@ class Repository:
 
 
 def open_repository(name: str, revision: str) -> Repository:
-    """Ask the hub about a repository; raises DownloadError, or OfflineError if we may not ask."""
+    """Ask the hub about a repository; raise DownloadError, or OfflineError if we may not ask."""
     with one_line(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:

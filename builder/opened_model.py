@@ -83,7 +83,7 @@ class OpenedModel:
     source: "FoundModel"
     ids: GenerationIds
     ranks: Ranks  # `model` is the part of one of them; all have the same graph
-    scheme: Scheme | None  # how weights are quantised anew; None: they stay as stored
+    scheme: Scheme | None  # how the build quantises weights; None: they stay as stored
     style: WeightStyle
     stored: Checkpoint
     config: ModelConfig  # with the MTP modules that the checkpoint really holds

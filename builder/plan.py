@@ -23,7 +23,7 @@ from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as given on the command line
-ADAPTIVE_NEXTN = 5  # drafts of a step, at most, where nextn is "auto"
+ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
 DrafterName = str  # of a record that `find_drafter` finds
 # Inputs of programs besides state and controls.
 INPUTS = ("active", "tokens", "start", "ahead", "following")

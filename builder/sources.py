@@ -13,7 +13,7 @@ TREE = Path(__file__).parents[1]
 STAGES = ("builder.opened_model", "builder.weights.placed", "builder.program.trace")
 # The only modules of the runtime that graphs depend on.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
-# It imports all families; an engine depends on its own family alone, which the caller names.
+# It imports all families, but an engine depends only on its own, which the caller names.
 REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

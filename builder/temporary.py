@@ -15,9 +15,9 @@ from mtpbuild.builder.step_counts import ALONE, kind_of, name_of
 def temporary_bytes(traced: Traced) -> int:
     """Return the most bytes of results that are held at once; symbolic sizes have their bounds.
 
-    A result that only operators read that a compiler fuses is never held, and a result of a state's
-    shape is written over that state. What kernels of ours hold between their launches is not known
-    here.
+    A result is never held if only operators read it that a compiler fuses. A result of a state's
+    shape is written over that state. Memory that our kernels hold between their launches is not
+    known here.
     """
     ranges = traced.exported.range_constraints
     bounds = {symbol: found.upper for symbol, found in ranges.items()}

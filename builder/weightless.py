@@ -41,7 +41,7 @@ class Shapes(Checkpoint):
 
 
 def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
-    """Cut and join shapes as each rank's weights are; raise BuildError if a program's differ.
+    """Cut and join shapes as each rank's weights are; raise BuildError if the program's differ.
 
     The error names the first weight of another shape.
     """

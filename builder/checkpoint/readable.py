@@ -24,8 +24,8 @@ SUPPORTED = (
 def refuse_folder(folder: Path, instead: str = "") -> None:
     """Raise CheckpointError for a folder whose weights a build can't read.
 
-    A folder that can't be listed passes: whoever reads it reports that. instead: the end of the
-    message, which may name another model to build.
+    A folder that can't be listed passes: the code that reads it reports that. instead: the end of
+    the message, which may name another model to build.
     """
     try:
         names = os.listdir(folder)
@@ -81,7 +81,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def _quantised(folder: Path) -> Mapping[str, Any]:
-    """Return what config.json and ModelOpt's file say of the weights' format; {} if nothing."""
+    """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
     raw = _object(folder / CONFIG).get("quantization_config")
     quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = _object(folder / MODELOPT).get("quantization")

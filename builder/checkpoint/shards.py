@@ -56,7 +56,7 @@ def stored_names(folder: Path) -> set[str]:
         try:
             found = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
-            return set()  # not there yet, or unreadable: whoever reads the tensors reports it
+            return set()  # not there yet, or unreadable: the reader of the tensors reports it
     return {name for name in map(text_name, found) if name is not None}
 
 
@@ -114,7 +114,7 @@ def _measure(path: Path) -> tuple[int, int]:
         header, _, start = read_header(path)
         data = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return 0, 0  # unreadable: whoever reads the tensors reports it
+        return 0, 0  # unreadable: the reader of the tensors reports it
     return data, start + data - path.stat().st_size
 
 

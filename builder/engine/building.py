@@ -138,10 +138,10 @@ def under_construction(
 ) -> Iterator[Building]:
     """Make a folder beside `out`, and move it to `out` if the block succeeds.
 
-    If the block fails, its finished parts stay for the next build of the same inputs, which
-    discards them if it has `anew`. rank: the only rank that is built, if any; builds of other ranks
-    may run at the same time. put: moves the folder into place. Raises BuildError if the folder
-    can't be written, or if another process builds the same engine.
+    If the block fails, its finished parts stay for the next build of the same inputs; a build with
+    `anew` discards them. rank: the only rank that is built, if any; builds of other ranks may run
+    at the same time. put: moves the folder into place. Raises BuildError if the folder can't be
+    written, or if another process builds the same engine.
     """
     place = out.resolve()  # if `out` is a link, its target is replaced
     home = _home(place, rank)

@@ -90,7 +90,7 @@ class MixedAcceptance(Acceptance):
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
-        """Take what requests ask of the step.
+        """Take the inputs that requests set.
 
         asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
         rules: those of other packages, whose controls are among `asked`.
@@ -150,7 +150,7 @@ class MixedAcceptance(Acceptance):
 class KernelAcceptance(MixedAcceptance):
     """The acceptance and drafting of `MixedAcceptance` without branches, by ops with kernels.
 
-    A kernel decides slot by slot what is asked, and nothing sorts the vocabulary.
+    A kernel reads each slot's controls and decides for it; nothing sorts the vocabulary.
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
@@ -195,7 +195,7 @@ class KernelAcceptance(MixedAcceptance):
 
 
 def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what acceptance reads of each slot, in the order of its operands."""
+    """Return the operands of acceptance that each slot has, in their order."""
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 

@@ -130,7 +130,7 @@ def _steps(
 
 
 def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
-    """Return example values [B, ..] of what requests ask for, in the order of the table."""
+    """Return example values [B, ..] of the controls in the table, in its order."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 

@@ -95,9 +95,9 @@ class StepProgram(nn.Module):
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, or whose acceptance is not strict.
 
-    The host picks one of the two programs for each step. controls: what requests may ask of the
-    step. constraints: the inputs that follow the controls, if slots may be held to a grammar.
-    rules: the rules of other packages, whose controls are among `controls`.
+    The host picks one of the two programs for each step. controls: the options that requests may
+    set. constraints: the inputs that follow the controls, if slots may be held to a grammar. rules:
+    the rules of other packages, whose controls are among `controls`.
     """
 
     def __init__(
