@@ -1,4 +1,4 @@
-"""The compiler on one screen: from a request to engine directories.
+"""The compiler's pipeline, from a request to engine directories.
 
 recipe -> checkpoint -> weights file -> step program -> torch.export -> target -> engine directory
 """
@@ -40,27 +40,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """Is an engine that stands at its place; `unchanged` if an earlier build made it."""
+    """An engine directory and its manifest. `unchanged` is true if an earlier build made it."""
 
     folder: Path
     manifest: Manifest
     unchanged: bool
 
     def file_sizes(self) -> list[int]:
-        """Returns the bytes of every file; manifests count as 0. Ranks share programs on disk."""
+        """Return the bytes of every file; manifests count as 0.
+
+        Ranks share programs on disk, but each rank's are counted.
+        """
         found = [part.files for _, part in engine_folders(self.folder, self.manifest)]
         return [0] * len(found) + [file.size for files in found for file in files.values()]
 
 
 def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
-    """Build one engine directory per nextn; an engine that would come out the same stays as it is.
+    """Build one engine directory per nextn; engines that would come out the same stay.
 
-    Raises UsageError, CheckpointError or BuildError. A build that fails leaves no broken engine;
-    the next build of the same takes over its finished parts (`engine/building.py`).
+    Raises UsageError, CheckpointError or BuildError. A failed build leaves no broken engine; the
+    next build of the same inputs reuses its finished parts (`engine/building.py`).
     """
     stages = stages or Stages()
 
-    # 1. What to build: the model, the target, and a plan and a place for each nextn.
+    # 1. What to build: the model, the target, and for each nextn a plan and a folder.
     job = prepare(request)
 
     # 2. Which engines are not there yet.
@@ -87,7 +90,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             folders = layout.rank_folders(building.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
             with stages("write weights"):
-                # onnx distrusts links: weights that programs take in get a file of their own.
+                # onnx refuses links: weights that programs embed get a file of their own.
                 siblings = None if embedded else out.parent
                 places = write_weights(weights, building, folders, siblings)
 
@@ -116,7 +119,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 def why_inexact(
     job: Job, out: Path, programs: dict[str, ProgramSpec], folders: dict[int, Path]
 ) -> str | None:
-    """Say why these programs are not exact, if they aren't; with --exact, raise BuildError."""
+    """Return why these programs are not exact, or None; with --exact, raise BuildError."""
     files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
     inexact = job.target.inexact(files)
     if job.request.exact and inexact:
@@ -125,7 +128,7 @@ def why_inexact(
 
 
 def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
-    """Try whether an engine is exact, and write what was found; refuse: raise BuildError if not."""
+    """Probe whether an engine is exact, and write the result; refuse: raise BuildError if not."""
     from mtpbuild.builder.engine.probe import probe
 
     found = probe(folder)
@@ -139,7 +142,7 @@ def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) 
 def write_weights(
     weights: "EngineWeights", building: Building, folders: Mapping[int, Path], siblings: Path | None
 ) -> "dict[str, Placed]":
-    """Write each rank's file; returns where each weight lies, which is the same in all files."""
+    """Write each rank's file; return the place of each weight, which is the same in all files."""
     for rank, folder in folders.items():
         written = weights.write(folder, siblings, rank, building.hashes(folder).get(WEIGHTS))
         name = " ".join(("weights", *folder.relative_to(building.folder).parts))
@@ -158,7 +161,7 @@ def make_programs(
 ) -> dict[str, ProgramSpec]:
     """Make every program of an engine, in the folders of all its ranks.
 
-    If ranks share programs, they are compiled once, or taken from a rank that was built before.
+    Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
     from mtpbuild.builder.temporary import temporary_bytes
@@ -183,7 +186,7 @@ def make_programs(
             return traced.spec(target.lower(replace(traced, rank=rank), places, folder), held)
 
     programs = dict[str, ProgramSpec]()
-    # Graphs are full of cycles that stay alive: collecting garbage would take a tenth of the time.
+    # Graphs are full of live cycles: the garbage collector would take a tenth of the time.
     with no_garbage_collection(), target.compiling():
         for program in model.programs(plan):
             trace = cache(partial(trace_one, program))
@@ -197,7 +200,7 @@ def make_programs(
 
 
 def once(name: str, building: Building, compile_one: Callable[[], ProgramSpec]) -> ProgramSpec:
-    """Returns the program that an interrupted build has finished, or compiles it now."""
+    """Return the program if an interrupted build finished it; otherwise compile it now."""
     done = building.finished.get(name)
     if done is not None and done.program is not None:
         return done.program

@@ -7,7 +7,7 @@ from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 
 
 def in_range(least: int, value: int, most: int, flag: str) -> int:
-    """Returns the value; raises UsageError, which names the flag, if it is outside."""
+    """Return the value; raise UsageError, which names the flag, if it is out of range."""
     if not least <= value <= most:
         raise UsageError(f"{flag} {value} is outside {least}..{most}")
     return value

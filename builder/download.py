@@ -1,4 +1,4 @@
-"""Fetches the files that a build reads, and checks all it can before the weights are fetched."""
+"""Download the files that a build reads, the weights after all other checks."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ SMALL = (CONFIG, INDEX, MODELOPT)
 def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
     """Put a request's repository into huggingface_hub's cache, unless its weights are here.
 
-    room: the machine's disks and memory. Fetched files stay, and the next download goes on from
+    room: measures the machine's disks and memory. Fetched files stay, and the next download resumes
     there. Raises DownloadError, CheckpointError and the errors of `prepare`.
     """
     target = check_flags(request)
@@ -77,7 +77,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
 
 
 def fetch_small_files(repository: "Repository") -> None:
-    """Fetch the files beside the weights; raises CheckpointError for formats that are not read."""
+    """Fetch the files beside the weights; raise CheckpointError for unsupported formats."""
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
     refuse_gguf(where, repository.files, instead)
     for name in repository.files:
@@ -91,7 +91,10 @@ def fetch_small_files(repository: "Repository") -> None:
 
 
 def check_modules(request: BuildRequest, repository: "Repository") -> None:
-    """Refuse to draft if the index lacks the MTP layers; without an index the weights will tell."""
+    """Raise CheckpointError if drafts are wanted and the index lacks the MTP layers.
+
+    A repository without an index is checked when its weights are here.
+    """
     names = stored_names(repository.folder)
     if names and request.nextn != (0,):
         config = load_config(repository.folder)
@@ -101,7 +104,7 @@ def check_modules(request: BuildRequest, repository: "Repository") -> None:
 
 
 def find_weights(repository: "Repository") -> list[str]:
-    """List the safetensors files that hold the model."""
+    """Return the names of the safetensors files that hold the model."""
     names = shard_names(repository.folder)
     if missing := [name for name in names if name not in repository.files]:
         raise CheckpointError(f"{repository.name}: {INDEX} names {missing[0]}, which is not there")

@@ -1,7 +1,7 @@
-"""Chooses a reduced vocabulary for drafts: only frequent tokens' rows of the head score them.
+"""A reduced vocabulary for drafts: only the head's rows of frequent tokens are used for them.
 
-The main model judges drafts by all tokens, so the text stays exact; where a token outside the
-reduced vocabulary is due, the draft is wrong. The idea is FR-Spec's (Zhao et al.,
+The main model judges drafts with its whole vocabulary, so the text stays exact. The draft is wrong
+where the text has a token outside the reduced vocabulary. The idea is FR-Spec's (Zhao et al.,
 2025), which SGLang takes as `--speculative-token-map`.
 """
 
@@ -20,7 +20,7 @@ DRAFT_VOCAB = "draft_vocab.json"  # in an engine's folder
 
 
 def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids of the reduced vocabulary, in rising order; raises UsageError.
+    """Return the ids of the reduced vocabulary, in rising order; raise UsageError.
 
     asked: a number of tokens, or a file of ids: JSON, one id a line, or SGLang's token map (.pt).
     """
@@ -47,10 +47,11 @@ def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
 
 
 def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
-    """Yields a BPE tokenizer's ids: added tokens, which end texts and thoughts, then by frequency.
+    """Yield the ids of a BPE tokenizer: added tokens first, then the others by frequency.
 
-    Training a BPE merges the most frequent pair first, so the order of merges is a statistic of
-    its text: an entry that was merged early is frequent. Single bytes come before all merges.
+    Added tokens end texts and thoughts. Training a BPE merges the most frequent pair first, so an
+    entry that was merged early is frequent in the training text. Single bytes come before all
+    merges.
     """
     try:
         raw = read_json(path, MOST_TOKENIZER)
@@ -68,7 +69,7 @@ def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
 
 
 def read_ids(path: Path) -> list[Any]:
-    """Reads the ids in a file, in its order."""
+    """Read the ids in a file, in its order."""
     try:
         if path.suffix == ".pt":
             with needs("build", "torch"):

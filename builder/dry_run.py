@@ -1,4 +1,4 @@
-"""Checks and sizes what `mtpbuild build` would make, for `--dry-run`; it writes nothing."""
+"""`mtpbuild build --dry-run`: check and size what a build would make; write nothing."""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,32 +22,32 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Describes one engine that a build would make; bytes are those of each rank."""
+    """One engine that a build would make; bytes are those of each rank."""
 
     folder: Path
     plan: Plan
     weights: int  # bytes of the weights file
     held: int  # bytes of weights that the programs hold, together
     state: int  # bytes of the state at run time
-    caches: int  # of these, the caches'
-    graphs: "dict[str, Counts]"  # program -> what its graph counts; none of an engine that stands
+    caches: int  # bytes of caches in `state`
+    graphs: "dict[str, Counts]"  # program -> counts of its graph; empty if the engine exists
     unchanged: bool
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Holds a checkpoint that was checked, and the engines that a build would make of it."""
+    """A checked checkpoint, and the engines that a build would make from it."""
 
-    model: "OpenedModel"  # whose tensors have shapes alone
+    model: "OpenedModel"  # its tensors have shapes but no values
     engines: list[Foreseen]
     lacking: list[str]  # lines on what this machine lacks to build them
 
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
-    """Makes a build's checks and exports its graphs without weights; returns what it found.
+    """Make a build's checks and export its graphs without weights; return the results.
 
-    Raises the errors that `build` would raise before it writes, except for what only this machine
-    lacks: that is listed in `lacking`.
+    Raises the errors that `build` would raise before it writes. Things that only this machine lacks
+    are listed in `lacking` instead.
     """
     job = prepare(replace(request, dry_run=True))
     with stages("load compiler"), job.target.importing():
@@ -56,7 +56,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
-        # Ranks of one group have equal parts.
+        # Ranks of one group have parts of equal shapes; the first `ep` ranks are one of each group.
         weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
@@ -76,12 +76,12 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
 
 
 def size_of(spec: StateSpec) -> int:
-    """Returns the bytes of a state tensor."""
+    """Return the bytes of a state tensor."""
     return ITEM_BYTES[spec.dtype] * prod(spec.shape)
 
 
 def print_dry_run(done: DryRun) -> None:
-    """Prints what was read, then a line per engine."""
+    """Print what was read, then a line per engine."""
     from rich.console import Console
     from rich.table import Column, Table
 

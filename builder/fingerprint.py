@@ -1,4 +1,4 @@
-"""One hash over everything that a build reads: builds with equal hashes make the same engine."""
+"""A hash over everything that a build reads: builds with equal hashes make the same engine."""
 
 import hashlib
 import json
@@ -24,14 +24,14 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import read_header
 
 SMALL = 1 << 24  # bytes of a tensor that is hashed whole
-SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one SAMPLE bytes in any EVERY bytes are hashed
+SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one, SAMPLE bytes in any EVERY bytes
 PIECE = 1 << 20  # bytes that are read at once
-MOST_THREADS = 8  # a disk reads some files at once faster than one
+MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
 
 
 def identities(folder: Path) -> dict[str, str]:
-    """Returns the hash of each of a checkpoint's files, by name."""
+    """Return the hash of each file of a checkpoint, by name."""
     try:
         weights = (path.name for path in folder.iterdir() if ".safetensors" in path.name)
         names = sorted({CONFIG, *weights, *side_files(folder)})
@@ -45,7 +45,7 @@ def identities(folder: Path) -> dict[str, str]:
 def fingerprint(
     checkpoint: Mapping[str, str], plan: Plan, target: Target, layers: LayersSlice | None = None
 ) -> str:
-    """Returns the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
+    """Return the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
 
     checkpoint: its `identities`. The result is the same on every machine, so ranks that are built
     apart are known to belong together.
@@ -68,7 +68,7 @@ def fingerprint(
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
-    """Hash a file; of a large one its size, its small tensors and samples of the others."""
+    """Hash a file; hash a large one by its size, its small tensors and samples of the others."""
     size = path.stat().st_size
     if size <= hash_limit:
         return hash_file(path)
@@ -82,7 +82,7 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
 
 
 def spans_of(path: Path, size: int) -> list[Span]:
-    """Cut a safetensors file into its header and its tensors; any other file is one span."""
+    """Return the spans of a safetensors file's header and tensors; any other file is one span."""
     try:
         header, _, start = read_header(path)
         found = [map(index, entry["data_offsets"]) for entry in header.values()]
@@ -98,10 +98,10 @@ def spans_of(path: Path, size: int) -> list[Span]:
 
 
 def pieces(begin: int, end: int) -> Iterator[Span]:
-    """Yield what is hashed of a span: all of a small one, samples of a large one.
+    """Yield the parts of a span to hash: all of a small one, samples of a large one.
 
-    Samples lie EVERY - SAMPLE apart, so that any EVERY bytes have a whole one, and that rows of
-    2^n bytes are not sampled in the same columns.
+    Samples lie EVERY - SAMPLE apart, so that any EVERY bytes have a whole one, and that rows of 2^n
+    bytes are not sampled in the same columns.
     """
     if end - begin <= SMALL:
         yield from ((at, min(at + PIECE, end)) for at in range(begin, end, PIECE))

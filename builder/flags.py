@@ -1,6 +1,6 @@
-"""The flags that a command hands on as they are: each group is the base of the command's request.
+"""Flags that a command passes on unchanged: each group is the base of the command's request.
 
-A command's line reads these groups, so this module imports nothing heavy.
+The command line imports these groups, so this module imports nothing heavy.
 """
 
 from dataclasses import dataclass

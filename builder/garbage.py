@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of the way."""
+"""A block of code without Python's garbage collector."""
 
 import contextlib
 import gc
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage inside the block, and all of it at its end.
+    """Collect no garbage inside the block, and all of it at the end.
 
-    Objects do not age meanwhile, so all garbage is in the youngest generation, and collecting that
+    Objects do not age meanwhile, so all garbage is in the youngest generation. Collecting only that
     one skips the many objects from before the block.
     """
     gc.disable()

@@ -1,4 +1,4 @@
-"""Measures this machine: its memory, and the disks of downloads and engines."""
+"""Measure this machine: its memory, and the disks of downloads and engines."""
 
 import math
 import re
@@ -19,7 +19,7 @@ READ = 1 << 28  # bytes, more than caches hold
 
 @dataclass(frozen=True)
 class Disk:
-    """Describes the disk of a folder; `device` tells disks apart, `free` is in bytes."""
+    """The disk of a folder; `device` tells disks apart, `free` is in bytes."""
 
     device: int
     free: int
@@ -27,7 +27,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes a machine in bytes; `available` is the memory that programs can still take."""
+    """A machine's sizes in bytes; `available` is the memory that programs can still take."""
 
     memory: int
     available: int
@@ -35,14 +35,14 @@ class Machine:
     engines: Disk
 
     def lacking(self, download: int, engine: int) -> int:
-        """Returns how many bytes its disks lack for download and engine; 0 if there is room."""
+        """Return how many bytes its disks lack for download and engine; 0 if there is room."""
         if self.downloads.device == self.engines.device:
             return max(0, download + engine - self.engines.free)
         return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)
 
 
 def this_machine(meminfo: Path = MEMINFO) -> Machine:
-    """Measures this machine; raises UsageError on systems without /proc/meminfo."""
+    """Measure this machine; raise UsageError on systems without /proc/meminfo."""
     try:
         text = meminfo.read_text(encoding="utf-8")
     except OSError:
@@ -53,7 +53,7 @@ def this_machine(meminfo: Path = MEMINFO) -> Machine:
 
 
 def read_bandwidth(passes: int = 4) -> float:
-    """Measures the bytes a second that all cores together read from memory: the best pass."""
+    """Measure the bytes a second that all cores together read from memory, in the best pass."""
     import numpy as np
 
     cores, best = count_cores(), math.inf
@@ -67,14 +67,14 @@ def read_bandwidth(passes: int = 4) -> float:
 
 
 def find_disk(folder: Path) -> Disk:
-    """Finds the disk of a folder, which need not exist yet."""
+    """Return the disk of a folder, which need not exist yet."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Measures a machine: the disk of a folder, and the bytes of memory where they are known."""
+    """Functions that measure a machine: a folder's disk, and the bytes of memory where known."""
 
     disk: Callable[[Path], Disk]
     memory: Callable[[], int | None]

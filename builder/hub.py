@@ -1,7 +1,7 @@
-"""Fetches the files of a Hugging Face repository into huggingface_hub's cache.
+"""Download a Hugging Face repository's files into huggingface_hub's cache.
 
 `hf_hub_download` fetches the small files; like `snapshot_download`, it starts an interrupted file
-again from its beginning. This module fetches weights itself, so that they go on where they stopped,
+again from its beginning. This module fetches weights itself, so that an interrupted file resumes,
 and puts them where huggingface_hub looks for them.
 """
 
@@ -25,21 +25,21 @@ from huggingface_hub.utils import logging as hub_logging
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
 from mtpbuild.runtime.errors import DownloadError
 
-NAME = "mtpbuild"  # the name by which the hub knows us
+NAME = "mtpbuild"  # our name in requests to the hub
 GOES_ON = "what has been fetched stays, and the same command goes on from there"
 
 
 class OfflineError(DownloadError):
-    """Says that HF_HUB_OFFLINE is set."""
+    """The error for a request while HF_HUB_OFFLINE is set."""
 
 
 class UnreachableError(DownloadError):
-    """Says that the hub does not answer."""
+    """The error for a hub that does not answer."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Is one commit of a repository, with its place in the cache."""
+    """One commit of a repository, with its place in the cache."""
 
     name: str
     commit: str
@@ -51,7 +51,7 @@ class Repository:
         return repository_folder(self.name) / "snapshots" / self.commit
 
     def fetch(self, name: str) -> None:
-        """Put a file into the folder, unless it is there already."""
+        """Download a file into the folder, unless it is there already."""
         with one_line(self.name, self.commit):
             hf_hub_download(
                 self.name,
@@ -63,7 +63,7 @@ class Repository:
             )
 
     def fetch_weights(self, name: str) -> None:
-        """Put a large file into the folder; bytes that an earlier call fetched are kept."""
+        """Download a large file into the folder; bytes from earlier calls are kept."""
         blob, size = self._blob(name), self.files[name].size
         # huggingface_hub fetches larger files by another protocol, the only one that serves them.
         if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
@@ -72,7 +72,7 @@ class Repository:
         self.fetch(name)  # it finds the contents there and links them to their name
 
     def lacking_bytes(self, name: str) -> int:
-        """Count the bytes of a file that are still to be fetched."""
+        """Return the bytes of a file that are still to be fetched."""
         size, blob = self.files[name].size, self._blob(name)
         if size is None or (self.folder / name).exists():
             return 0
@@ -81,7 +81,7 @@ class Repository:
         return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
 
     def _blob(self, name: str) -> Path | None:
-        """Find the place of a file's contents, named by their hash; None if the hash is unknown."""
+        """Return the path of a file's contents, named by hash; None if the hash is unknown."""
         file = self.files[name]
         etag = file.blob_id if file.lfs is None else file.lfs.sha256
         return None if etag is None else repository_folder(self.name) / "blobs" / etag
@@ -114,7 +114,7 @@ class Repository:
             partial.replace(blob)
 
     def _check_hash(self, name: str, partial: Path, sha256: str) -> None:
-        """Refuse a file if its parts, fetched at different times, don't add up to it."""
+        """Raise DownloadError if a file, fetched in parts at different times, has another hash."""
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
@@ -125,7 +125,7 @@ class Repository:
 
 
 def open_repository(name: str, revision: str) -> Repository:
-    """Ask the hub about a repository; raises DownloadError, or OfflineError if we may not ask."""
+    """Ask the hub about a repository; raise DownloadError, or OfflineError if we may not ask."""
     with one_line(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -148,7 +148,7 @@ def open_repository(name: str, revision: str) -> Repository:
 
 
 def endpoint() -> str | None:
-    """Returns the hub's address from the environment; None means huggingface_hub's default."""
+    """Return the hub's address from the environment; None means huggingface_hub's default."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
@@ -158,7 +158,7 @@ def where() -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence huggingface_hub except for progress bars: its errors become one line of ours."""
+    """Silence huggingface_hub except for progress bars; its errors become one line of ours."""
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     try:
@@ -172,7 +172,7 @@ def one_line(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
-    except errors.LocalEntryNotFoundError as error:  # the hub failed, then the cache lacked it
+    except errors.LocalEntryNotFoundError as error:  # the hub failed, and the cache lacks the file
         raise _told(error.__cause__ or error, name, revision) from None
     except (HTTPError, errors.HFValidationError, OSError) as error:
         raise _told(error, name, revision) from None

@@ -1,4 +1,4 @@
-"""`torch` for modules that `mtpbuild plan` imports, which needs none: loaded at its first use."""
+"""A stand-in for `torch`, imported at its first use, as `mtpbuild plan` runs without torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Opens a checkpoint: checks its tensors and makes the model that there is to compile.
+"""Open a checkpoint: check its tensors, and make the model to compile.
 
 This takes four stages, each of which reads the result of the one before: the checkpoint's tensors,
 the configuration that they confirm, the formats that weights stay in, and the model.
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightStyle:
-    """Says how a target's graphs hold weights."""
+    """The way in which a target's graphs hold weights."""
 
     formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
     dtype: FloatType = "float32"  # the type of all other weights
-    expert_rows: bool = False  # experts in floats are stored by outputs, for the CPU's op
+    expert_rows: bool = False  # unquantised experts are stored by outputs, for the CPU's op
     join_shared: bool = False  # a shared expert becomes the last routed one if it fits
     for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
     cpu_kernels: bool = False  # products are packed for the CPU's library
@@ -56,7 +56,7 @@ class WeightStyle:
 
 @dataclass(frozen=True)
 class Held:
-    """Lists the weights that an engine holds in another way than its family's table says."""
+    """The weights that an engine holds in another way than its family's table says."""
 
     formats: Mapping[str, Format]  # by name of a weight that stays quantised
     by_outputs: Set[str]  # names of experts' weights that are stored by outputs
@@ -64,7 +64,7 @@ class Held:
     packed: Set[str]  # names of weights that are packed for the CPU's kernels
 
     def table(self, table: list[Weight]) -> list[Weight]:
-        """Turns a family's table, of a rank or of all experts, into the engine's."""
+        """Return the engine's table, made from a family's table of a rank or of all experts."""
         table = with_shared(table, self.joined)
         found = (
             replace(weight, format=self.formats.get(weight.name), packed=weight.name in self.packed)
@@ -75,16 +75,19 @@ class Held:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Is a checked checkpoint with its model. Weights go to disk one by one; graphs need none."""
+    """A checked checkpoint with its model.
+
+    Weights go to disk one by one; graphs need no weights in memory.
+    """
 
     source: "FoundModel"
     ids: GenerationIds
     ranks: Ranks  # `model` is the part of one of them; all have the same graph
-    scheme: Scheme | None  # how weights are quantised anew; None: they stay as stored
+    scheme: Scheme | None  # how the build quantises weights; None: they stay as stored
     style: WeightStyle
     stored: Checkpoint
     config: ModelConfig  # with the MTP modules that the checkpoint really holds
-    checkpoint: Checkpoint  # is `stored`, or shows it as the scheme quantises it
+    checkpoint: Checkpoint  # `stored`, or a view of it as the scheme quantises it
     held: Held
     model: CausalLM
     parameters: int  # of all ranks
@@ -95,11 +98,11 @@ class OpenedModel:
 
     @property
     def table(self) -> list[Weight]:
-        """Returns how the weights are made, with the experts of all ranks."""
+        """The table of weights with the experts of all ranks."""
         return self.held.table(all_experts(self.config, self.ranks))
 
     def weight_table(self, rank: int = 0) -> list[Weight]:
-        """Returns how a rank's weights are made, in the order of use."""
+        """Return the table of a rank's weights, in the order of use."""
         return self.held.table(self.family.weight_table(self.config, Share(self.ranks, rank)))
 
     def dequantised(self) -> Counter[str]:
@@ -135,37 +138,37 @@ class OpenedModel:
 
     @property
     def unfit(self) -> tuple[str, ...]:
-        """Returns the weights that should be quantised, but whose columns no block fits."""
+        """The weights that should be quantised, but whose columns do not split into blocks."""
         return self.checkpoint.unfit if isinstance(self.checkpoint, Requantised) else ()
 
     @property
     def weights_type(self) -> WeightsType:
-        """Returns the format of most products."""
+        """The number format of most products."""
         formats = Counter(format.name for format in self.held.formats.values()).most_common(1)
         return cast(WeightsType, formats[0][0]) if formats else self.style.dtype
 
     @property
     def block_size(self) -> int | None:
-        """Returns how many columns of an integer product share a scale."""
+        """The number of columns that share a scale in integer products; None for other formats."""
         return BLOCK if self.weights_type in ("int8", "int4") else None
 
     @property
     def by_cpu_kernels(self) -> bool:
-        """Tells whether the engine's operators are those of the CPU's library."""
+        """Return whether the engine's operators are those of the CPU's library."""
         return bool(self.held.packed)
 
     @property
     def may_halve_caches(self) -> bool:
-        """Tells whether caches may be bfloat16: products are integers, attention is by our ops."""
+        """Return whether caches may be bfloat16: products are integers, attention is by our ops."""
         attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         by_ops = all(getattr(module, "by_ops", False) for module in attention)
         return by_ops and self.by_cpu_kernels and self.block_size is not None
 
     @property
     def stock_bytes(self) -> int:
-        """Counts the bytes of weights that onnxruntime's own products read, and so pack.
+        """The bytes of weights that onnxruntime's own products read, and so pack.
 
-        It packs neither embeddings nor experts in fp32; the CPU's library packs nothing.
+        It packs neither embeddings nor experts in fp32, nor weights that the CPU's library reads.
         """
         weights = (weight for weight in self.weight_table() if not weight.looked_up)
         if self.by_cpu_kernels:
@@ -205,9 +208,9 @@ def open_model(
 ) -> OpenedModel:
     """Check a checkpoint and make its model, whose weights have no values yet.
 
-    layers: the slice that `config` describes, if any; drafts: whether MTP modules are needed;
-    draft_ids: the tokens that drafts are chosen from, () for all; device: "meta" if nobody needs
-    values. Raises CheckpointError.
+    layers: the slice that `config` describes, if any. drafts: whether MTP modules are needed.
+    draft_ids: the tokens that drafts are chosen from, () for all. device: "meta" if values are
+    never read. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers)
@@ -222,7 +225,7 @@ def open_model(
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Count the checkpoint's, once each: a tied embedding makes two weights of one tensor."""
+    """Count the checkpoint's parameters; a tied embedding, which makes two weights, counts once."""
     table = family_of(config).weight_table(config, WHOLE)
     shapes = {stored.name: stored.shape for weight in table for stored in weight.stored}
     return sum(map(prod, shapes.values()))
@@ -241,7 +244,7 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 
 def all_experts(config: ModelConfig, ranks: Ranks) -> list[Weight]:
-    """Returns the family's table with the routed experts of all ranks."""
+    """Return the family's table with the routed experts of all ranks."""
     share = Share(Ranks(attention_dp=ranks.attention_dp))
     return family_of(config).weight_table(config, share)
 
@@ -260,7 +263,7 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
         if can_stay(replace(weight, format=format), share):
             formats[weight.name] = format
     formats = in_pairs(own, formats)
-    if style.cpu_kernels:  # attention never expands its cache, so products by head are all it reads
+    if style.cpu_kernels:  # attention never expands its cache: it reads per-head products alone
         head = formats.get("lm_head")
         narrow = INT4 if head is not None and head.name == INT4.name else INT8
         formats |= dict.fromkeys(quantised_heads(own, formats), narrow)
@@ -270,12 +273,12 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
 
 
 def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]:
-    """Returns the formats of the stored tensors that make a weight."""
+    """Return the formats of the stored tensors that make a weight."""
     return {checkpoint.format(stored.name) for stored in weight.stored}
 
 
 def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> set[str]:
-    """Keep the MoE modules whose shared expert is in the same format as all their routed ones."""
+    """Return the MoE modules whose shared expert has the same format as all their routed ones."""
     named = {weight.name: weight for weight in every}
 
     def formats(weight: str) -> set[Format | None]:
@@ -289,7 +292,10 @@ def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> s
 
 
 def can_stay(weight: Weight, share: Share) -> bool:
-    """Tell if programs can compute with its format; ranks can cut neither integers nor blocks."""
+    """Return whether programs can compute with the weight's format.
+
+    Integers can't be split over ranks. In other formats at least GROUP inputs must share a scale.
+    """
     if isinstance(weight.format, Integers):
         fits = weight.format.name == INT8.name if weight.looked_up else weight.joined is not None
         return fits and share.ranks.tp == 1
@@ -310,7 +316,7 @@ def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Form
 
 
 def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterator[str]:
-    """Name the products by head to quantise, as the other products of their layer are integers.
+    """Yield the per-head products to quantise: those of layers whose o_proj is in integers.
 
     In fp32 the absorbed projections of a 10B model are a third of the bytes that a token reads.
     """
@@ -323,7 +329,7 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
 
 
 def packable(own: list[Weight], formats: Mapping[str, Format], dtype: FloatType) -> set[str]:
-    """Name the products that the CPU's kernels read: fp32, and integers whose scales are fp16."""
+    """Return the products that the CPU's kernels read: fp32, and integers with fp16 scales."""
     found = ((weight.name, formats.get(weight.name)) for weight in own if weight.multiplied)
     return {
         name
@@ -334,7 +340,7 @@ def packable(own: list[Weight], formats: Mapping[str, Format], dtype: FloatType)
 
 
 def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
-    """Name the stacked weights of experts that stay in no format, neither product of them."""
+    """Return the stacked weights of experts in layers where neither product is quantised."""
     quantised = {name.rpartition(".")[0] for name in formats}
     stacked = (weight.name for weight in own if weight.slices > 1)
     return {name for name in stacked if name.rpartition(".")[0] not in quantised}

@@ -1,4 +1,4 @@
-"""Defines what one engine is built for, from the request and the configuration, without torch."""
+"""The plan of one engine, made from the request and the configuration, without torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ from mtpbuild.runtime.contract.state import (
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
-Nextn = int | Literal["auto"]  # as said on the command line
-ADAPTIVE_NEXTN = 5  # drafts of a step, at most, where nextn is "auto"
+Nextn = int | Literal["auto"]  # as given on the command line
+ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
 DrafterName = str  # of a record that `find_drafter` finds
-# Of programs, beside state and controls.
+# Inputs of programs besides state and controls.
 INPUTS = ("active", "tokens", "start", "ahead", "following")
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the parameters of one engine's graphs."""
+    """The parameters of one engine's graphs."""
 
     config: ModelConfig
     nextn: int
@@ -42,13 +42,13 @@ class Plan:
     prefill_chunk: int
     style: GraphStyle = field(default_factory=GraphStyle)
     ranks: Ranks = field(default_factory=Ranks)
-    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; none: a CPU
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; empty: a CPU
     options: Any = None  # the target's own
-    adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
-    scheme: Scheme | None = None  # by which the build quantises weights; None: it does not
-    rules: tuple[str, ...] = ()  # of acceptance, that other packages bring
+    adaptive: bool = False  # nextn is the maximum: the runtime chooses it for each step
+    scheme: Scheme | None = None  # by which the build quantises weights, if it does
+    rules: tuple[str, ...] = ()  # acceptance rules of other packages
     score: bool = False  # whether prompts may have log-probabilities
-    draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
+    draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; empty: all
 
     @property
     def dtype(self) -> FloatType:
@@ -56,12 +56,12 @@ class Plan:
 
     @property
     def quantised_to(self) -> str | None:
-        """Returns the format that the build quantises products to; None: it quantises none."""
+        """The format that the build quantises products to; None if it does not."""
         return None if self.scheme is None else self.scheme.main
 
     @property
     def head_weights(self) -> str | None:
-        """Returns the format that the build quantises embedding and head to; None: neither."""
+        """The format that the build quantises embedding and head to; None if it does not."""
         return None if self.scheme is None else self.scheme.head
 
     @property
@@ -70,12 +70,12 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """Returns T, the tokens of a step's window: the newest and nextn drafts."""
+        """T, the number of tokens in a step's window: the newest and nextn drafts."""
         return self.nextn + 1
 
     @property
     def capacity(self) -> int:
-        """Returns S, the cache rows per slot.
+        """S, the number of cache rows per slot.
 
         A live slot's window starts below max_seq_len and takes T rows. Where steps overlap, a slot
         that has ended in the step before may move T rows on.
@@ -85,33 +85,33 @@ class Plan:
 
     @property
     def constrained(self) -> bool:
-        """Tells whether steps take masks of the tokens that a grammar allows.
+        """Return whether steps take masks of the tokens that a grammar allows.
 
-        The host writes masks between two steps, from what it has read of the window. So programs
-        for a GPU, whose kernels and CUDA graphs have no place for them, and ranks go without.
+        The host writes masks between two steps, after it has read the window. Programs for a GPU
+        take none, as their kernels and CUDA graphs have no place for them; neither do ranks.
         """
         return not self.style.for_gpu and self.ranks.tp == 1
 
     @property
     def positions(self) -> int:
-        """Counts the places for a slot's tokens with drafts, and for the numbers that draw them."""
+        """The number of places for a slot's tokens and drafts, and for numbers that draw them."""
         return self.capacity + self.window
 
     @property
     def lookahead(self) -> int:
-        """Counts the tokens behind a chunk that the drafter reads: module k reads t_{p+k}."""
+        """The number of tokens after a chunk that the drafter reads: module k reads t_{p+k}."""
         return 0 if self.drafter is None else find_drafter(self.drafter).lookahead(self.nextn)
 
 
 def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
-    """Returns each value once: the numbers in rising order, then "auto"."""
+    """Return each value once: the numbers in rising order, then "auto"."""
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
-    """Returns the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
+    """Return the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
 
     Raises UsageError or BuildError if the checkpoint lacks modules for it.
     """
@@ -143,12 +143,12 @@ def choose_drafter(
 
 
 def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
-    """Counts the MTP modules that a drafter runs: Eagle runs the first one again and again."""
+    """Return how many MTP modules a drafter runs; Eagle runs the first one again and again."""
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
 def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
-    """Returns the specs of an engine's states, in the order of the programs' inputs."""
+    """Return the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     family, L = family_of(c), c.num_hidden_layers
     owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
@@ -174,10 +174,11 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
 
 
 def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
-    """Returns the states that the drafter carries beside the rows of its modules.
+    """Return the states that the drafter carries besides the rows of its modules.
 
     others: the names of the engine's other states. Raises BuildError if the drafter's record
-    declares a state that is no carry with the batch first, or whose name is taken.
+    declares a state that is no carry with the batch first, or whose name is taken; or if the
+    drafter has modules or states, but no lookahead.
     """
     if plan.drafter is None:
         return ()

@@ -1,4 +1,4 @@
-"""Prefixes of an engine: prompts' beginnings that are computed once and shipped with it."""
+"""Prefixes of an engine: beginnings of prompts that are computed once and shipped with it."""
 
 import json
 import re
@@ -39,13 +39,13 @@ from mtpbuild.runtime.targets import find_target, targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PROBES = ("a", "7", "Z", "(")  # what users may say behind a prefix
+PROBES = ("a", "7", "Z", "(")  # what users may write after a prefix
 Computed = Callable[[Sequence[int]], dict[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Is what prompts begin with: a text, a system message, or messages and tools."""
+    """The beginning of prompts: a text, a system message, or messages and tools."""
 
     text: str = ""
     chat: bool = False
@@ -53,7 +53,7 @@ class Beginning:
     tools: Sequence[dict[str, Any]] = ()
 
     def tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the token ids that all prompts share which go on from it."""
+        """Return the token ids that all prompts with this beginning share."""
         if not (self.chat or self.messages):
             return tokenizer.encode(self.text)
         messages = list(self.messages) or [{"role": "system", "content": self.text}]
@@ -73,10 +73,11 @@ def add_prefix(
     *,
     private: bool = False,
 ) -> int:
-    """Compute a prefix and put it into an engine; returns how many tokens it has.
+    """Compute a prefix and put it into an engine; return its number of tokens.
 
-    One of the same name is replaced. private: only this user may read it. Raises UsageError or
-    EngineError; the engine is then as it was. An engine that is loaded goes on without it.
+    A prefix of the same name is replaced. private: only this user may read it. Raises UsageError or
+    EngineError; the engine is then as it was. An engine that is already loaded runs on without the
+    prefix.
     """
     _check_name(name)
     manifest = _checked(engine)
@@ -111,9 +112,10 @@ def remove_prefix(engine: Path, name: str) -> None:
 
 
 def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginning]:
-    """Read a prefix from each file, by its name: a text, or messages in a file .json.
+    """Read a prefix from each file: messages if it ends in .json, else a text; return them by name.
 
-    Raises UsageError for what can't be read, and if engines of a target and its ranks have none.
+    Raises UsageError for files that can't be read, and if the target's engines of so many ranks
+    have no prefixes.
     """
     if files and (tp > 1 or Feature.POOL not in find_target(target).features):
         raise UsageError(f"--prefix is for engines of {_having()}")
@@ -125,7 +127,7 @@ def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginni
 
 
 def list_prefixes(engine: Path) -> list[dict[str, Any]]:
-    """Name, tokens and bytes of each prefix."""
+    """Return the name, the number of tokens and the bytes of each prefix."""
     manifest = read_manifest(engine)
     check_files(engine, manifest)
     return [
@@ -139,7 +141,7 @@ def list_prefixes(engine: Path) -> list[dict[str, Any]]:
 
 
 def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
-    """Compute the prefixes of an engine anew for one with other weights, from their tokens."""
+    """Compute an engine's prefixes again, from their tokens, for an engine with other weights."""
     known = {name: file.tokens for name, file in open_prefixes(old, before)}
     if not known:
         return
@@ -151,7 +153,7 @@ def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
 
 
 def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
-    """Load an engine's programs; the result fills in tokens, and gives rows and states."""
+    """Load an engine's programs; return a function that computes rows and states of tokens."""
     programs = cast(Pooling, load_programs(folder, manifest, threads=threads))
     if Feature.POOL not in programs.features:
         raise UsageError(f"{folder}: prefixes are for engines of {_having()}")
@@ -206,9 +208,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_beginning(
     file: Path, *, messages: bool, chat: bool = False, tools: Path | None = None
 ) -> Beginning:
-    """Read a text; or, if so, messages, or an object with messages and tools, in JSON."""
+    """Read a text or, with `messages`, JSON: messages, or an object with messages and tools."""
     try:
-        text = file.read_bytes().decode("utf-8")  # with its own line ends
+        text = file.read_bytes().decode("utf-8")  # keeps its line ends
         shown = [] if tools is None else json.loads(tools.read_text(encoding="utf-8"))
         if not messages:
             return Beginning(text, chat=chat or tools is not None, tools=shown)
@@ -246,7 +248,7 @@ def _check_name(name: str) -> None:
 
 
 def _link(engine: Path, folder: Path, manifest: Manifest, without: str) -> None:
-    """Link an engine's files into another folder, but for one prefix."""
+    """Link an engine's files into another folder, except for one prefix."""
     for name in manifest.files.keys() - {prefix_file(without)}:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Decides and checks what a build will do, before it loads or writes anything heavy."""
+"""Decide and check what a build will do, before it loads or writes anything heavy."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
 @dataclass(frozen=True)
 class Job:
-    """Holds a checked request: its model and target, and the plan of each engine by its place."""
+    """A checked request: its model and target, and the plan of each engine by its folder."""
 
     request: BuildRequest
     source: FoundModel
@@ -50,19 +50,22 @@ class Job:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Returns the ranks to build; an engine that is not split is its rank 0."""
+        """The ranks to build; an engine that is not split is its rank 0."""
         rank = self.request.rank
         return range(self.request.ranks.tp) if rank is None else [rank]
 
     def lacking(self, out: Path) -> Sequence[int]:
-        """Returns the ranks that `out` does not hold as this build would make them."""
+        """Return the ranks that `out` does not hold as this build would make them.
+
+        With --force these are all ranks to build.
+        """
         force, wanted = self.request.force, self.ranks
         return wanted if force else layout.lacking(out, self.fingerprints[out], wanted)
 
     def open_model(self, device: str = "cpu") -> "OpenedModel":
-        """Opens the model, once every tensor of its checkpoint has the right name, shape and dtype.
+        """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
 
-        device: "meta" if nobody needs values. Raises CheckpointError, and UsageError if the
+        device: "meta" if values are never read. Raises CheckpointError, and UsageError if the
         target's engines can't hold the model.
         """
         from mtpbuild.builder.opened_model import WeightStyle, open_model
@@ -94,7 +97,7 @@ class Job:
 
 
 def prepare(request: BuildRequest) -> Job:
-    """Check a request; raises UsageError, CheckpointError or BuildError if it can't be built."""
+    """Check a request; raise UsageError, CheckpointError or BuildError if it can't be built."""
     target = check_flags(request)
     source, config = find_source(request)
     note_length(config, request)
@@ -110,7 +113,7 @@ def prepare(request: BuildRequest) -> Job:
 
 
 def check_flags(request: BuildRequest) -> Target:
-    """Returns the target, after the checks that need no model, and so come before a download."""
+    """Make the checks that need no model, and so come before a download; return the target."""
     target = load_target(request.target)
     if request.scheme is not None:
         check_format(target, "--weights", request.scheme.main)
@@ -122,7 +125,7 @@ def check_flags(request: BuildRequest) -> Target:
 
 
 def check_format(target: Target, flag: str, format: str | None) -> None:
-    """Refuse a format of weights that the target can't keep, and name the targets that can."""
+    """Raise UsageError for a format that the target can't keep, and name the targets that can."""
     if format is not None and format not in target.formats:
         keeps = ", ".join(target.formats) or "no quantised weights"
         can = targets_that(lambda other: format in other.formats)
@@ -132,9 +135,9 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
 
 
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
-    """Refuse an engine that this machine can't compile, before the checkpoint is downloaded.
+    """Raise BuildError if this machine can't compile an engine, before the checkpoint's download.
 
-    source: a folder with its config.json. Raises BuildError, and UsageError as `prepare` does.
+    source: a folder with its config.json. Raises UsageError as `prepare` does.
     """
     load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
 
@@ -142,7 +145,7 @@ def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> 
 def check_small_files(
     request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
-    """Reads token ids and makes the plans: all that needs no file of weights."""
+    """Return token ids and plans, after the checks that need no file of weights."""
     ids = generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
     plans = dict(make_plans(request, source, config))
@@ -152,7 +155,7 @@ def check_small_files(
 
 
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
-    """Import the compiler; raises BuildError if it can't compile these plans on this machine."""
+    """Import the compiler; raise BuildError if it can't compile these plans on this machine."""
     with target.importing():
         from mtpbuild.builder import opened_model  # noqa: F401  (it imports torch)
 
@@ -161,12 +164,12 @@ def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
 
 
 def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
-    """Finds the model, or the slice of it that is asked for."""
+    """Return the model, or the requested slice of it, and its configuration."""
     return of_layers(request, find_model(request.model, request.checkpoint, request.revision))
 
 
 def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
-    """Returns a model and its configuration; with --layers they are a slice's, named as such."""
+    """Return a model and its configuration; with --layers those of the slice, named after it."""
     config = load_config(source.folder)
     if request.layers is None:
         return source, config
@@ -177,7 +180,7 @@ def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, Mo
 def make_plans(
     request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> Iterator[tuple[Path, Plan]]:
-    """Yields the place and the plan of the engine for each nextn."""
+    """Yield the folder and the plan of the engine for each nextn."""
     nextns = asked_nextns(config, request)
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options)
@@ -236,7 +239,7 @@ def make_plans(
 def asked_draft_ids(
     request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
 ) -> tuple[int, ...]:
-    """Returns the ids of the tokens that drafts are chosen from; () means all tokens."""
+    """Return the ids of the tokens that drafts are chosen from; () means all tokens."""
     if request.draft_vocab is None:
         return ()
     if nextns == (0,):
@@ -257,7 +260,7 @@ def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...
 def check_target(
     target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
 ) -> None:
-    """Refuse flags that the target can't build, and name the targets that can."""
+    """Raise UsageError for flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
         can = targets_with(Feature.ADAPT)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
@@ -272,7 +275,7 @@ def check_target(
 
 
 def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> None:
-    """Refuse rules of acceptance that are unknown, that clash, or that the target can't run."""
+    """Raise UsageError for acceptance rules that are unknown, clash, or can't run on the target."""
     taken = {control.name for control in (*CONTROLS, *CONSTRAINTS)}
     for name in request.acceptance_rules:
         rule, flag = find_rule(name), f"--acceptance-rule {name}"

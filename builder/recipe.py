@@ -1,6 +1,6 @@
-"""Finds the model that `--model` names: a recipe, a folder, or a repository of Hugging Face.
+"""Find the model that `--model` names: a recipe, a folder, or a repository of Hugging Face.
 
-A recipe is inert TOML data that names a model, its engine and the place of its checkpoint.
+A recipe is a TOML file, without code, that names a model, its engine and its checkpoint's place.
 """
 
 import os
@@ -32,7 +32,7 @@ FORMAT = re.compile(r"[-_.](gguf|awq|gptq|bnb|bf16|fp8|fp4|nvfp4|int8|int4|[48]-
 
 
 class Recipe(BaseModel):
-    """Is one file of `mtpbuild.recipes`; unknown keys are refused."""
+    """One file of `mtpbuild.recipes`; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,14 +54,14 @@ class Recipe(BaseModel):
 
     @property
     def summary(self) -> str:
-        """Returns the description, and how much a build downloads."""
+        """The description, and how much a build downloads."""
         size = "" if self.download is None else f"; {self.download} GB"
         return self.description + size
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """Is the model to build, with the folder of its checkpoint."""
+    """The model to build, with the folder of its checkpoint."""
 
     name: str
     engine: str
@@ -70,9 +70,10 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class Model:
-    """Is a model that `--model` names, whether its weights are on this machine or not.
+    """A model that `--model` names, whether its weights are on this machine or not.
 
-    It is a recipe, a folder or a repository. A recipe without a repository is made from another.
+    It is a recipe, a folder or a repository. A recipe without a repository is made from another
+    recipe.
     """
 
     name: str
@@ -82,7 +83,10 @@ class Model:
     repository: str | None = None
 
     def find_weights(self, revision: str | None = None) -> Path | None:
-        """Finds the checkpoint's folder; with a revision, only the repository's download counts."""
+        """Return the checkpoint's folder, or None if it is not on this machine.
+
+        With a revision only the repository's download counts.
+        """
         if self.folder is not None:
             return self.folder
         if self.recipe is not None and revision is None:
@@ -93,7 +97,7 @@ class Model:
         return None if self.repository is None else cached_snapshot(self.repository, revision)
 
     def missing(self, revision: str | None = None) -> MissingWeightsError:
-        """Makes the error that says how to get the weights."""
+        """Return the error that says how to get the weights."""
         if self.recipe is not None and self.recipe.made_from is not None:
             command = f"mtpbuild quantize --model {self.recipe.made_from} --to {self.recipe.layout}"
             how = f"`{command} --out {CHECKPOINTS / self.name}`, or name their folder with"
@@ -117,7 +121,7 @@ def load_recipes() -> list[Recipe]:
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Reads a recipe; raises CheckpointError, which names the bad key and the nearest known one."""
+    """Read a recipe; raise CheckpointError, which names the bad key and the nearest known one."""
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -133,7 +137,7 @@ def parse_recipe(path: Path) -> Recipe:
 def find_model(
     model: str, checkpoint: Path | None = None, revision: str | None = None
 ) -> FoundModel:
-    """Finds a model and its weights, in `checkpoint` if given; downloads nothing.
+    """Find a model and its weights, in `checkpoint` if given; download nothing.
 
     Raises UnknownRecipeError, which lists the recipes, or MissingWeightsError, which says what to
     do.
@@ -153,7 +157,7 @@ def find_model(
 
 
 def name_model(model: str) -> Model:
-    """Looks for a recipe by its or its repository's name, then a folder, then a repository.
+    """Return the recipe of this name or repository, else the folder, else the repository.
 
     A folder wins over a repository of the same name. Raises UnknownRecipeError.
     """
@@ -179,7 +183,7 @@ def name_model(model: str) -> Model:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Returns the recipe of that name, or the one that has the repository of that name."""
+    """Return the recipe of this name, or the one whose repository has this name."""
     recipes = load_recipes()
     by_name = {recipe.name: recipe for recipe in recipes}
     if name in by_name or os.path.isdir(name):
@@ -188,24 +192,24 @@ def find_recipe(name: str) -> Recipe | None:
 
 
 def default_target(model: str) -> str:
-    """Returns the target of a model if the command line names none."""
+    """Return the target of a model if the command line names none."""
     recipe = find_recipe(model)
     return TARGET if recipe is None else recipe.target
 
 
 def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
-    """Ends the message that refuses a model's format: names another model to build, if known.
+    """Return the end of a message that refuses a format: it names another model, if one is known.
 
     name: the folder's or the repository's; made_from: the base models that its card names.
     """
     own, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
     same = [r for r in recipes if r != name and (r in made_from or model_of(r) == own)]
-    if same:  # the shortest name has no format in it: its makers chose the format
+    if same:  # base models first, then the shortest name, which names no format
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"
     return f"; it was made from --model {made_from[0]}" if made_from else ""
 
 
 def model_of(name: str) -> str:
-    """Strips the owner and the format of the weights from a folder's or repository's name."""
+    """Strip the owner and the format of the weights from a folder's or repository's name."""
     return FORMAT.sub("", name.rpartition("/")[2]).casefold()

@@ -1,4 +1,4 @@
-"""New weights of the same architecture into an engine that exists, without lowering again."""
+"""Put new weights of the same architecture into an engine, without lowering its programs again."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ def refit(
 
 
 def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> OpenedModel:
-    """Opens the new model, of whose layers the engine has all or some; shapes must be the same."""
+    """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
     whole = find_model(model)
     refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
@@ -135,7 +135,7 @@ def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
 
 
 def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
-    """`name before -> after` of every value that shapes a graph."""
+    """List `name before -> after` for every value that shapes a graph."""
     before, after = flat(asdict(old)), flat(asdict(new))
     return [f"{n} {value} -> {after[n]}" for n, value in before.items() if value != after[n]]
 
@@ -148,7 +148,10 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def tensor_differences(old: Path, new: Path) -> Iterator[str]:
-    """Programs find weights by offset: names, order, types and shapes must all be the same."""
+    """Yield the differences between two weights files.
+
+    Programs find weights by offset, so names, order, types and shapes must all be the same.
+    """
     before, after = (list(header(folder / WEIGHTS).items()) for folder in (old, new))
     if len(before) != len(after):
         yield f"{len(before)} -> {len(after)} tensors"

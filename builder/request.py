@@ -1,4 +1,4 @@
-"""The request that `mtpbuild build` makes of the compiler."""
+"""The request that `mtpbuild build` passes to the compiler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class BuildRequest(BuildFlags):
-    """Holds what `mtpbuild build` asks for."""
+    """A request of `mtpbuild build`: the model, the engines' flags and the target's."""
 
     model: str
     nextn: tuple[Nextn, ...] | None = None  # None: the checkpoint's number of MTP modules

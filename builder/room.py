@@ -1,4 +1,4 @@
-"""Refuses an engine that this machine has no room for, before its checkpoint is downloaded."""
+"""Refuse an engine that this machine has no room for, before its checkpoint is downloaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,8 +25,8 @@ def check_room(
     """Raise DownloadError if download, engine or the engine's run need more room than there is.
 
     wanted: bytes to be fetched. folder: has the checkpoint's small files. The weights are counted
-    once, as engines of one build share them, and programs that hold weights of their own are not.
-    Of several ranks one is counted: the others may be built and run on other machines.
+    once, as engines of one build share them; weights inside programs are not counted. Of several
+    ranks one is counted: the others may be built and run on other machines.
     """
     downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
     if wanted > downloads.free:
@@ -54,12 +54,12 @@ def check_room(
 
 
 def needed_memory(engine: int, plans: list[Plan]) -> int:
-    """Returns the least memory that the largest of these engines takes when it runs."""
+    """Return the least memory that the largest of these engines needs to run."""
     return round(MAPPED * engine) + max(sum(map(size_of, state_specs(plan))) for plan in plans)
 
 
 def smaller(target: Target, plan: Plan, folder: Path) -> str:
-    """Names the smallest format that the target keeps, if the engine is not in it."""
+    """Return a hint at the smallest format that the target keeps, if the engine is larger."""
     sizes = {
         name: weights_bytes(target, replace(plan, scheme=build_scheme(name)), folder)
         for name in target.formats
@@ -71,7 +71,7 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
 
 
 def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
-    """Counts the bytes of a rank's weights file."""
+    """Return the bytes of a rank's weights file."""
     stored, config = SCHEMES[stored_as(folder)], plan.config
     scheme = plan.scheme or stored
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]

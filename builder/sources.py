@@ -1,4 +1,4 @@
-"""Finds and hashes the code that makes an engine: all that tracing and lowering import."""
+"""Find and hash the code that makes an engine: all that tracing and lowering import."""
 
 import ast
 import hashlib
@@ -11,15 +11,15 @@ PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[1]
 # These modules import the rest: weights, the step program, operators, the contract.
 STAGES = ("builder.opened_model", "builder.weights.placed", "builder.program.trace")
-# No other modules of the run time enter a graph.
+# The only modules of the runtime that graphs depend on.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
-# It imports all families; an engine depends on its own family alone, which the caller names.
+# It imports all families, but an engine depends only on its own, which the caller names.
 REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def hash_of_code(*modules: str, tree: Path = TREE) -> str:
-    """Returns the sha256 of all code that these modules and the stages of a build import.
+    """Return the sha256 of all code that these modules and the stages of a build import.
 
     Comments, docstrings and line breaks don't count. The folder of a model family or an operator
     counts as a whole, since its modules are imported late and by name. tree: this package's folder.
@@ -40,7 +40,7 @@ def hash_of_code(*modules: str, tree: Path = TREE) -> str:
 
 @cache
 def _read(text: str) -> tuple[str, tuple[str, ...]]:
-    """Returns a module's code without docstrings, and the names that it imports."""
+    """Return a module's code without docstrings, and the names that it imports."""
     code = ast.parse(text)
     imported = tuple(_imports(code))
     for node in ast.walk(code):
@@ -54,7 +54,7 @@ def _counts(name: str) -> bool:
 
 
 def _file(name: str, tree: Path) -> Path | None:
-    """Returns a module's file, or None if the name is not a module's but, say, a function's."""
+    """Return a module's file, or None if the name is not a module's but, say, a function's."""
     root, *rest = name.split(".")
     module = sys.modules.get(root)
     folders = [str(tree)] if root == PACKAGE else [*getattr(module, "__path__", ())]
@@ -83,7 +83,7 @@ def _imports(code: ast.AST) -> Iterator[str]:
 
 
 def _siblings(name: str, path: Path, tree: Path) -> Iterator[str]:
-    """Yield the other modules of the folder if it is a family's or an operator's."""
+    """Yield the other modules of a folder that is a family's or an operator's."""
     families, operators = tree / "builder" / "models", tree / "plugins"
     folder = path.parent
     if folder.parent in (families, operators) and folder.name != "common":

@@ -1,4 +1,4 @@
-"""Times the stages of a build, and reports each one to the user as it begins."""
+"""Time the stages of a build, and report each one to the user as it begins."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stages:
-    """Times stages: `with stages(name)`. It calls `watch` with the name of each as it begins."""
+    """A timer of stages: `with stages(name)` passes the name to `watch`, then adds up seconds."""
 
     watch: Callable[[str], None] = lambda stage: None
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Counts a step's calls in its exported graph, as a compiler for a GPU would fuse them."""
+"""Count a step's calls in its exported graph, as a compiler for a GPU would fuse them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -27,9 +27,9 @@ from mtpbuild.plugins import (
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 ONE_SHOT = sum_of_ranks._opoverload
-GATHERS = take_rows._opoverload  # PyTorch's operators on a GPU
+GATHERS = take_rows._opoverload  # PyTorch's operators do it on a GPU
 KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in {*OWN_PRODUCTS, GATHERS}}
-SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
+SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # after them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
@@ -37,7 +37,7 @@ REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", 
 
 @dataclass(frozen=True)
 class Counts:
-    """Holds the number of nodes of one program's graph, and how many of them are calls.
+    """The number of nodes of one program's graph, and how many of them are calls.
 
     Views and sizes are not calls. An op of ours counts once for each of its kernels. Other
     operators of PyTorch that stand together between products, kernels and collectives count as one
@@ -49,18 +49,18 @@ class Counts:
     kernels: int = 0
     others: int = 0
     collectives: int = 0
-    one_shot: int = 0  # of them, by a kernel of ours
+    one_shot: int = 0  # collectives by a kernel of ours
     summed: int = 0  # bytes that a rank gives to its collectives
     temporary: int = 0  # bytes of intermediate results that are held at once
 
     @property
     def launches(self) -> int:
-        """Counts the calls of one GPU without its collectives."""
+        """The number of calls of one GPU without its collectives."""
         return self.products + self.kernels + self.others
 
 
 def counted(traced: Traced, temporary: int = 0) -> Counts:
-    """Counts the calls of an exported program; temporary: bytes of its intermediate results."""
+    """Count the calls of an exported program; temporary: bytes of its intermediate results."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0
     for node in nodes:
@@ -76,15 +76,15 @@ def counted(traced: Traced, temporary: int = 0) -> Counts:
 
 
 def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
-    """Counts the kernels that PyTorch's other operators become.
+    """Count the kernels that PyTorch's other operators become.
 
     These are AOTInductor's rules, as far as they matter here. Two operators are one kernel if one
-    reads the other, also through views, and equally many calls come before both. Operators without
-    a reduction that only other operators read are computed again by these, and do not count.
-    `tests/builder/test_cross_cuda.py` compares the sum with compiled programs.
+    reads the other, also through views, and equally many calls come before both. An operator
+    without a reduction that only other operators read is computed again in their kernels, and does
+    not count. `tests/builder/test_cross_cuda.py` compares the sum with compiled programs.
     """
     read: dict[Node, list[Node]] = {}  # what a node reads, without the views between
-    before: dict[Node, int] = {}  # so many calls, one behind the other
+    before: dict[Node, int] = {}  # longest chain of calls before it
     fused: dict[Node, Node] = {}  # an operator -> another one of its kernel, or itself
     readers: dict[Node, list[Node]] = defaultdict(list)
 
@@ -141,7 +141,7 @@ def name_of(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str | None:
-    """Returns the field of `Counts` to which a call belongs; None if it launches nothing."""
+    """Return the field of `Counts` that a call belongs to; None if it launches nothing."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -163,7 +163,10 @@ def kind_of(node: Node) -> str | None:
 
 
 def launches_of(node: Node) -> int:
-    """Returns how many kernels an op of ours launches; 1 if Triton is not here to tell."""
+    """Return how many kernels an op of ours launches; 1 if that is unknown.
+
+    It is unknown without Triton, and for tensors of symbolic sizes.
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
     op = KERNELS[node.target]
     name, folder = op._qualname.rpartition("::")[2], op._init_fn.__module__.rpartition(".")[0]
@@ -176,19 +179,19 @@ def launches_of(node: Node) -> int:
 
 
 def _is_open(operand: Node) -> bool:
-    """Tells whether a tensor has an open size, so that no kernel's grid is known."""
+    """Return whether a tensor has a symbolic size, so that no kernel's grid is known."""
     value = operand.meta["val"]
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 def nbytes(given: Any) -> int:
-    """Counts a tensor's bytes; each open size counts as 1."""
+    """Return a tensor's bytes; each symbolic size counts as 1."""
     value = given.meta["val"]
     return prod(n for n in value.shape if isinstance(n, int)) * int(value.element_size())
 
 
 def _stand_in(arg: Any) -> Any:
-    """Returns a tensor of that shape without values, in int32 for bool, as kernels take flags."""
+    """Return a tensor of that shape without values, in int32 for bool, as kernels take flags."""
     if not isinstance(arg, Node):
         return arg
     value = arg.meta["val"]
@@ -199,14 +202,14 @@ def _stand_in(arg: Any) -> Any:
 
 
 def in_bytes(size: int) -> str:
-    """Writes a number of bytes in the largest unit of which it has one or more."""
+    """Format a number of bytes in the largest unit of which it has one or more."""
     units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
     name, unit = next((u for u in units if size >= u[1]), ("bytes", 1))
     return f"{size:,} bytes" if unit == 1 else f"{size / unit:,.2f} {name}"
 
 
 def in_words(counts: Counts) -> str:
-    """Describes a step's calls for a dry run."""
+    """Describe a step's calls for a dry run."""
     said = (
         f"about {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "
         f"kernels of ours, {counts.others:,} of other operators, fused)"

@@ -1,4 +1,4 @@
-"""Estimates from its exported graph how many bytes of intermediate results a program holds."""
+"""Estimate how many bytes of intermediate results a program holds, from its exported graph."""
 
 from math import prod
 from typing import Any
@@ -13,10 +13,11 @@ from mtpbuild.builder.step_counts import ALONE, kind_of, name_of
 
 
 def temporary_bytes(traced: Traced) -> int:
-    """Returns the bytes of results that are held at once, at most; open sizes have their bounds.
+    """Return the most bytes of results that are held at once; symbolic sizes have their bounds.
 
-    What only operators read that a compiler fuses is never held, and what has a state's shape is
-    written over that state. What kernels of ours hold between their launches is not known here.
+    A result is never held if only operators read it that a compiler fuses. A result of a state's
+    shape is written over that state. Memory that our kernels hold between their launches is not
+    known here.
     """
     ranges = traced.exported.range_constraints
     bounds = {symbol: found.upper for symbol, found in ranges.items()}
@@ -24,7 +25,7 @@ def temporary_bytes(traced: Traced) -> int:
     place = {node: i for i, node in enumerate(nodes)}
     states = {_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
     readers: dict[Node, set[str | None]] = {}  # their kinds, through views
-    last: dict[Node, int] = {}  # where a result is read last, through what is not held itself
+    last: dict[Node, int] = {}  # place of a result's last read, also through results not held
     change = [0] * (len(nodes) + 1)
     for node in reversed(nodes):
         kind = kind_of(node) if node.op == "call_function" else node.op

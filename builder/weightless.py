@@ -1,4 +1,4 @@
-"""A model without a weight in memory: what `build --dry-run` looks at beyond names and flags."""
+"""A model without weights in memory, for the checks of `build --dry-run` that need its graphs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Shapes(Checkpoint):
 
 
 def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
-    """Cut and join shapes as each rank's weights are; raises BuildError unless the program's fit.
+    """Cut and join shapes as each rank's weights are; raise BuildError if the program's differ.
 
     The error names the first weight of another shape.
     """
@@ -59,7 +59,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
 def export(
     model: OpenedModel, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
 ) -> list[dict[str, Counts]]:
-    """Export each plan's programs on tensors that only have shapes -> what each graph counts.
+    """Export each plan's programs on tensors that only have shapes; return each graph's counts.
 
     The model, which is on the meta device, is of no use afterwards.
     """

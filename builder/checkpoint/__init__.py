@@ -1,1 +1,1 @@
-"""Reads Hugging Face checkpoints: which files there are, and their tensors one by one."""
+"""Hugging Face checkpoints: which files they have, and whether a build can read them."""

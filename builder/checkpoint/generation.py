@@ -1,4 +1,4 @@
-"""Finds the token ids that begin and end a text, in the files beside a checkpoint's weights."""
+"""Find the token ids that begin and end a text, in the files beside a checkpoint's weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from mtpbuild.runtime.tokenizer_files import TOKENIZER_CONFIG, special_tokens
 
 @dataclass(frozen=True)
 class GenerationIds:
-    """Holds the ids, under the names of the fields in an engine's manifest."""
+    """The token ids, under the names of the fields in an engine's manifest."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -20,10 +20,10 @@ class GenerationIds:
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
-    """Reads the ids; the first file that has one wins. Raises CheckpointError for wrong ids.
+    """Read the ids; raise CheckpointError for wrong ones.
 
-    A text ends at its tokenizer's EOS, too: Qwen3.5's config.json has another one, and a chat's
-    turns end with the tokenizer's.
+    The first file that has an id wins. The tokenizer's EOS ends a text, too: Qwen3.5's config.json
+    names another token, but a chat's turns end with the tokenizer's.
     """
 
     def first(key: str) -> tuple[int, ...]:
@@ -42,20 +42,20 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Returns the ids of the tokens that tokenizer.json adds to its vocabulary."""
+    """Return the ids of the tokens that tokenizer.json adds to its vocabulary, by their text."""
     try:
         raw = read_json(folder / TOKENIZER, MOST_TOKENIZER)
         return {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):  # the run time reports it
+    except (OSError, ValueError, KeyError, TypeError):  # the runtime reports it
         return {}
 
 
 def _eos_token(folder: Path) -> str:
-    """Returns the EOS token of tokenizer_config.json; "" if it has none."""
+    """Return the EOS token of tokenizer_config.json, or "" if it has none."""
     try:
         raw = read_json(folder / TOKENIZER_CONFIG)
         return special_tokens(raw).get("eos_token", "")
-    except (OSError, ValueError, AttributeError):  # the run time reports it
+    except (OSError, ValueError, AttributeError):  # the runtime reports it
         return ""
 
 

@@ -1,6 +1,6 @@
-"""Finds repositories in huggingface_hub's cache, without that library.
+"""Find repositories in huggingface_hub's cache, without that library.
 
-models--OWNER--NAME/refs/main             the commit that a branch or tag was when it was fetched
+models--OWNER--NAME/refs/main             the commit of a branch or tag when it was downloaded
 models--OWNER--NAME/snapshots/COMMIT/...  links to the files' contents in models--OWNER--NAME/blobs
 """
 
@@ -15,7 +15,7 @@ MAIN = "main"
 
 
 def cache_folder() -> Path:
-    """Find huggingface_hub's cache, by its own environment variables."""
+    """Return the folder of huggingface_hub's cache, from that library's environment variables."""
     env = os.environ
     default = env.get("XDG_CACHE_HOME") or "~/.cache"
     home = env.get("HF_HOME") or os.path.join(default, "huggingface")
@@ -28,7 +28,7 @@ def repository_folder(repository: str) -> Path:
 
 
 def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
-    """Returns a download's folder if it has configuration and all weights.
+    """Return the folder of a downloaded snapshot if it has config.json and all weights.
 
     revision: branch, tag or commit.
     """
@@ -39,7 +39,7 @@ def cached_snapshot(repository: str, revision: str | None = None) -> Path | None
 
 
 def write_ref(repository: str, revision: str, commit: str) -> None:
-    """Record the commit that a branch or tag names, once its files are here."""
+    """Record the commit of a branch or tag, after its files have been downloaded."""
     path = repository_folder(repository) / "refs" / revision
     if revision != commit:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Treats some layers of a big checkpoint as a model, to try it on a small machine."""
+"""Use some layers of a large checkpoint as a model, to try it on a small machine."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 
 @dataclass(frozen=True)
 class LayersSlice:
-    """Selects main layers `first` to `last`, both included, and all MTP modules."""
+    """Main layers `first` to `last`, both included, and all MTP modules."""
 
     first: int
     last: int
@@ -24,15 +24,15 @@ class LayersSlice:
         return self.last - self.first + 1
 
     def of(self, c: ModelConfig) -> ModelConfig:
-        """Returns the slice's configuration; raises UsageError if the model lacks these layers."""
+        """Return the slice's configuration; raise UsageError if the model lacks these layers."""
         if not 0 <= self.first <= self.last < c.num_hidden_layers:
             raise UsageError(f"--layers {self} is outside 0-{c.num_hidden_layers - 1}")
         return c.sliced(self.first, self.count)
 
     def rename(self, name: str, layers: int) -> str | None:
-        """Returns a tensor's name in the slice, or None if it is not in it.
+        """Return a tensor's name in the slice, or None if the slice lacks it.
 
-        layers: how many main layers the checkpoint has.
+        layers: the number of main layers of the checkpoint.
         """
         found = LAYER.fullmatch(name)
         if found is None:
@@ -45,7 +45,7 @@ class LayersSlice:
 
 
 def parse_layers(text: str) -> LayersSlice:
-    """Read a range such as `0-3`; raises UsageError."""
+    """Parse a range such as `0-3`; raise UsageError for anything else."""
     found = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text)
     if found is None:
         raise UsageError(f"--layers {text!r} is not a range such as 0-3")

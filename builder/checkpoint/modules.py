@@ -1,4 +1,4 @@
-"""Finds the MTP modules that a checkpoint holds, by the names of its tensors."""
+"""Find the MTP modules that a checkpoint holds, by the names of its tensors."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ KEY = "num_nextn_predict_layers"
 
 
 def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
-    """Count the modules that have tensors, up to the first one that has none."""
+    """Count the modules that have tensors, up to the first one without any."""
     layers = {place[0] for name in names if (place := family.place(c, name))}
     count = 0
     while c.num_hidden_layers + count in layers:
@@ -20,9 +20,9 @@ def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
 
 
 def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """Returns config.json's values with the number of modules, which some files leave out.
+    """Return config.json's values with the number of MTP modules, which some files leave out.
 
-    transformers then assumes one; the tensors that are stored are a better witness.
+    transformers assumes one module then; we count the modules that have tensors.
     """
     if raw.get(KEY) is not None:
         return raw
@@ -30,7 +30,7 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
 
 
 def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
-    """Refuse a checkpoint that holds fewer modules than its configuration promises."""
+    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says."""
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "

@@ -1,6 +1,6 @@
-"""Refuses checkpoints that a build can't read, by the names of their files and config.json.
+"""Refuse checkpoints that a build can't read, by the names of their files and config.json.
 
-A repository needs no download for that, and gets the same messages as a folder.
+A repository can be refused before it is downloaded, with the same messages as a folder.
 """
 
 import os
@@ -22,10 +22,10 @@ SUPPORTED = (
 
 
 def refuse_folder(folder: Path, instead: str = "") -> None:
-    """Refuse a folder's weights if a build can't read them.
+    """Raise CheckpointError for a folder whose weights a build can't read.
 
-    A folder that can't be listed passes: whoever reads it reports that. instead: the end of the
-    message, which may name another model to build.
+    A folder that can't be listed passes: the code that reads it reports that. instead: the end of
+    the message, which may name another model to build.
     """
     try:
         names = os.listdir(folder)
@@ -36,7 +36,7 @@ def refuse_folder(folder: Path, instead: str = "") -> None:
 
 
 def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
-    """Refuse GGUF files that have no safetensors beside them."""
+    """Raise CheckpointError for GGUF files that have no safetensors beside them."""
     if SINGLE in names or INDEX in names:
         return
     if any(name.endswith(".gguf") for name in names):
@@ -44,7 +44,7 @@ def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
 
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
-    """Refuse weights if config.json or ModelOpt's file names a format that is not read."""
+    """Raise CheckpointError if config.json or ModelOpt's file names an unsupported format."""
     quantised = _quantised(folder)
     method = quantised.get("quant_method")
     if (method is None and not quantised) or method == "mtpbuild":
@@ -64,14 +64,14 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
 
 
 def stored_as(folder: Path) -> str:
-    """Returns the layout, as recipes name it, of weights that `refuse_quantised` lets pass."""
+    """Return the layout of weights that `refuse_quantised` accepts, by its name in recipes."""
     quantised = _quantised(folder)
     method = quantised.get("quant_method", "bf16")
     return {"modelopt": "nvfp4", "mtpbuild": str(quantised.get("fmt"))}.get(method, method)
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
-    """Refuse a tiktoken tokenizer that has no tokenizer.json beside it."""
+    """Raise CheckpointError for a tiktoken tokenizer that has no tokenizer.json beside it."""
     if TIKTOKEN in names and TOKENIZER not in names:
         raise CheckpointError(
             f"{where}: {TIKTOKEN} is not read: put a {TOKENIZER} with equal ids beside it (made "
@@ -81,7 +81,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def _quantised(folder: Path) -> Mapping[str, Any]:
-    """Returns what config.json and ModelOpt's file say of the weights' format; {} is nothing."""
+    """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
     raw = _object(folder / CONFIG).get("quantization_config")
     quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = _object(folder / MODELOPT).get("quantization")
@@ -91,7 +91,7 @@ def _quantised(folder: Path) -> Mapping[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if the file is missing or holds none."""
+    """Return the JSON object in a file, or {} if the file is missing or has none."""
     try:
         raw = read_json(path)
     except (OSError, ValueError):

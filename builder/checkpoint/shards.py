@@ -1,4 +1,4 @@
-"""Finds the safetensors files of a checkpoint, and refuses files that are missing or cut short."""
+"""Find the safetensors files of a checkpoint, and refuse missing and truncated ones."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Index:
-    """Holds `model.safetensors.index.json`: the shard of each tensor, and the bytes of all."""
+    """`model.safetensors.index.json`: the shard of each tensor, and the bytes of all tensors."""
 
     path: Path
     shards: Mapping[str, str]
@@ -31,7 +31,10 @@ class Index:
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
-    """Returns `model.safetensors` or the index's shards; raises CheckpointError if one is cut."""
+    """Return the paths of a checkpoint's weights, and the index if there is one.
+
+    Raises CheckpointError if a file is missing or truncated.
+    """
     index = _read_index(folder)
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
@@ -41,19 +44,19 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Names the files that hold a checkpoint's weights, even if they are missing."""
+    """Return the names of the files of a checkpoint's weights, even if they are missing."""
     return _names(_read_index(folder))
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Returns the names of a text model's tensors from index or header, without torch."""
+    """Return the names of a text model's tensors from index or header, without torch."""
     if (index := _read_index(folder)) is not None:
         found: Iterable[str] = index.shards
     else:
         try:
             found = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
-            return set()  # not there yet, or unreadable, which the reader of the tensors reports
+            return set()  # not there yet, or unreadable: the reader of the tensors reports it
     return {name for name in map(text_name, found) if name is not None}
 
 
@@ -81,7 +84,10 @@ def _read_index(folder: Path) -> Index | None:
 
 
 def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
-    """Name the first shard that is missing or cut short, and count all missing bytes."""
+    """Raise CheckpointError if shards are missing or truncated.
+
+    The error names the first one and counts all missing bytes.
+    """
     missing = [path for path in shards if not os.path.isfile(path)]  # never raises: odd names
     there = {path: _measure(path) for path in shards if path not in missing}
     lacking = {path: lack for path, (_, lack) in there.items() if lack > 0}
@@ -99,7 +105,7 @@ def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None)
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Returns the bytes of tensors that the header promises, and how many the file lacks."""
+    """Return the bytes of tensors that the header promises, and how many the file lacks."""
     with path.open("rb") as file:
         first = file.read(8)
     if POINTER.startswith(first) and len(first) == 8:
@@ -108,7 +114,7 @@ def _measure(path: Path) -> tuple[int, int]:
         header, _, start = read_header(path)
         data = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return 0, 0  # unreadable, which the reader of the tensors reports
+        return 0, 0  # unreadable: the reader of the tensors reports it
     return data, start + data - path.stat().st_size
 
 

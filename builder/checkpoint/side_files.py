@@ -1,4 +1,4 @@
-"""Lists and copies the files beside a checkpoint's weights: tokenizer, templates, defaults."""
+"""List and copy the files beside a checkpoint's weights: tokenizer, templates, defaults."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ SIDE_FILES = (
 
 
 def side_files(folder: Path) -> list[str]:
-    """Names the side files in a folder, including a subfolder with chat templates."""
+    """Return the names of a folder's side files, including its subfolder of chat templates."""
     named = [name for name in SIDE_FILES if (folder / name).is_file()]
     templates = sorted(p for p in (folder / MORE_TEMPLATES).glob("*.jinja") if p.is_file())
     return [*named, *(path.relative_to(folder).as_posix() for path in templates)]

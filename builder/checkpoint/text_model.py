@@ -1,23 +1,23 @@
-"""Finds a text model's tensors in checkpoints that wrap it, or that stack its experts."""
+"""Find a text model's tensors in checkpoints that wrap it, or that stack its experts."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 WRAPPED = "model.language_model."  # a text model beside a vision tower
 TOWER = "model.visual."
-STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # of all experts, [X, out, in]
-Part = tuple[int, int, int]  # an expert, its first row, how many rows
+STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
+Part = tuple[int, int, int]  # expert, its first row, number of rows
 
 
 def text_name(name: str) -> str | None:
-    """Returns a tensor's name in the text model; None: it belongs to the vision tower."""
+    """Return a tensor's name in the text model; None if it belongs to the vision tower."""
     if name.startswith(TOWER):
         return None
     return f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
 
 
 def unstacked(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
-    """Yields the weight of each expert in a stack, and where it is; nothing if it is no stack."""
+    """Yield the weight of each expert in a stack, and where it is; nothing if it is no stack."""
     found = STACK.fullmatch(name)
     if found is None or len(shape) != 3:
         return

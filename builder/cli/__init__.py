@@ -21,11 +21,11 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Print what Typer refuses as the commands print their own errors."""
+    """Print Typer's usage errors in one line, as the commands print their own errors."""
     try:
         yield
     except USAGE_ERROR as error:
-        if "\n" in error.message:  # the help, where nothing was asked
+        if "\n" in error.message:  # the help, shown if there are no arguments
             raise
         command = error.ctx.command_path if error.ctx else "mtpbuild"
         typer.echo(
@@ -35,7 +35,7 @@ def one_line() -> Iterator[None]:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands, whose usage errors are one line."""
+    """The group of all commands; their usage errors are one line."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with one_line():

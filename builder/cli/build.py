@@ -78,7 +78,7 @@ def build(
 
 
 def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
-    """Download, build, or foresee what a build would do, and print what came of it."""
+    """Download and build, or check what a build would do with --dry-run; print the result."""
     from mtpbuild.builder.build import build
     from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.download import download
@@ -88,7 +88,7 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
 
     beginnings = read_files(prefixes, request.target, request.ranks.tp)
     if not request.dry_run:
-        download(request)  # it shows bars of its own, so before the stages are shown
+        download(request)  # before the stages are shown, as it shows bars of its own
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None

@@ -123,7 +123,7 @@ def evaluate(
 def grid(
     topk: str | None, delta: str | None, settings: Settings
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Choose the values to try: the flags', or the configuration's, or the usual ones."""
+    """Return the values to try: the flags', else the configuration's, else the defaults."""
     on = settings.use_relaxed_acceptance_for_thinking
     topks = _tried("--relaxed-topk", topk, settings.relaxed_topk if on else None, int, TOPK)
     deltas = _tried("--relaxed-delta", delta, settings.relaxed_delta if on else None, float, DELTA)

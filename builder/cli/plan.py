@@ -1,4 +1,4 @@
-"""Defines the command `plan`."""
+"""The command `plan`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -79,7 +79,7 @@ def plan(
 
 
 def refuse_gpu_flags(context: typer.Context) -> None:
-    """Raise UsageError for flags that were given and say something of GPUs."""
+    """Raise UsageError if flags for GPUs were given."""
     sources = {name: context.get_parameter_source(name) for name in FOR_GPUS}
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:

@@ -27,7 +27,7 @@ TargetFlags: Any = option_flags(build_options)
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """Says how many ranks share a model, and how."""
+    """The flags for the number of ranks that share a model, and for how they share it."""
 
     tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
@@ -43,7 +43,7 @@ class RankFlags:
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:
-    """Read what `build` and `bench` take: `0,1,auto` -> (0, 1, "auto")."""
+    """Parse the --nextn of `build` and `bench`: `0,1,auto` -> (0, 1, "auto")."""
 
     def read(part: str) -> "Nextn":
         return "auto" if part.strip() == "auto" else int(part)
@@ -52,7 +52,7 @@ def parse_nextn(text: str) -> tuple["Nextn", ...]:
 
 
 def parse_range(text: str) -> tuple[int, ...]:
-    """Read what `plan` takes: `3`, `0,1,3` or `0..5`, in rising order."""
+    """Parse the --nextn of `plan`, `3`, `0,1,3` or `0..5`; return numbers in rising order."""
     first, dots, last = text.partition("..")
     numbers = parse_list("--nextn", f"{first},{last}" if dots else text, int, "0,1,2,3")
     if not dots:
@@ -65,10 +65,10 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Show the current stage on standard error; yields a function that changes it.
+    """Show the current stage on standard error; yield a function that changes it.
 
-    A terminal shows it with the seconds since the command began. Elsewhere each stage that follows
-    the first one is a line.
+    A terminal shows it with the seconds since the command began. Elsewhere each stage after the
+    first one is a line.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -84,7 +84,7 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 class StageLines:
-    """Prints a line for each stage; of one that counts, at most every `EVERY` seconds."""
+    """Progress as lines: one per stage, at most one every `EVERY` seconds of a counting stage."""
 
     EVERY = 30.0
 
@@ -100,7 +100,7 @@ class StageLines:
 
 
 def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:
-    """Print the JSON file that was written, or tables and where the file is.
+    """Print the JSON file that was written, or tables and the file's path.
 
     Without matplotlib, a line on standard error says why there are no pictures.
     """

@@ -1,4 +1,4 @@
-"""Prints the results of the building commands; imported only for printing."""
+"""Print the results of the building commands; imported only for printing."""
 
 import contextlib
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_recipes(json: bool) -> None:
-    """Print a line for each model that can be built by name, or all of each as JSON."""
+    """Print a line for each model that can be built by name, or all fields of each as JSON."""
     if json:
         print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
         return
@@ -30,7 +30,7 @@ def print_recipes(json: bool) -> None:
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:
-    """Show the engines with their sizes, and which of their ranks are here."""
+    """Print the engines with their sizes, and which of their ranks are here."""
     console = Console()
     folders = names_column("engine", [str(engine.folder) for engine in engines])
     drafters = Column("drafter", no_wrap=True)
@@ -54,7 +54,7 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
 
 
 def print_stages(stages: "Stages") -> None:
-    """Show how long each stage took, and the peak memory of all where the system tells it."""
+    """Print the time of each stage, and the peak memory of all where the system reports it."""
     said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
     with contextlib.suppress(ImportError):  # on Windows
         import resource

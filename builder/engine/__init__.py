@@ -1,1 +1,1 @@
-"""The engine directory as a build sees it: made beside its place, found, shared, put there."""
+"""Engine directories during a build: made in a hidden folder, found, shared, moved into place."""

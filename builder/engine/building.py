@@ -1,7 +1,7 @@
-"""Makes an engine in a hidden folder beside its place, and moves it there by one rename.
+"""Build an engine in a hidden folder beside its place, and move it there by one rename.
 
-A build that ends early leaves its finished parts in that folder, with a journal of them, for the
-next build of the same inputs. A lock lets only one build at a time work there.
+A build that ends early leaves its finished parts in that folder, with a journal that lists them.
+The next build of the same inputs reuses them. A lock lets only one build at a time use the folder.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finished(BaseModel):
-    """Is a finished part of the engine; `files` maps paths in the engine to their sha256."""
+    """A finished part of the engine; `files` maps paths in the engine to their sha256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class Finished(BaseModel):
 
 
 class Building:
-    """Is an engine in the making: `folder` becomes the engine, `finished` has the parts so far."""
+    """An unfinished engine: `folder` becomes the engine, `finished` has the parts so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Building:
         self._journal = folder.parent / JOURNAL
 
     def resume(self, inputs: str, *, anew: bool) -> None:
-        """Keep the intact parts that a build of the same inputs finished, and remove all else."""
+        """Keep the intact parts of an earlier build of the same inputs, and remove all else."""
         before, *lines = _read(self._journal).splitlines() or [""]
         found = _parse(lines) if before == inputs and not anew else []
         self.finished = {part.name: part for part in found if self._is_intact(part)}
@@ -61,7 +61,7 @@ class Building:
             journal.write(part.model_dump_json() + "\n")
 
     def hashes(self, place: Path) -> dict[str, str]:
-        """Returns the sha256 of each finished file in one of the engine's folders, by name."""
+        """Return the sha256 of each finished file in one of the engine's folders, by name."""
         files = [item for part in self.finished.values() for item in part.files.items()]
         paths = ((self.folder / name, sha256) for name, sha256 in files)
         return {path.name: sha256 for path, sha256 in paths if path.parent == place}
@@ -88,7 +88,7 @@ def _read(journal: Path) -> str:
 
 
 def _parse(lines: list[str]) -> list[Finished]:
-    """Read a journal up to the first line that was not written to its end."""
+    """Parse a journal up to the first line that is incomplete."""
     parts = []
     with contextlib.suppress(ValidationError):
         for line in lines:
@@ -97,7 +97,7 @@ def _parse(lines: list[str]) -> list[Finished]:
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Move a folder to `out`, in place of an older one, which comes back if that fails."""
+    """Move a folder to `out` in place of an older one, which is restored if that fails."""
     old = _old(out)
     if out.exists():
         out.rename(old)
@@ -111,7 +111,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def is_taken(out: Path, mark: str, what: str) -> bool:
-    """Returns whether `out` holds a file `mark`; raises BuildError if it holds anything else."""
+    """Return whether `out` holds a file `mark`; raise BuildError if it holds anything else."""
     try:
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
@@ -136,12 +136,12 @@ def under_construction(
     rank: int | None = None,
     put: Callable[[Path, Path], None] = replace_folder,
 ) -> Iterator[Building]:
-    """Make a folder beside `out` that moves to `out` if the block ends well.
+    """Make a folder beside `out`, and move it to `out` if the block succeeds.
 
-    If the block fails, its finished parts stay for the next build, unless that one has other inputs
-    or begins `anew`. rank: the only rank that is built, if so; builds of other ranks may run at the
-    same time. put: moves the folder to its place. Raises BuildError if the folder can't be written,
-    or if another process is building the same.
+    If the block fails, its finished parts stay for the next build of the same inputs; a build with
+    `anew` discards them. rank: the only rank that is built, if any; builds of other ranks may run
+    at the same time. put: moves the folder into place. Raises BuildError if the folder can't be
+    written, or if another process builds the same engine.
     """
     place = out.resolve()  # if `out` is a link, its target is replaced
     home = _home(place, rank)
@@ -163,7 +163,7 @@ def under_construction(
 
 
 def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> None:
-    """Remove the parts that a build of the same inputs left behind, as the engine is there now.
+    """Remove the parts that an interrupted build left, as the finished engine is there now.
 
     The parts of other inputs stay, and so do the parts of a running build.
     """
@@ -182,7 +182,7 @@ def _home(place: Path, rank: int | None) -> Path:
 
 @contextlib.contextmanager
 def _locked(home: Path, out: Path) -> Iterator[None]:
-    """Make `home`, and keep other processes out of it."""
+    """Create `home`, and lock other processes out of it."""
     with needs("build", "filelock"):
         from filelock import FileLock, Timeout
 
@@ -204,7 +204,7 @@ def _locked(home: Path, out: Path) -> Iterator[None]:
 
 
 def _undo_replacing(out: Path) -> None:
-    """Put back the engine that a killed build was about to replace."""
+    """Restore the engine that a killed build had moved aside, if nothing has taken its place."""
     old = _old(out)
     if old.exists() and not out.exists():
         old.rename(out)
@@ -212,7 +212,7 @@ def _undo_replacing(out: Path) -> None:
 
 
 def _leave(building: Building, home: Path, out: Path) -> None:
-    """Keep the finished parts and nothing else."""
+    """Keep the finished parts; if there are none, remove the folder."""
     with contextlib.suppress(OSError):  # never hide the error that ended the build
         if building.finished:
             building.prune()

@@ -1,4 +1,4 @@
-"""Finds engines and their ranks on disk, links files that they share, and moves them into place."""
+"""Find engines and their ranks on disk, share their files, and move them into place."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int, Path]:
-    """Make and return the folder of each wanted rank; a single rank has the engine's own folder."""
+    """Create and return the folder of each wanted rank; a single rank has the engine's folder."""
     folders = {rank: folder / rank_name(rank) if ranks.tp > 1 else folder for rank in wanted}
     for place in folders.values():
         place.mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int,
 def link(old: Path, new: Path) -> None:
     """Make `new` a hard link to `old`, or a copy if the file system has no hard links.
 
-    If `old` is a link itself, `new` is what it leads to.
+    If `old` is a symbolic link, `new` is made from its target.
     """
     old = old.resolve()
     try:
@@ -45,7 +45,7 @@ def link(old: Path, new: Path) -> None:
 def keep_access(engine: Path, folder: Path) -> None:
     """Give a folder that will replace an engine, and its new files, the engine's modes and owners.
 
-    A file that the engine has not gets those of its manifest; nothing that is linked changes.
+    A file that the engine lacks gets those of its manifest. Files that are linked do not change.
     """
     copy_access(engine, folder)
     for path in folder.rglob("*"):
@@ -59,9 +59,9 @@ def keep_access(engine: Path, folder: Path) -> None:
 
 
 def copy_access(old: Path, new: Path) -> None:
-    """Give a file or folder another one's mode, and its owner where this user may do that."""
+    """Copy the mode of a file or folder to another, and the owner where this user may set it."""
     there = old.stat()
-    with contextlib.suppress(OSError):  # the owner first, as a change of it may take mode bits
+    with contextlib.suppress(OSError):  # the owner first, as chown may clear mode bits
         os.chown(new, there.st_uid, there.st_gid)
     new.chmod(there.st_mode & 0o7777)
 
@@ -69,7 +69,8 @@ def copy_access(old: Path, new: Path) -> None:
 def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool:
     """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one.
 
-    inner: the name of the rank's folder that has the file, here and in the sibling.
+    Returns whether `path` is such a link now. inner: the name of the rank's folder with the file,
+    the same in both engines; "" for an engine of one rank.
     """
     for folder in sorted(siblings.glob(f"*/{inner}")):
         manifest = existing(folder)
@@ -84,7 +85,7 @@ def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool
 
 
 def share_programs(first: Path, others: Iterable[Path]) -> None:
-    """Link the programs of the first rank into the other ranks' folders."""
+    """Link the first rank's programs into the other ranks' folders."""
     for place in others:
         for file in sorted(first.iterdir()):
             if file.name != MANIFEST and not (place / file.name).exists():
@@ -92,9 +93,9 @@ def share_programs(first: Path, others: Iterable[Path]) -> None:
 
 
 def existing(out: Path, fingerprint: str | None = None) -> Manifest | None:
-    """Returns the manifest of the engine at `out`, or None if there is none that can be read.
+    """Return the manifest of the engine at `out`, or None if there is no readable one.
 
-    fingerprint: of the only build that counts; None if any does.
+    fingerprint: if given, the engine must have it.
     """
     try:
         found = read_manifest(out)
@@ -114,7 +115,7 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
 
 
 def model_of(out: Path) -> str | None:
-    """Returns the name of the model of the engine at `out`, whatever its format version."""
+    """Return the model's name of the engine at `out`, whatever the manifest's format version."""
     try:
         name = read_json(out / MANIFEST)["model"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -123,7 +124,7 @@ def model_of(out: Path) -> str | None:
 
 
 def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
-    """Refuse to replace the ranks of another build by a single rank."""
+    """Raise BuildError if a single rank would replace the ranks of another build."""
     manifest = existing(out)
     if manifest is None or force or not ranks_here(out, manifest):
         return
@@ -135,9 +136,9 @@ def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
 
 
 def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
-    """Returns the ranks at `out` that are missing, damaged, or made from other inputs.
+    """Return the ranks at `out` that are missing, damaged, or made from other inputs.
 
-    An engine that is not split is its rank 0.
+    An engine that is not split counts as rank 0.
     """
     manifest = existing(out, fingerprint)
     if manifest is None or not _is_intact(out, manifest):
@@ -146,7 +147,7 @@ def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
 
 
 def intact_rank(out: Path, fingerprint: str) -> Path | None:
-    """Returns the folder of the first intact rank at `out` that this build made."""
+    """Return the folder of the first intact rank at `out` that this build made, if any."""
     if (manifest := existing(out, fingerprint)) is None:
         return None
     found = (rank for rank in ranks_here(out, manifest) if _is_intact(out, manifest, rank))
@@ -154,7 +155,7 @@ def intact_rank(out: Path, fingerprint: str) -> Path | None:
 
 
 def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
-    """Returns whether the engine's own files, or one rank's files, are as they were built."""
+    """Return whether the engine's own files, or one rank's files, are as they were built."""
     try:
         if rank is None:
             check_files(out, manifest)
@@ -166,13 +167,13 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Move an engine to its place; ranks that were built alone join the others of their build."""
+    """Move an engine into place; ranks that were built alone join the others of their build."""
     own = read_manifest(new)
     ranks = ranks_here(new, own)
     if len(ranks) == own.build.tp or not own.split:
         replace_folder(new, out)
         return
-    with contextlib.suppress(OSError):  # something is there, perhaps since a moment ago
+    with contextlib.suppress(OSError):  # it fails if something is there, perhaps since a moment ago
         new.rename(out)
         return
     there = existing(out)

@@ -1,4 +1,4 @@
-"""Writes engine.json: the model, the flags, the target, the programs, the hash of every file."""
+"""Write engine.json: the model, the flags, the target, the programs, the hash of every file."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -35,9 +35,9 @@ def write_manifests(
     exact: bool,
     probed: tuple[str, ...] = (),
 ) -> None:
-    """Write engine.json into the engine's folder, and into those of its ranks if it is split.
+    """Write engine.json into the engine's folder, and into its ranks' folders if it is split.
 
-    exact: whether results depend on tokens and weights alone. probed: how that was tried.
+    exact: whether results depend on tokens and weights alone. probed: the checks that tested it.
     """
     plan = job.plans[out]
     first = next(iter(folders.values()))
@@ -62,7 +62,7 @@ def write_manifests(
 
 
 def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> BuildInfo:
-    """Returns the flags of the build; most are fields of the plan by the same names."""
+    """Return the flags of the build; most are fields of the plan with the same names."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(
         **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
@@ -78,7 +78,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> Bui
 
 
 def describe_files(folder: Path, known: Mapping[str, str]) -> dict[str, FileSpec]:
-    """Returns size and sha256 of every file but the manifest; known: hashes by name, if any."""
+    """Return size and sha256 of every file but the manifest; known: hashes by name, if any."""
     top = {path.name for path in folder.iterdir() if path.is_file()}
     return {
         name: FileSpec(

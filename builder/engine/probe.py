@@ -1,6 +1,6 @@
-"""Plays a few texts on an engine that was just built, in ways that must not matter to an exact one.
+"""Run a few texts on a new engine in ways that must not change the text of an exact one.
 
-It is `mtpbuild verify` in small: what is checked is in engine.json, and a difference is told.
+This is a small `mtpbuild verify`: engine.json lists the checks, and a difference is reported.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from mtpbuild.builder.verify.play import load_again, play
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import MtpbuildError
 
-TOKENS, LENGTHS = 8, (3, 20)  # of each text, and of the prompts
+TOKENS, LENGTHS = 8, (3, 20)  # tokens of each text, and of the prompts
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Says what was checked, and the first thing that was found wrong."""
+    """The checks that passed, or else the first difference that was found."""
 
     checked: tuple[str, ...] = ()
     wrong: str | None = None
 
 
 def probe(folder: Path) -> Probed:
-    """Make every check that such an engine allows; its manifest must be there."""
+    """Run every check that this engine allows; its manifest must be there."""
     checked = list[str]()
     try:
         with ExitStack() as stack:
@@ -50,7 +50,7 @@ def probe(folder: Path) -> Probed:
 
 
 def prompts(engine: Engine) -> Iterator[list[int]]:
-    """Make prompts of any tokens, as far as the engine takes them."""
+    """Yield prompts of arbitrary tokens, as long as they fit into the engine."""
     most, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
     for length in LENGTHS:
         if length + TOKENS <= most:
@@ -58,7 +58,7 @@ def prompts(engine: Engine) -> Iterator[list[int]]:
 
 
 def steps(case: Case) -> Finding:
-    """Go on from half of each text: a prompt then fills in the rows that steps have filled in."""
+    """Continue each text from its half: a prompt then fills the rows that steps have filled."""
     if not case.prompts:
         raise NotChecked("the engine takes no prompt of them")
     half = TOKENS // 2
@@ -76,6 +76,6 @@ def steps(case: Case) -> Finding:
 
 CHECKS = {
     "steps fill in what prompts do": steps,
-    "prompt chunks and threads change nothing": chunks,  # the engine is loaded with two threads
+    "prompt chunks and threads change nothing": chunks,  # loads the engine again, with two threads
     "a batch changes nothing": batch,
 }

@@ -1,1 +1,1 @@
-"""The programs of an engine: one step, its drafting and acceptance, prefill, and their export."""
+"""The programs of an engine: the step with its drafting and acceptance, prefill, their export."""

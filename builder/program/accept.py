@@ -1,4 +1,4 @@
-"""Defines what a step asks of its acceptance, and its kinds: greedy alone, and all modes mixed."""
+"""How a step judges and chooses tokens: greedily in all slots, or as each request asks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,42 +28,42 @@ from mtpbuild.runtime.contract.rules import Rule
 
 
 class Acceptance:
-    """Judges and drafts strictly and greedily in all slots, so that no step pays for sampling.
+    """Strict, greedy acceptance and drafting in all slots, so that no step pays for sampling.
 
-    State that it only passes on is cloned, as one tensor can't be both input and output of a graph.
+    State that is only passed on is cloned, as one tensor can't be both input and output of a graph.
     """
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
-        """Judges a window by the main model's hidden states [B, T, E]."""
+        """Judge a window by the main model's hidden states [B, T, E]."""
         return self.judge(model.logits(hidden), state, active)
 
     def draft(self, model: CausalLM, j: int, hidden: Tensor, k: int) -> Tensor:
-        """Chooses draft k (from 1) by what module j has handed on, [B, 1, E] -> int64 [B, 1]."""
+        """Choose draft k (from 1) by module j's hidden state [B, 1, E] -> int64 [B, 1]."""
         return self.choose(model.draft_logits(j, hidden), k)
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
-        """Decides which of the window's tokens are emitted; logits [B, T, V], active [B] bool."""
+        """Decide which of the window's tokens are emitted; logits [B, T, V], active [B] bool."""
         *slots, thinking = slots_of(state, active)
         tokens, n, lengths, logprobs, margins = accept_rewind(logits, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Chooses draft k (from 1) behind the newest token: logits [B, 1, V] -> int64 [B, 1]."""
+        """Choose draft k, from 1 after the newest token: logits [B, 1, V] -> int64 [B, 1]."""
         return logits.argmax(-1)
 
     def draft_probs(self, state: State) -> State:
-        """Returns the distributions [B, K, V] of the drafts, if the state has a place for them."""
+        """Return the distributions [B, K, V] of the drafts, if the state has a place for them."""
         return {name: state[name].clone() for name in ("draft_probs",) if name in state}
 
     def history(self, state: State) -> State:
-        """Returns the tokens that later penalties count, if the state has a place for them."""
+        """Return the tokens that later penalties count, if the state has a place for them."""
         return {name: state[name].clone() for name in (HISTORY,) if name in state}
 
 
 class RanksAcceptance(Acceptance):
-    """Judges and drafts likewise where ranks share a vocabulary: they exchange their best logits.
+    """Strict, greedy acceptance where ranks split a vocabulary: they exchange their best logits.
 
-    Exchanging all logits is a third of the bytes that a step of DeepSeek-R1 sums over its ranks.
+    All logits would be a third of the bytes that a step of DeepSeek-R1 sums over its ranks.
     """
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
@@ -77,10 +77,10 @@ class RanksAcceptance(Acceptance):
 
 
 class MixedAcceptance(Acceptance):
-    """Judges and drafts in each slot as its request asks.
+    """Acceptance and drafting in each slot as its request asks.
 
-    Drafts are drawn from their distribution where `sampled_drafts` says so and the target's tokens
-    are drawn as well. Drafts know no grammar; the host corrects them before the next step.
+    Drafts are sampled from their distribution where `sampled_drafts` is set and the target's tokens
+    are sampled as well. Drafting ignores grammars; the host corrects drafts before the next step.
     Penalties apply if the state has a history.
     """
 
@@ -90,15 +90,16 @@ class MixedAcceptance(Acceptance):
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
-        """asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
+        """Take the inputs that requests set.
 
-        rules: those that other packages bring, whose controls are among `asked`.
+        asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
+        rules: those of other packages, whose controls are among `asked`.
         """
         self.asked, self.grammar, self.rules = asked, grammar or {}, rules
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
-        self._history: Tensor | None = None  # with the window
-        self._ahead: list[Tensor] = []  # the newest token, then the drafts that have been chosen
+        self._history: Tensor | None = None  # includes the window
+        self._ahead: list[Tensor] = []  # the newest token, then the drafts chosen so far
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
@@ -112,13 +113,14 @@ class MixedAcceptance(Acceptance):
         return verdict
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Draws by the inverse CDF at the number that strict acceptance will use for that position.
+        """Sample by the inverse CDF, at the number that strict acceptance uses for that position.
 
-        So a draft that the target agrees with in distribution is mostly the target's token, and
-        accepted more often than an argmax, or than one drawn at a number of its own.
+        Where the distributions of draft and target agree, the draft is then mostly the target's
+        token. It is accepted more often than an argmax, or than a draft sampled at a number of its
+        own.
 
-        Penalties edit drafts as they will edit the target: any drafts give a correct text, but a
-        drafter that does not know them goes on proposing what they forbid.
+        Penalties change the drafts' logits as they will change the target's. The text is correct
+        with any drafts, but a drafter without penalties goes on proposing tokens that they forbid.
         """
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.asked, self.lengths, k)
@@ -137,7 +139,7 @@ class MixedAcceptance(Acceptance):
     def draft_probs(self, state: State) -> State:
         if "draft_probs" not in state:
             return {}
-        unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
+        unused = state["draft_probs"][:, len(self.probs) :]  # in an adaptive engine
         probs = [*self.probs, unused] if unused.shape[1] else self.probs
         return {"draft_probs": torch.cat(probs, dim=1)} if probs else {}
 
@@ -146,9 +148,9 @@ class MixedAcceptance(Acceptance):
 
 
 class KernelAcceptance(MixedAcceptance):
-    """Makes the same verdicts and drafts without branches, by ops that a target has kernels for.
+    """The acceptance and drafting of `MixedAcceptance` without branches, by ops with kernels.
 
-    A kernel decides slot by slot what is asked, and nothing sorts the vocabulary.
+    A kernel reads each slot's controls and decides for it; nothing sorts the vocabulary.
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
@@ -173,13 +175,13 @@ class KernelAcceptance(MixedAcceptance):
         return torch.where(chosen, draw(q, number)[0], best)
 
     def core(self) -> dict[str, Tensor]:
-        """Returns the controls that the ops take: a rule has its own operators."""
+        """Return the controls that the ops take; rules have operators of their own."""
         return {control.name: self.asked[control.name] for control in CORE_CONTROLS}
 
     def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:
-        """The op accepts by chance, at these rates [B, T], what the slot's rule lets stand: 1 or 0.
+        """Return rates [B, T] of acceptance for the op: 1 or 0, as the slot's rule decides.
 
-        Where a slot has no rule, the rates are its own.
+        The op accepts a draft by chance, at this rate. A slot without a rule keeps its own rates.
         """
         window, rates = state["window"], self.asked["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
@@ -193,16 +195,16 @@ class KernelAcceptance(MixedAcceptance):
 
 
 def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gather what acceptance reads of each slot, in the order of its operands."""
+    """Return the operands of acceptance that each slot has, in their order."""
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
 def _sampled_draft(
     logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked, *counted: Any
 ) -> tuple[Tensor, ...]:
-    """Returns a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
+    """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 
-    counted: what `penalised` takes beside the logits, if there are penalties.
+    counted: the further arguments of `penalised`, if there are penalties.
     """
     if counted:
         logits = penalised(logits, *counted)
@@ -214,5 +216,5 @@ def _sampled_draft(
 
 
 def _greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """Returns the argmax [B, 1]; nobody reads its distribution, which is all zeros."""
+    """Return the argmax [B, 1], and zeros for its distribution, which is never read."""
     return logits.argmax(-1), torch.zeros_like(logits)

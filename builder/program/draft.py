@@ -1,7 +1,8 @@
-"""Defines what drafters do, and the built-in ones: MTP Eagle runs one module K times, vanilla K.
+"""The interface of drafters, and the built-in ones: MTP Eagle, MTP vanilla, and an idle one.
 
-docs/architecture.md has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the
-hidden state of slot p; the family says whether hidden states come normed (`MTPRules`).
+Eagle runs one module K times, vanilla runs K modules; docs/architecture.md has the derivation. A
+module's input at slot p joins Emb(t_{p+k}) and the hidden state of slot p; the family decides
+whether hidden states are normed (`MTPRules`).
 """
 
 from collections.abc import Callable, Iterable
@@ -21,47 +22,47 @@ from mtpbuild.runtime.errors import BuildError
 
 @dataclass(frozen=True)
 class Accepted:
-    """Holds what a step has decided before it drafts; T = K + 1."""
+    """The results of a step before it drafts; T = K + 1."""
 
     hidden: Tensor  # [B, T, E] of the main model, one per window token; valid up to n
-    tokens: Tensor  # [B, T] that are emitted; up to n, and any ids of the vocabulary beyond
+    tokens: Tensor  # [B, T] n emitted tokens, then any ids of the vocabulary
     n: Tensor  # [B] how many were emitted; 0 in an inactive slot
     lengths: Tensor  # [B] M, after this step: t_M is the newest token
     active: Tensor  # [B] bool
-    rows: Rows  # where the window stands
+    rows: Rows  # positions of the window
     choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
-    draft: Callable[[int, Tensor, int], Tensor]  # the same of what module j hands on: j, hidden, k
+    draft: Callable[[int, Tensor, int], Tensor]  # the same by module j's hidden: j, hidden, k
 
 
 class Drafter:
-    """Drafts K = nextn tokens per step in one way; its record says what it needs.
+    """A way to draft K = nextn tokens per step; its record declares what it needs.
 
-    Records are in runtime/contract/drafters.py. `state` holds the engine's states by name. A
-    drafter returns all new states of its modules and all those that its record declares.
+    Records are in runtime/contract/drafters.py. `state` has the engine's states by name. A drafter
+    returns all new states of its modules and all those that its record declares.
     """
 
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
-        """Drafts K tokens behind the newest one: returns int64 [B, K] and the new states.
+        """Draft K tokens after the newest one; return int64 [B, K] and the new states.
 
-        Each draft is chosen by `step.choose` from its logits, or by `step.draft` from a module's
-        hidden state, so that sampled drafts follow the request's distribution.
+        Each draft is chosen from its logits by `step.choose`, or from a module's hidden state by
+        `step.draft`, so that sampled drafts follow the request's distribution.
         """
         raise NotImplementedError
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
-        """Returns the new states after a chunk: tokens [1, T + lookahead], hidden [1, T, E]."""
+        """Return the new states after a chunk: tokens [1, T + lookahead], hidden [1, T, E]."""
         return {}
 
 
 class Eagle(Drafter):
-    """Runs module 0 over the window, then once for each further draft, on its own hidden state.
+    """MTP Eagle: module 0 runs over the window, then once per further draft on its own output.
 
-    This is MTP Eagle. With nextn 0 it only fills its cache, for a later step that drafts again.
+    With nextn 0 it only fills its cache, for a later step that drafts again.
     """
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
@@ -73,7 +74,7 @@ class Eagle(Drafter):
         if self.nextn == 0:
             cache = module.fill(x, state[module_rows(0)], step.rows)
             return step.tokens[:, :0], {module_rows(0): cache}
-        own = replace(step.rows, choice=Choice())  # none of the trunk's
+        own = replace(step.rows, choice=Choice())  # not the trunk's choice
         x, cache = module.last(x, state[module_rows(0)], own, at)
         choice = replace(own.choice, stays=model.config.mtp.shares_choice)
         hidden = module.hand_on(x)
@@ -101,12 +102,12 @@ class Eagle(Drafter):
 
 
 class Vanilla(Drafter):
-    """Lets module k draft token k (MTP vanilla); each recomputes the newest T = K + 1 slots.
+    """MTP vanilla: module k drafts token k, and recomputes the newest T = K + 1 slots.
 
     With T slots the drafts are exact, with K they are not: after a step that accepted all drafts,
     slots from M - (K + 1) on were last computed with drafts or not at all (docs/architecture.md).
-    The hidden states and tokens of the K slots before the main model's window are `past_hidden` and
-    `past_tokens`.
+    `past_hidden` and `past_tokens` are the hidden states and tokens of the K slots before the main
+    model's window.
     """
 
     def __init__(self, nextn: int) -> None:
@@ -134,7 +135,7 @@ class Vanilla(Drafter):
                 x, caches[name] = module(x, state[name], rows)
                 hidden = module.hand_on(x)
                 newest = pick(hidden, last)
-            else:  # nobody reads the last module's other slots
+            else:  # of the last module only the newest slot is read
                 x, caches[name] = module.last(x, state[name], rows, last)
                 newest = module.hand_on(x)
             drafts.append(step.draft(k - 1, newest, k))
@@ -164,7 +165,10 @@ class Vanilla(Drafter):
 
 
 class Idle(Drafter):
-    """Fills the window with token 0: the cost of verifying alone, for benchmarks."""
+    """A drafter that runs no module, to measure the cost of verification alone in benchmarks.
+
+    Its logits are all zero, so that greedy drafts are token 0.
+    """
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
@@ -174,7 +178,7 @@ class Idle(Drafter):
 
 
 class Held(dict[str, Tensor]):
-    """The states that a drafter may read; other names are refused."""
+    """The states that a drafter may read; any other name raises BuildError."""
 
     def __init__(self, state: State, drafter: str) -> None:
         super().__init__(state)
@@ -185,9 +189,9 @@ class Held(dict[str, Tensor]):
 
 
 class CheckedDrafter(Drafter):
-    """A drafter whose new states must be those that its record declares, else BuildError.
+    """A drafter that raises BuildError if its new states differ from those of its record.
 
-    rows: the names of its modules' rows. states: what else it carries.
+    rows: the names of its modules' rows. states: its other states.
     """
 
     def __init__(
@@ -225,7 +229,7 @@ class CheckedDrafter(Drafter):
         return new
 
     def _compare(self, what: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-        """Refuse a tensor of another type or of other sizes behind the batch."""
+        """Raise BuildError for a tensor of another type, or of other sizes after the batch."""
         if x.dtype != dtype or tuple(x.shape[1:]) != sizes:
             found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
             wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Makes the programs of an engine from its plan: modules, state and example inputs."""
+"""Make the programs of an engine from its plan: modules, state and example inputs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -37,16 +37,16 @@ EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 
 @dataclass(frozen=True)
 class Program:
-    """Is a graph to trace: its module, and example arguments whose named sizes vary at run time."""
+    """A graph to trace: its module, and example arguments whose named sizes vary at run time."""
 
     name: str
     module: nn.Module
     state: tuple[str, ...]
     arguments: dict[str, Tensor]
-    results: tuple[str, ...] = ()  # names of the outputs behind the new state
+    results: tuple[str, ...] = ()  # names of the outputs after the new state
     batch: int = 1  # slots of the example
     whole: bool = False  # takes the caches whole, not just the rows in use
-    most: int | None = None  # tokens that a pass may have, where their number varies
+    most: int | None = None  # most tokens of a pass, where their number varies
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -54,12 +54,12 @@ class Program:
 
 
 def most_tokens(plan: Plan) -> int:
-    """Returns how many tokens the traced chunk of a prompt may have."""
+    """Return the largest number of tokens that the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
 
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
-    """Makes the plan's drafter for steps of nextn drafts; None if the plan does not draft.
+    """Return the plan's drafter for steps of nextn drafts; None if the plan does not draft.
 
     The drafter raises BuildError for states that its record does not declare.
     """
@@ -70,7 +70,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
     return CheckedDrafter(record.name, record.make(nextn), nextn, rows, drafter_states(plan))
 
 
-# What the host and the step keep to themselves; prefill fills the rest of the state.
+# States that only the host and the step use; prefill fills all others.
 OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 SCORES = tuple(field.name for field in fields(Scores))
@@ -78,9 +78,9 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
-    """Makes prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
+    """Make prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    Where prompts may have log-probabilities, score does what prefill does and reports them.
+    If prompts may have log-probabilities, there is also score, a prefill that reports them.
 
     An adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
     """
@@ -110,7 +110,7 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
 def _steps(
     plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
 ) -> Iterator[Program]:
-    """Yields the two programs of a step that makes nextn drafts; B is the batch of the example."""
+    """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
     acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
@@ -130,7 +130,7 @@ def _steps(
 
 
 def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
-    """Makes example values [B, ..] of what requests ask for, in the order of the table."""
+    """Return example values [B, ..] of the controls in the table, in its order."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 

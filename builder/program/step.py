@@ -1,7 +1,7 @@
-"""The algorithm on one screen: verify, accept, rewind and draft, as one graph.
+"""The decode step as one graph: verify, accept, rewind and draft.
 
-The dimensions: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's
-known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
+The dimensions: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's known
+tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 
 from dataclasses import replace
@@ -23,15 +23,15 @@ from mtpbuild.runtime.contract.rules import Rule
 
 
 def signature(*controls: Control) -> Signature:
-    """Returns the parameters of a mixed step: torch.export names a graph's inputs after them."""
+    """Return the parameters of a mixed step; torch.export names a graph's inputs after them."""
     names = ("state", "active", *(control.name for control in controls))
     return Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 class StepProgram(nn.Module):
-    """Computes one decode step of all active slots: it judges nextn drafts and makes as many.
+    """One decode step of all active slots: it judges nextn drafts and makes as many new ones.
 
-    It takes the state and returns a new one; writing it in place is the target's business. The
+    It takes the state and returns a new one; whether to write it in place is up to the target. The
     state may have places for more drafts (`window.py`).
     """
 
@@ -40,7 +40,7 @@ class StepProgram(nn.Module):
         self.model, self.drafter, self.nextn = model, drafter, nextn
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
-        """Runs a greedy step; state: the tensors of `state_specs`, active [B] bool.
+        """Run a greedy step; state: the tensors of `state_specs`, active [B] bool.
 
         Returns the new state and the outputs, by their names.
         """
@@ -53,12 +53,12 @@ class StepProgram(nn.Module):
         rows = window.rows(self.model, active)
         hidden, passed = self.model(window.tokens, state, rows)
 
-        # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage, and
-        # recurrent states are advanced by these n tokens.
+        # 2. Accept, 3. rewind: n tokens are emitted, n rows are committed, later rows are garbage,
+        # and recurrent states advance by these n tokens.
         verdict = acceptance.verify(self.model, hidden, window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
-        # 4. Draft behind the newest token.
+        # 4. Draft after the newest token.
         newest = window.newest(tokens, n)
         new = passed.behind(n)
         drafts = newest[:, :0]
@@ -93,11 +93,11 @@ class StepProgram(nn.Module):
 
 
 class MixedStepProgram(StepProgram):
-    """Computes the same step for slots that sample, reject or relax.
+    """The same step for slots that sample, or whose acceptance is not strict.
 
-    The host picks one of the two programs for each step. controls: what requests may ask of the
-    step. constraints: the inputs that follow the controls, if slots may be held to a grammar.
-    rules: the rules of other packages, whose controls are among `controls`.
+    The host picks one of the two programs for each step. controls: the options that requests may
+    set. constraints: the inputs that follow the controls, if slots may be held to a grammar. rules:
+    the rules of other packages, whose controls are among `controls`.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class MixedStepProgram(StepProgram):
         self.forward = forward  # type: ignore[assignment]
 
     def mixed(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        """Takes a tensor for each of `controls`, then for each of `constraints`."""
+        """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
         inputs = named(given, table)
-        for control in table:  # the state has places for more
+        for control in table:  # the input may have places for more drafts
             if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
                 inputs[control.name] = inputs[control.name][:, : self.nextn + 1]
         grammar = {control.name: inputs.pop(control.name) for control in self.constraints}
@@ -133,7 +133,7 @@ class MixedStepProgram(StepProgram):
 
 
 class PrefillProgram(nn.Module):
-    """Fills one slot's caches with a chunk of the prompt; it neither samples nor drafts."""
+    """A prefill of one slot's caches with a chunk of the prompt; it neither samples nor drafts."""
 
     def __init__(self, model: CausalLM, drafter: Drafter | None) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class PrefillProgram(nn.Module):
         start: Tensor,
         ahead: Tensor | None = None,
     ) -> State:
-        """Returns the new state behind tokens [1, T] at positions start [1] and on.
+        """Return the new state after tokens [1, T] at positions from start [1] on.
 
-        ahead [1, lookahead]: the tokens behind these, where a drafter reads them.
+        ahead [1, lookahead]: the tokens after these, where a drafter reads them.
         """
         if self.drafter is not None and ahead is not None:
             return self.filled(state, tokens, start, ahead)[0]
@@ -159,7 +159,7 @@ class PrefillProgram(nn.Module):
     def filled(
         self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None
     ) -> tuple[State, Tensor]:
-        """Returns the new state, and the main model's hidden states [1, T, E]."""
+        """Return the new state, and the main model's hidden states [1, T, E]."""
         rows = self.rows(start, tokens)
         hidden, passed = self.model(tokens, state, rows)
         updates: State = {}
@@ -176,7 +176,7 @@ class PrefillProgram(nn.Module):
 
 
 class ScoreProgram(PrefillProgram):
-    """Fills one slot's caches too, and says how probable the token behind each one is."""
+    """A prefill that also reports how probable the token after each one is."""
 
     def forward(  # type: ignore[override]
         self,
@@ -186,7 +186,7 @@ class ScoreProgram(PrefillProgram):
         following: Tensor,
         ahead: Tensor | None = None,
     ) -> tuple[State, State]:
-        """Returns the new state, and of each token of `following` [1, T] what `Scores` has."""
+        """Return the new state, and the `Scores` of each token of `following` [1, T]."""
         new, hidden = self.filled(state, tokens, start, ahead)
         logprobs = self.model.logits(hidden).log_softmax(-1)
         found = logprobs.gather(-1, following[..., None])

@@ -1,4 +1,4 @@
-"""Exports programs by torch.export; the sizes that vary between calls stay open."""
+"""Export programs by torch.export; sizes that vary between calls stay symbolic."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, mo
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
 
 Specs = tuple[TensorSpec, ...]
-# What the programs of a prompt take and report for each token of its chunk.
+# Inputs and outputs of prefill and score that have an entry per token of the chunk.
 CHUNKED = ("tokens", "following", *SCORES)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Holds an exported program and the specs of its inputs and outputs, in order."""
+    """An exported program, and the specs of its inputs and outputs in order."""
 
     name: str
     exported: ExportedProgram
     inputs: Specs
     outputs: Specs
     plan: Plan
-    rank: int = 0  # that it is lowered for, by targets whose programs hold their weights
+    rank: int = 0  # the rank to lower it for, if the target's programs hold weights
     cpu_kernels: bool = False  # its operators are those of the CPU's library
 
     def spec(self, file: str, temporary: int = 0) -> ProgramSpec:
@@ -34,7 +34,7 @@ class Traced:
 
 
 def trace(program: Program, plan: Plan) -> Traced:
-    """Exports a program as one graph.
+    """Export a program as one graph.
 
     The sizes that vary are `rows` (the cache rows in use), the `chunk` of a prefill, and the
     `batch` of a decode step if there is more than one slot. In a fixed style only the chunk varies,
@@ -49,7 +49,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     for spec in (s for s in state_specs(plan) if s.name in program.state):
         sizes, shapes[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
         if "rows" in sizes and not program.whole:
-            sizes["rows"] = least  # an example: capacity would take the memory of all caches
+            sizes["rows"] = least  # an example size: at capacity it would take all caches' memory
             shapes[spec.name][list(sizes).index("rows")] = rows
         state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))
     slots_of = dict.fromkeys(program.arguments, slots)
@@ -57,7 +57,7 @@ def trace(program: Program, plan: Plan) -> Traced:
         slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
     style = plan.style
     if style.kernels:
-        chunk_of_plugins = style.fixed and "start" in program.arguments  # its size is open
+        chunk_of_plugins = style.fixed and "start" in program.arguments  # its size is symbolic
         fused = style.fused and not chunk_of_plugins
         use_kernels(program.module, program.most, fused, padded=style.fixed)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def trace(program: Program, plan: Plan) -> Traced:
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:
-    # A size that varies shows as a symbol: slots come first, caches have `rows`, prompts `chunk`.
+    # A size that varies is a symbol: first `batch`, then `rows` of caches or `chunk` of prompts.
     symbols = ("batch", *("chunk" if name in CHUNKED else "rows" for _ in value.shape[1:]))
     sizes = zip(value.shape, symbols, strict=True)
     shape = tuple(int(d) if isinstance(d, int) else symbol for d, symbol in sizes)

@@ -1,9 +1,9 @@
-"""Defines the tokens of each slot that one step verifies: they are a chain.
+"""The tokens of each slot that one step verifies: they are a chain.
 
-Here, and only here, the step program assumes that each token of the window follows the one before
-it. A tree of drafts would bring its own positions and mask in `rows`, the accepted path in place of
-a prefix in `newest` and in the operators that judge (`accept_rewind`, `accept_mixed`), and would
-move that path's cache rows together, where a chain's rewind only forgets the rows behind it.
+Only this module assumes that each token of the window follows the one before it. A tree of drafts
+would need positions and a mask of its own in `rows`, and the accepted path in place of a prefix in
+`newest` and in the operators that judge (`accept_rewind`, `accept_mixed`). It would also move that
+path's cache rows together, where a chain's rewind only drops the rows after it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mtpbuild.plugins import take_rows
 
 
 def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
-    """Places `tokens` tokens of each active slot at the positions from start [B] on.
+    """Return the positions of `tokens` tokens of each active slot, from start [B] on.
 
     An inactive slot computes too: it reads no rows, and its own go to the end of the `bound` rows,
     which no occupied slot has reached. active [B] bool.
@@ -31,13 +31,13 @@ def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: 
 
 @dataclass(frozen=True)
 class Window:
-    """Holds the newest token of each slot and the nextn drafts behind it; T = nextn + 1.
+    """The newest token of each slot and the nextn drafts after it; T = nextn + 1.
 
     An adaptive engine's state has places for more drafts than a program of a smaller nextn judges.
-    What stands in these is passed on unread, as `num_drafts` does not count it.
+    The values there are passed on unread, as `num_drafts` does not count them.
     """
 
-    state: State  # what judging them reads, without the places that this program doesn't judge
+    state: State  # the state without places for drafts that this program doesn't judge
     unused: tuple[Tensor, ...] = ()  # one tensor [B, those places], if there are any
 
     @classmethod
@@ -61,15 +61,15 @@ class Window:
         return self.tokens.shape[1]
 
     def rows(self, model: CausalLM, active: Tensor) -> Rows:
-        """Places the window at positions M .. M + nextn; each attends to those up to itself."""
+        """Return the window's positions M .. M + nextn; each attends to those up to itself."""
         bound = model.bound_rows(self.state)
         return rows_of(model, self.state["lengths"], self.size, active, bound)
 
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:
-        """Returns the last of n [B] emitted tokens [B, T] as [B, 1]; the first n rows are kept."""
+        """Return the last of n [B] emitted tokens [B, T] as [B, 1]; the first n rows are kept."""
         return take_rows(tokens, (n - 1).clamp(min=0), 1)
 
     def followed_by(self, newest: Tensor, drafts: Tensor) -> Tensor:
-        """Returns the next step's window from newest [B, 1] and drafts [B, nextn]."""
+        """Return the next step's window, from newest [B, 1] and drafts [B, nextn]."""
         return torch.cat([newest, drafts, *self.unused], 1)

@@ -1,1 +1,1 @@
-"""The way of a weight: `stored` in the checkpoint, `made` into the engine's, `placed` in a file."""
+"""Weights: read from a checkpoint (`stored`), converted (`made`), written to files (`placed`)."""

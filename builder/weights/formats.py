@@ -1,4 +1,4 @@
-"""The number formats of weights: how each stores values, and how a checkpoint shows its format."""
+"""Number formats of weights: how each one stores values, and how a checkpoint's format is found."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 FP8_BLOCK = 128
-BLOCK = 32  # columns of integers that share a scale, as `matmul_nbits` has it
+BLOCK = 32  # columns of int8 and int4 that share a scale, as in `matmul_nbits`
 GROUP = 16  # columns of NVFP4 that share a scale
-LARGEST = 448.0  # of e4m3
-LEAST = 2.0**-9  # positive e4m3 value
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 codes 0..7; bit 3 is the sign
-SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes
-NAMES = {  # of torch's types in safetensors
+LARGEST = 448.0  # largest e4m3 value
+LEAST = 2.0**-9  # smallest positive e4m3 value
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 codes 0..7; bit 3 is the sign
+SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element
+NAMES = {  # torch dtype -> its name in safetensors
     "float8_e4m3fn": "F8_E4M3",
     "uint8": "U8",
     "bfloat16": "BF16",
@@ -33,7 +33,7 @@ TYPES = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """Holds an entry of a safetensors header: the name of a tensor's dtype there, and its shape."""
+    """An entry of a safetensors header: a tensor's dtype, by its name there, and its shape."""
 
     dtype: str
     shape: Shape
@@ -53,7 +53,10 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 class Format(Protocol):
-    """Stores a weight [out, in] as parts, by the suffix of each part's name behind `X.weight`."""
+    """A number format: it stores a weight [out, in] as one or more tensors, its parts.
+
+    Each part is named `X.weight` plus one of `suffixes`.
+    """
 
     name: str
     suffixes: tuple[str, ...]  # the first part, "", holds the values
@@ -61,28 +64,30 @@ class Format(Protocol):
 
     @property
     def most(self) -> float:
-        """The largest magnitude that it holds."""
+        """The largest magnitude that the format can represent."""
 
     def fits(self, shape: Shape) -> bool:
-        """Tell whether a weight of this shape splits into the format's blocks."""
+        """Return whether a weight of this shape splits into the format's blocks."""
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
-        """List the tensors that store a weight of this shape."""
+        """Return the tensors that store a weight of this shape, by suffix."""
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight in fp32: values times scales, rounded once."""
+        """Return the weight in fp32: values times scales, rounded once."""
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """Encodes an fp32 weight, or whole rows of blocks of it.
+        """Encode an fp32 weight, or some of its rows that are whole rows of blocks.
 
-        amax (0-dim): the largest magnitude of the weight, or of all that share its second scale.
+        amax (0-dim): the largest magnitude of the weight, or of all weights that share its second
+        scale.
         """
 
 
 class Fp8:
-    """Is DeepSeek's FP8: e4m3 values with one fp32 multiplier per block of 128 x 128.
+    """DeepSeek's FP8: e4m3 values, and one fp32 scale for each block of 128 x 128.
 
-    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; edge blocks may be smaller.
+    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; blocks at the edges may be
+    smaller.
     """
 
     name = "fp8"
@@ -112,16 +117,17 @@ class Fp8:
 
 
 def spread(scales: Tensor, shape: Shape, times: int = FP8_BLOCK) -> Tensor:
-    """Repeats each block's scale down its 128 rows, and `times` times along them."""
+    """Expand scales of blocks to `shape`: each is repeated for 128 rows and `times` columns."""
     rows, columns = shape
     wide = scales.repeat_interleave(times, dim=1)[:, :columns]
     return wide.repeat_interleave(FP8_BLOCK, dim=0)[:rows]
 
 
 class Nvfp4:
-    """Is ModelOpt's NVFP4: 2 e2m1 values a byte, an e4m3 scale per 16, an fp32 scale per weight.
+    """ModelOpt's NVFP4: e2m1 values, an e4m3 scale per 16 columns, an fp32 scale per weight.
 
-    W = value * weight_scale * weight_scale_2; the low nibble is the even column.
+    W = value * weight_scale * weight_scale_2; a byte has two values, the even column in its low
+    nibble.
     """
 
     name = "nvfp4"
@@ -142,7 +148,7 @@ class Nvfp4:
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = unpack(parts[""]).unflatten(1, (-1, GROUP))
-        scaled = values * parts["_scale"].float()[..., None]  # exact: 2 by 4 bits
+        scaled = values * parts["_scale"].float()[..., None]  # exact: 2 times 4 bits
         return (scaled * parts["_scale_2"]).flatten(1)
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
@@ -157,18 +163,18 @@ class Nvfp4:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Turns codes, uint8 [N, K/2], into values, fp32 [N, K]."""
+    """Decode uint8 codes [N, K/2] to fp32 values [N, K]."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1)
     return values[codes.int()].flatten(1)
 
 
 def pack(values: Tensor) -> Tensor:
-    """Rounds fp32 [N, K] to the nearest codes, ties to the even ones: uint8 [N, K/2]."""
+    """Round fp32 values [N, K] to the nearest codes, ties to even codes: uint8 [N, K/2]."""
     steps = torch.tensor(MAGNITUDES)
     middles = (steps[1:] + steps[:-1]) / 2
     size = values.abs()
-    codes = torch.bucketize(size, middles)  # a tie goes down, to an even code or an odd one
+    codes = torch.bucketize(size, middles)  # a tie goes to the lower code, even or odd
     codes += torch.isin(size, middles[1::2])
     codes += 8 * values.signbit()
     pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
@@ -176,13 +182,13 @@ def pack(values: Tensor) -> Tensor:
 
 
 class Integers:
-    """Is int8 or int4 as ONNX Runtime's MatMulNBits reads it: blocks of 32 with a scale each.
+    """int8 or int4 in the layout of ONNX Runtime's MatMulNBits: one scale per block of 32 columns.
 
-    W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first. Scales are
+    W = (value - 2 ** (bits - 1)) * weight_scale; in int4 the low nibble comes first. Scales are
     fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; our older checkpoints have
-    fp32 scales. One that is subnormal in fp16 is rounded away from zero, so no value is cut off.
-    Larger blocks would take less space, but with them ONNX Runtime sums a row among others in
-    another order than alone, so a text would depend on how many tokens are drafted.
+    fp32 scales. A scale that is subnormal in fp16 is rounded away from zero, so that no value is
+    clipped. With larger blocks, which would take less space, ONNX Runtime adds up a row in another
+    order alone than among other rows, so a text would depend on how many tokens are drafted.
     """
 
     suffixes: tuple[str, ...] = ("", "_scale")
@@ -215,7 +221,8 @@ class Integers:
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, BLOCK))
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        # The extreme becomes -zero, as that side has one more value; so scales may be negative.
+        # The value of largest magnitude is stored as -self.zero, since the negative side has one
+        # more value. So scales may be negative.
         scales = self._rounded(extreme / -self.zero)
         scales = torch.where(scales != 0, scales, 1.0)
         values = (blocks / scales.float()).round().add(self.zero).clamp(0, 2 * self.zero - 1)
@@ -225,7 +232,7 @@ class Integers:
         return {"": values, "_scale": scales.squeeze(-1)}
 
     def _rounded(self, scales: Tensor) -> Tensor:
-        """Round scales to the nearest; those that become subnormal, away from zero."""
+        """Round scales to the nearest value of their type; round subnormal ones away from zero."""
         kind = torch.finfo(self.scales)
         step = kind.smallest_normal * kind.eps
         away = (scales.abs() / step).ceil().mul(step).copysign(scales)
@@ -239,11 +246,11 @@ DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"
 
 
-FINE = 2.0**-21  # rounding changes a smaller scale by up to an eighth, or more
+FINE = 2.0**-21  # rounding to fp16 changes a smaller scale by up to an eighth, or more
 
 
 def coarse_blocks(scales: Tensor) -> int:
-    """Count the blocks of integers that lose accuracy as their scale is too small for fp16."""
+    """Count the blocks of integers that lose accuracy because their scale is too small for fp16."""
     if scales.dtype != torch.float16:
         return 0
     return int(((scales != 0) & (scales.abs() < FINE)).sum())
@@ -257,7 +264,7 @@ def coarse_note(blocks: int) -> str:
 
 
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
-    """Raise CheckpointError if a weight has numbers that the format has no scale for."""
+    """Raise CheckpointError if a weight has values that are too large for the format's scales."""
     largest = weight.abs().max().item() if weight.numel() else 0.0
     if largest > format.most:
         raise CheckpointError(
@@ -267,9 +274,9 @@ def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
 
 
 def stored_format(name: str, entries: Mapping[str, Entry]) -> Format | None:
-    """Tells the format of the weight `name` by its scale, as exclude lists are not reliable.
+    """Return the format of weight `name`; None if it is not quantised, or in an unknown format.
 
-    Returns None if it is not quantised, or in an unknown way.
+    The dtype of its scale decides, as lists of excluded modules are not reliable.
     """
     weight, scale = entries[name], entries.get(f"{name}_scale")
     if weight.dtype == "F8_E4M3" and f"{name}_scale_inv" in entries:

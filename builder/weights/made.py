@@ -1,7 +1,7 @@
-"""Makes an engine's weights from a checkpoint's, by the rows of the families' tables.
+"""Conversion of a checkpoint's weights to an engine's, by the families' weight tables.
 
 Stored tensors are cut to the share of a rank, then joined, permuted or stacked. The functions at
-the end make the rows that all families have: vectors, products, MLPs, embedding and head.
+the end declare the weights that all families have: vectors, products, MLPs, embedding and head.
 """
 
 from __future__ import annotations  # Tensor is imported for types alone
@@ -32,33 +32,34 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.stored import Checkpoint
 
 Transform: TypeAlias = "Callable[..., Tensor]"
-PARTS = ("values", "scales", "scales_2")  # what an engine calls a format's parts, in their order
+PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
 
 
-# Elements of a stack of products by head. A smaller one stays in fp32: it is a few percent of a
-# step's time. One of 2^18, in fp32, took a sixth of a step in int8 (0.95 billion parameters).
+# Elements of a stack of per-head products. A smaller stack stays in fp32, where it takes a few
+# percent of a step's time. One of 2^18 in fp32 took a sixth of a step (int8, 0.95 billion
+# parameters).
 WIDE = 1 << 18
 
 
 def stack_rows(*w: Tensor) -> Tensor:
-    """Joins projections of the same input: [out_i, ..] each -> [sum of out_i, ..]."""
+    """Concatenate projections of the same input: [out_i, ..] each -> [sum of out_i, ..]."""
     return torch.cat(w) if len(w) > 1 else w[0]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Is a weight in the checkpoint, with the shape that the configuration demands."""
+    """A weight of the checkpoint, with the shape that the configuration demands."""
 
     name: str
     shape: tuple[int, ...]
-    axis: int | None = None  # the axis that ranks split; None: each rank holds the whole weight
+    axis: int | None = None  # axis that ranks split; None: each rank holds the whole weight
     routed: bool = False  # a routed expert's weight: only some ranks hold a part of it
-    sections: tuple[int, ...] = ()  # sizes along the axis, each of which ranks split
+    sections: tuple[int, ...] = ()  # sizes along the axis; ranks split each section
 
 
 @dataclass(frozen=True)
 class Share:
-    """Is the part of a model that one of several ranks holds.
+    """The part of a model that one of several ranks holds.
 
     All ranks have the same graph; only their weights differ.
     """
@@ -67,7 +68,7 @@ class Share:
     rank: int = 0
 
     def experts(self, count: int) -> range:
-        """Returns the ids of the routed experts of which this rank holds all or a part.
+        """Return the ids of the routed experts that this rank holds, whole or in part.
 
         As in TensorRT-LLM, neighbouring ranks are in different groups.
         """
@@ -75,7 +76,7 @@ class Share:
         return range(group * size, (group + 1) * size)
 
     def cut(self, stored: Stored, tensor: Tensor) -> Tensor:
-        """Cuts this rank's part out of a checkpoint's tensor."""
+        """Return this rank's part of a checkpoint's tensor."""
         parts, part = self.ranks.parts, self.rank
         if stored.routed:
             parts, part = self.ranks.tp // self.ranks.ep, self.rank // self.ranks.ep
@@ -89,7 +90,7 @@ class Share:
         return torch.cat(cut, stored.axis) if cut[1:] else cut[0]
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """Returns the shape of this rank's part."""
+        """Return the shape of this rank's part."""
         return self.cut(stored, torch.empty(stored.shape, device="meta")).shape
 
 
@@ -98,7 +99,10 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class Weight:
-    """Says how one weight of the engine is made; `name` is its name in the program's state_dict."""
+    """A row of a weight table: the stored weights and the transform that make one engine weight.
+
+    `name` is the weight's name in the program's state_dict.
+    """
 
     name: str
     stored: tuple[Stored, ...]
@@ -106,41 +110,41 @@ class Weight:
     rows: Transform | None = None  # for products: the same, but [out, ..]
     slices: int = 1  # how many slices are stacked along a first axis
     joined: int | None = None  # for products: the axis along which stored tensors are joined
-    looked_up: bool = False  # an embedding: tokens choose its rows
-    per_head: tuple[int, ...] = ()  # a stack of products: its shape [H, in, out]
+    looked_up: bool = False  # an embedding: token ids select its rows
+    per_head: tuple[int, ...] = ()  # for a stack of per-head products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
     packed: bool = False  # in the layout of the CPU's kernels
 
     @property
     def groups(self) -> Iterator[tuple[Stored, ...]]:
-        """Yields the stored tensors of each slice."""
+        """The stored weights of each slice."""
         size = len(self.stored) // self.slices
         return (self.stored[i : i + size] for i in range(0, len(self.stored), size))
 
     @property
     def paired(self) -> bool:
-        """Tells whether each slice is an expert's gate and up."""
+        """Return whether each slice has an expert's gate and up projections."""
         return self.slices > 1 and len(self.stored) > self.slices
 
     @property
     def multiplied(self) -> bool:
-        """Tells whether the weight is a product, or a stack of them, whose outputs fill panels."""
+        """Return whether the weight is a product, or a stack of them, whose outputs fill panels."""
         return self.joined is not None or bool(self.per_head)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one slice in floats, before ranks split it."""
+        """The shape of one slice in floats, before ranks split it."""
         stored = (torch.empty(each.shape, device="meta") for each in next(self.groups))
         return self.transform(*stored).shape
 
     @property
     def wide_heads(self) -> bool:
-        """Tells whether it is a stack of products so large that engines of integers round it."""
+        """Return whether it is a stack of per-head products that integer engines quantise."""
         return bool(self.per_head) and prod(self.per_head) >= WIDE
 
     @property
     def tensors(self) -> dict[str, str]:
-        """Maps the name of each of its tensors in the engine to the suffix of that format part."""
+        """The weight's tensors in the engine: name -> suffix of the format's part."""
         if self.format is None:
             return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
         heads = range(self.slice_shape[0]) if self.per_head and not self.packed else ()
@@ -149,12 +153,12 @@ class Weight:
         return {f"{name}.{part}": suffix for name in names for part, suffix in parts}
 
     def scale_group(self, share: Share) -> int:
-        """Returns how many inputs share a scale once ranks have cut the blocks."""
+        """Return how many inputs share a scale after ranks have cut the blocks."""
         widths = (share.shape(stored)[1] for stored in self.stored)
         return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
 
     def made(self, checkpoint: Checkpoint, share: Share) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weight's tensors, contiguous; of stacked weights slice by slice."""
+        """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
                 parts = [checkpoint.parts(stored.name) for stored in group]
@@ -162,7 +166,7 @@ class Weight:
                     found = [each[suffix] for each in parts]
                     yield name, self._joined(suffix, group, found, share).contiguous()
                 continue
-            # No name holds the stored tensors, so that they are freed before the next copy.
+            # The stored tensors are bound to no name, so they are freed before the slice is copied.
             slice = self.transform(
                 *[share.cut(stored, checkpoint.read(stored.name)) for stored in group]
             )
@@ -173,7 +177,7 @@ class Weight:
                 yield from self._by_head(self.format, slice)
 
     def _floats(self, slice: Tensor) -> Tensor:
-        """Pack a slice that is in no format, if it is to be."""
+        """Return an unquantised slice, packed if the weight is."""
         if not self.packed:
             return slice
         from mtpbuild.plugins.cpu.layout import packed_floats, pairs_of_floats
@@ -181,7 +185,7 @@ class Weight:
         return packed_floats(pairs_of_floats(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Encodes the product of each head anew, as its inputs cross the checkpoint's blocks.
+        """Quantise each head's product again, since its inputs cross the checkpoint's blocks.
 
         heads: fp32 [H, in, out].
         """
@@ -197,7 +201,7 @@ class Weight:
     def _joined(
         self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
     ) -> Tensor:
-        """Joins one part of each stored weight into a tensor of the engine, or a slice of it."""
+        """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
         if isinstance(self.format, Integers):
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 
@@ -206,12 +210,12 @@ class Weight:
             if self.packed:
                 in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
                 return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
-            return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # outputs in turn
+            return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # interleaved
         rows = (self._rows(suffix, *each, share) for each in zip(group, parts, strict=True))
         return self.transform(*rows)
 
     def _packed(self, suffix: str, part: Tensor) -> Tensor:
-        """Pack integers' values or scales, if they are to be."""
+        """Return the values or scales of an integer format, packed if the weight is."""
         if not self.packed:
             return part
         from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
@@ -219,7 +223,7 @@ class Weight:
         return packed_values(part) if suffix == "" else packed_scales(part)
 
     def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
-        """Returns a part as [out, ..], so that `transform` permutes and joins its outputs, too."""
+        """Return a part as [out, ..], so that `transform` can permute and join its outputs."""
         if suffix == "_scale_2":
             outputs, inputs = share.shape(stored)
             return part.expand((1, inputs // GROUP) if self.joined == 1 else (outputs, 1))
@@ -233,16 +237,16 @@ class Weight:
 def made(
     checkpoint: Checkpoint, table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a rank's table as the engine holds them, one at a time.
+    """Yield the tensors of a rank's table as the engine holds them, one at a time.
 
     Weights with a format come as values and scales, all others in fp32. Stacked experts come one by
-    one, as rows [1, ..] of the same name. share: the one that the table was made for.
+    one, as rows [1, ..] under the same name. share: the one that the table was made for.
     """
     return chain.from_iterable(weight.made(checkpoint, share) for weight in table)
 
 
 def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Joins the rows that `made` yields for each weight."""
+    """Concatenate the rows that `made` yields for each weight."""
     for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
         rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:
@@ -252,28 +256,28 @@ def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_of(name: str) -> str:
-    """Returns the weight to which a tensor of the engine belongs."""
+    """Return the name of the weight that an engine's tensor belongs to."""
     weight, _, leaf = name.rpartition(".")
     return weight if leaf in PARTS else name
 
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:
-    """Declares a vector of the same name in the program's module `to` and the checkpoint's `at`."""
+    """Declare a vector of the same name in the program's module `to` and the checkpoint's `at`."""
     return Weight(f"{to}.{name}", (Stored(f"{at}.{name}", (size,)),))
 
 
 def embedding(to: str, stored: Stored) -> Weight:
-    """Declares an embedding [vocabulary, hidden], the same in checkpoint and program."""
+    """Declare an embedding [vocabulary, hidden], the same in checkpoint and program."""
     return Weight(to, (stored,), rows=stack_rows, looked_up=True)
 
 
 def product(to: str, *stored: Stored, rows: Transform = stack_rows, joined: int = 0) -> Weight:
-    """Declares a product: the checkpoint's [out, in] becomes [in, out], so graphs do `x @ w`."""
+    """Declare a product: the checkpoint's [out, in] becomes [in, out], so graphs do `x @ w`."""
     return Weight(to, stored, lambda *w: rows(*w).T, rows, joined=joined)
 
 
 def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Stored:
-    """Declares a stored projection of an MLP; ranks split its inner columns."""
+    """Declare a stored projection of an MLP; ranks split its inner dimension."""
     down = proj == "down"
     shape = (hidden, inner) if down else (inner, hidden)
     return Stored(f"{at}.{proj}_proj.weight", shape, int(down), routed)
@@ -288,7 +292,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
 def decoder_layer(
     c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
 ) -> Iterator[Weight]:
-    """Yields the weights of one layer from the weights of its two halves."""
+    """Yield the weights of one layer: its norms, its attention and its feed-forward half."""
     yield vector(to, at, "input_layernorm.weight", c.hidden_size)
     yield from attention
     yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
@@ -298,7 +302,10 @@ def decoder_layer(
 def module_weights(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]]
 ) -> Iterator[Weight]:
-    """Yields the weights of MTP modules that are layers behind the trunk's (DeepSeek, GLM)."""
+    """Yield the weights of MTP modules that are stored as layers after the trunk's.
+
+    DeepSeek and GLM store them so.
+    """
     E, V = c.hidden_size, c.vocab_size
     for j in range(c.num_nextn_predict_layers):
         index, to = c.num_hidden_layers + j, f"mtp.{j}"
@@ -315,7 +322,7 @@ def module_weights(
 
 
 def drafted_rows(c: ModelConfig) -> Transform:
-    """Picks the rows of a head for a reduced draft vocabulary; without one, keeps all."""
+    """Return a transform that picks a head's rows for the draft vocabulary, if it is reduced."""
     ids = torch.tensor(c.draft_ids)
     return (lambda head: head[ids]) if c.draft_ids else stack_rows
 
@@ -323,7 +330,7 @@ def drafted_rows(c: ModelConfig) -> Transform:
 def whole_table(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]], modules: Iterable[Weight]
 ) -> list[Weight]:
-    """Returns a whole table in the order of use; layer(i, to) makes the weights of layer i."""
+    """Return a whole table in the order of use; layer(i, to) makes the weights of layer i."""
     shape = (c.vocab_size, c.hidden_size)
     tokens = Stored(EMBEDDING, shape, axis=0)
     head = tokens if c.tie_word_embeddings else Stored(HEAD, shape, axis=0)

@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor, and finds where each tensor lies in them."""
+"""Write safetensors files tensor by tensor, and find where each tensor lies in them."""
 
 import json
 import logging
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
 
 logger = logging.getLogger(__name__)
-SHARD_LIMIT = 5 * 10**9  # bytes of tensors
+SHARD_LIMIT = 5 * 10**9  # bytes of tensors in a file
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Says where a tensor's bytes are in its file."""
+    """The place of a tensor's bytes in its file."""
 
     offset: int
     size: int
@@ -36,14 +36,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Shard:
-    """Is one file; `metadata` adds the header's entry that Hugging Face's libraries expect."""
+    """One safetensors file; `metadata` adds the header entry that Hugging Face's tools expect."""
 
     file: str
     tensors: Mapping[str, Entry]
     metadata: bool = True
 
     def header(self) -> bytes:
-        """Returns the bytes before a safetensors file's data, which has the order of `tensors`."""
+        """Return the bytes before the file's data, which has the order of `tensors`."""
         tensors = ((n, e.dtype, e.shape, e.nbytes) for n, e in self.tensors.items())
         return encode_header(make_header(tensors), {"format": "pt"} if self.metadata else None)
 
@@ -53,7 +53,7 @@ class Shard:
 
 
 def split(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]:
-    """Divides tensors into files of at most `limit` bytes, named as Hugging Face names them."""
+    """Split tensors into files of at most `limit` bytes, named as Hugging Face names them."""
     groups, size = list[dict[str, Entry]]([{}]), 0
     for name, entry in tensors.items():
         if groups[-1] and size + entry.nbytes > limit:
@@ -68,7 +68,7 @@ def split(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]
 
 
 def write_index(folder: Path, shards: list[Shard]) -> None:
-    """Write the index, which several shards need."""
+    """Write the index, if there are several shards."""
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
@@ -78,9 +78,9 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 
 def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors as they come; only one is in memory at a time.
+    """Write tensors in the order in which they come; only one is in memory at a time.
 
-    A tensor may come in pieces, some rows at a time, with other tensors in between.
+    A tensor may come in pieces of some rows, with other tensors in between.
     """
     files, at, end = dict[str, BinaryIO](), dict[str, int](), dict[str, int]()
     dtypes = {name: each.type for shard in shards for name, each in shard.tensors.items()}
@@ -107,13 +107,13 @@ def raw(tensor: Tensor) -> memoryview:
 def write_weights(
     path: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Placed]:
-    """Write tensors into one file, in the order and the dtypes of `entries`."""
+    """Write tensors to one file, in the order and dtypes of `entries`; return their places."""
     write_shards(path.parent, [Shard(path.name, entries, metadata=False)], tensors)
     return read_places(path)
 
 
 def read_places(path: Path) -> dict[str, Placed]:
-    """Find the tensors of a file that `write_weights` wrote."""
+    """Return the places of the tensors in a file that `write_weights` wrote."""
     header, _, start = read_header(path)
     spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
     return {name: Placed(start + begin, end - begin) for name, (begin, end) in spans.items()}
@@ -121,7 +121,7 @@ def read_places(path: Path) -> dict[str, Placed]:
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """Is the weights file of one rank: where its tensors lie, and its hash."""
+    """The weights file of one rank: the places of its tensors, and its hash."""
 
     places: dict[str, Placed]
     sha256: str
@@ -129,7 +129,7 @@ class WrittenWeights:
 
 @dataclass
 class EngineWeights:
-    """Writes the weights of a model's ranks, once for all engines of a build."""
+    """The weights files of a model's ranks, written once for all engines of a build."""
 
     model: "OpenedModel"
     watch: Callable[[str], None] = lambda stage: None
@@ -165,7 +165,7 @@ class EngineWeights:
     def _told(
         self, tensors: Iterable[tuple[str, Tensor]], total: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tell the share of the elements that is written as they pass, then what they lost."""
+        """Report progress as tensors pass, then log how many blocks have lost accuracy."""
         done = coarse = 0
         for name, tensor in tensors:
             yield name, tensor

@@ -1,4 +1,4 @@
-"""`mtpbuild quantize`: reads a checkpoint weight by weight, and writes it in other formats."""
+"""`mtpbuild quantize`: read a checkpoint weight by weight and write it in other number formats."""
 
 import json
 from collections import defaultdict
@@ -29,7 +29,7 @@ Watch = Callable[[str], None]  # gets a line about each weight
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """Holds the flags of `mtpbuild quantize`."""
+    """The flags of `mtpbuild quantize`."""
 
     model: str
     scheme: Scheme
@@ -40,31 +40,34 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """Counts the weights of a checkpoint that are in one format."""
+    """The number, the size and the error of a checkpoint's weights in one format."""
 
     weights: int = 0
     bytes: int = 0
-    squares: float = 0.0  # of the source's values
-    errors: float = 0.0  # squares of what quantising changed
+    squares: float = 0.0  # sum of squares of the source's values
+    errors: float = 0.0  # sum of squares of the changes by quantising
 
     @property
     def error(self) -> float:
-        """Returns the relative error: the norm of the changes over the norm of the values."""
+        """The relative error: the norm of the changes over the norm of the values."""
         return (self.errors / self.squares) ** 0.5 if self.squares else 0.0
 
 
 @dataclass
 class Quantized:
-    """Is a written checkpoint: a portion for each format, and the weights that no block fits."""
+    """A written checkpoint: a portion per format, and the weights that do not split into blocks."""
 
     folder: Path
     portions: dict[str, Portion] = field(default_factory=lambda: defaultdict(Portion))
     unfit: list[str] = field(default_factory=list)
-    coarse: int = 0  # blocks that lose accuracy
+    coarse: int = 0  # blocks of integers that lose accuracy
 
 
 def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
-    """Write the checkpoint; raises UsageError, CheckpointError or BuildError, leaving nothing."""
+    """Write the quantised checkpoint.
+
+    Raises UsageError, CheckpointError or BuildError; then nothing is left behind.
+    """
     source = find_model(request.model, request.checkpoint)
     check_place(request.out, source.folder, force=request.force)
     config = load_config(source.folder)
@@ -85,7 +88,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors to store; counts their bytes, and how far quantising moves values."""
+    """Yield all tensors to store; add up their bytes and their quantisation errors in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):
         watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
@@ -105,7 +108,7 @@ def write_all(
 def counted(
     pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
 ) -> Iterator[Parts]:
-    """Yields the encoded parts of each piece of rows, and adds up how far their values are off."""
+    """Yield the encoded parts of each piece of rows; add up their errors in `portion`."""
     for rows, parts in pieces:
         portion.squares += rows.square().sum().item()
         portion.errors += (format.decode(parts) - rows).square().sum().item()
@@ -113,7 +116,7 @@ def counted(
 
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
-    """Write config.json as published checkpoints of the format have it; copy the side files."""
+    """Write config.json as published checkpoints of the format have it, and copy the side files."""
     copy_side_files(source, folder)
     raw = read_json(source / "config.json")
     raw.pop("quantization_config", None)
@@ -145,7 +148,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def check_place(out: Path, source: Path, *, force: bool) -> None:
-    """Refuse to replace the source or a folder that is no checkpoint; --force permits the rest."""
+    """Refuse to overwrite the source, another kind of folder or, without --force, a checkpoint."""
     if out.resolve() == source.resolve():
         raise BuildError(f"{out} is the source itself; choose another --out")
     if is_taken(out, CONFIG, "a checkpoint") and not force:

@@ -1,4 +1,4 @@
-"""Shows a checkpoint in other number formats than it is stored in, quantising while it reads."""
+"""A view of a checkpoint in other number formats, which quantises weights as they are read."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 
@@ -21,17 +21,15 @@ Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 
 @dataclass(frozen=True)
 class Requantised(Checkpoint):
-    """Is the checkpoint that `mtpbuild quantize` would write, without a byte of it on disk.
+    """The checkpoint that `mtpbuild quantize` would write, without a byte of it on disk.
 
-    Each read of a weight encodes it anew, some rows at a time.
+    Each read of a weight encodes it again, some rows at a time.
     """
 
     source: Checkpoint
     formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
     unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
-    amaxes: dict[str, float] = field(
-        default_factory=dict
-    )  # by weight, so that each is searched once
+    amaxes: dict[str, float] = field(default_factory=dict)  # by weight; each is computed once
 
     def format(self, name: str) -> Format | None:
         return self.formats[name]
@@ -43,7 +41,7 @@ class Requantised(Checkpoint):
         return weight if self.source.format(name) is None else weight.bfloat16().float()
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a weight that is not quantised; one that was is rounded to bf16."""
+        """Return a weight that is not quantised; if it was in the source, it is rounded to bf16."""
         weight = self.source.read(name)
         return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
@@ -51,10 +49,10 @@ class Requantised(Checkpoint):
         return self.collect(name, (parts for _, parts in self.encoded(name)))
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
-        """Joins the parts of a weight's rows; a scale of the whole weight is the same in all.
+        """Join the parts of a weight's rows; a scale of the whole weight is the same in all pieces.
 
         Pieces are copied into place at once: keeping them fragments the heap, and joining them at
-        the end needs twice the memory.
+        the end takes twice the memory.
         """
         whole: Parts = {}
         at = dict[str, int]()
@@ -71,7 +69,7 @@ class Requantised(Checkpoint):
         return whole
 
     def encoded(self, name: str) -> Iterator[tuple[Tensor, Parts]]:
-        """Yields some rows of a quantised weight in fp32, and the parts that encode them."""
+        """Yield pieces of a quantised weight's rows in fp32, with the parts that encode them."""
         format = self.formats[name]
         assert format is not None
         amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
@@ -80,7 +78,7 @@ class Requantised(Checkpoint):
             yield rows, format.encode(rows, amax)
 
     def group_amax(self, name: str) -> float:
-        """Returns the largest magnitude; gate and up share it, as ModelOpt joins the products."""
+        """Return a weight's largest magnitude; gate and up share one, as ModelOpt joins them."""
         for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
             if name.endswith(f"{one}.weight"):
                 return max(self._amax(name), self._amax(name.replace(one, other)))
@@ -95,7 +93,7 @@ class Requantised(Checkpoint):
 def requantise(
     checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[Stored]
 ) -> Requantised:
-    """Shows these weights of a checked checkpoint as `scheme` quantises them."""
+    """Return a view of these weights of a checked checkpoint, quantised as `scheme` says."""
     formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, FileEntry]()
     for stored in weights:
         name = stored.name
@@ -111,14 +109,14 @@ def requantise(
 
 
 def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:
-    """Returns the format that a scheme gives a weight; None if the weight stays as it is."""
+    """Return the format that a scheme gives a weight; None if the weight stays as it is."""
     wanted = scheme.wanted(config, stored.name)
     format = None if wanted is None else FORMATS[wanted]
     return format if format is not None and format.fits(stored.shape) else None
 
 
 def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
-    """Checks a checkpoint, then shows it as `scheme` quantises it; None leaves it as it is."""
+    """Check a checkpoint, and return it as `scheme` quantises it; None leaves it as it is."""
     table = checkpoint.check(config)
     if scheme is None:
         return checkpoint
@@ -127,7 +125,7 @@ def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> C
 
 
 def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
-    """Lists the tensors that store a weight; one that is no longer quantised becomes bf16."""
+    """Return the tensors that store a weight, by suffix; a dequantised weight becomes bf16."""
     if format is not None:
         return format.parts(stored.shape)
     dtype = "BF16" if checkpoint.format(stored.name) else checkpoint.tensors[stored.name].dtype

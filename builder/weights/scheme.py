@@ -1,6 +1,6 @@
-"""Schemes: in which format each weight of a model is quantised, by the weight's name.
+"""Quantisation schemes: the format of each weight of a model, by the weight's name.
 
-This module needs no torch: it knows formats by name, and None means that a weight stays as it is.
+This module needs no torch: formats are names, and None means that a weight stays as it is.
 """
 
 from collections.abc import Mapping
@@ -26,19 +26,20 @@ NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
     f"model.layers.*.self_attn.{name}"
     for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 )
-# Formats of embedding and head unless the user asks for others; with fp8 and nvfp4 they stay.
+# Default formats of embedding and head; with fp8 and nvfp4 they stay as they are.
 USUAL_HEADS = {"int8": "int8", "int4": "int8"}
-# Formats of what joins an MTP module's inputs, in engines alone: no published layout has it so.
+# Formats of the projection that joins an MTP module's inputs. Only engines quantise it: in
+# published layouts it is not quantised.
 JOINS = {"int8": "int8", "int4": "int8"}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Holds the formats of the main model, of the MTP modules, and of embedding and head.
+    """The formats of the main model, of the MTP modules, and of embedding and head.
 
-    exclude: globs of modules that are not quantised; None means each format's own list. With a head
-    in int4 the embedding is in int8: of its rows a step reads few. join: the format of what joins
-    an MTP module's inputs, on which drafts alone depend.
+    exclude: globs of modules that are not quantised; None means each format's own list. With an
+    int4 head the embedding is int8, since a step reads only a few of its rows. join: the format of
+    the projection that joins an MTP module's inputs; only drafts depend on it.
     """
 
     main: str | None
@@ -48,10 +49,10 @@ class Scheme:
     join: str | None = None
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
-        """Returns the format for a weight of the checkpoint, if its blocks fit the shape."""
+        """Return the format for a weight of the checkpoint; the caller checks that blocks fit."""
         format = self._asked(config, name)
         place = family_of(config).place(config, name)
-        if place is not None:  # in globs, modules are layers behind the trunk's
+        if place is not None:  # globs see modules as layers after the trunk's
             name = f"model.layers.{place[0]}.{place[1]}"
         module = name.removesuffix(".weight")
         return None if any(fnmatchcase(module, glob) for glob in self.globs(format)) else format
@@ -69,7 +70,7 @@ class Scheme:
         return self.main if layer < config.num_hidden_layers else self.mtp
 
     def exclude_modules(self, config: ModelConfig) -> list[str]:
-        """Returns the list of excluded modules as ModelOpt writes it."""
+        """Return the list of excluded modules as ModelOpt writes it."""
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp is None:
             family, count = family_of(config), config.num_nextn_predict_layers
@@ -96,7 +97,10 @@ SCHEMES: Mapping[str, Scheme] = {
 def make_scheme(
     to: str, mtp: str | None, exclude: tuple[str, ...] | None, head: str | None = None
 ) -> Scheme:
-    """Makes the scheme of `mtpbuild quantize`; raises UsageError, which lists the choices."""
+    """Return the scheme for `mtpbuild quantize`'s flags.
+
+    Raises UsageError, which lists the choices, for an unknown format.
+    """
     choices = (UNQUANTISED, *EXCLUDED)
     main = format_said("--to", to, choices)
     module = SCHEMES[to].mtp if mtp is None else format_said("--mtp", mtp, choices)
@@ -107,10 +111,10 @@ def make_scheme(
 
 
 def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
-    """Makes the scheme of `build`'s flags `--weights` and `--head-weights`.
+    """Return the scheme for the flags `--weights` and `--head-weights` of `mtpbuild build`.
 
     Returns None if weights stay as the checkpoint has them. Raises UsageError, which lists the
-    choices.
+    choices, for an unknown format.
     """
     choices: tuple[str, ...] = get_args(QuantisedType)
     if weights is None:
@@ -125,14 +129,14 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
 
 
 def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
-    """Returns the scheme by which an engine's manifest says that its weights were quantised."""
+    """Return the scheme by which an engine's weights were quantised, from its manifest's fields."""
     if weights is None:
         return None
     return replace(SCHEMES[weights], head=head, join=JOINS.get(weights))
 
 
 def format_said(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
-    """Returns the format that a flag names; raises UsageError, which lists the choices."""
+    """Return the format that a flag names; raise UsageError, which lists the choices."""
     if value not in choices:
         raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
     return None if value in (UNQUANTISED, AS_STORED) else value

@@ -1,4 +1,4 @@
-"""Reads the tensors of a Hugging Face checkpoint, and checks them against a family's table."""
+"""Read the tensors of a Hugging Face checkpoint, and check them against a family's table."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 2048  # rows of a large weight in memory at once; blocks of all formats divide it
-# Tensors that other programs store and ours do not need: our caches are not quantised.
+# Suffixes of tensors that other programs store. Ours ignore them: our caches are not quantised.
 UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
 @dataclass(frozen=True)
 class FileEntry(Entry):
-    """Is an entry of a header, with the place of its tensor."""
+    """An entry of a safetensors header, with the place of its tensor."""
 
     file: Path
     name: str  # in the file
-    part: Part | None = None  # of a stack of experts
+    part: Part | None = None  # the part of a stack of experts, if it is one
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the tensors of a folder by name; their bytes are read when asked for."""
+    """The tensors of a checkpoint folder by name; their bytes are read on demand."""
 
     folder: Path
     tensors: Mapping[str, FileEntry]
-    tower: int  # tensors of a vision tower, which are left out
+    tower: int  # number of a vision tower's tensors, which are left out
 
     def format(self, name: str) -> Format | None:
-        """Returns the number format of a weight; None if it is not quantised."""
+        """Return the number format of a weight; None if it is not quantised."""
         return stored_format(name, self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """Reads a weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
+        """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
         if (format := self.format(name)) is None:
             tensor = self.tensor(name).float()
         else:
@@ -61,7 +61,7 @@ class Checkpoint:
         return tensor
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Reads a quantised weight's values and scales, by suffix; raises as `read` does."""
+        """Read a quantised weight's values and scales, by suffix; raise errors as `read` does."""
         format = self.format(name)
         assert format is not None
         parts = {suffix: self.tensor(name + suffix) for suffix in format.suffixes}
@@ -71,7 +71,7 @@ class Checkpoint:
         return parts
 
     def rows(self, name: str) -> Iterator[Tensor]:
-        """Reads a weight as `read` does, but some rows at a time."""
+        """Read a weight as `read` does, but yield some rows at a time."""
         if self.format(name) is not None or self.tensors[name].part is not None:
             yield from self.read(name).split(PIECE)
             return
@@ -82,7 +82,7 @@ class Checkpoint:
             yield piece
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor as it is in its file."""
+        """Read a tensor as it is stored."""
         with self._opened(name) as (file, entry):
             if entry.part is None:
                 tensor: Tensor = file.get_tensor(entry.name)
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
-        """Open the file that holds a tensor; raises CheckpointError if it can't be read."""
+        """Open the file that holds a tensor; raise CheckpointError if it can't be read."""
         entry = self.tensors[name]
         try:
             with safe_open(entry.file, framework="pt") as file:
@@ -109,7 +109,7 @@ class Checkpoint:
         return CheckpointError(f"{self.tensors[name].file}: tensor {name} {what}")
 
     def check(self, config: ModelConfig) -> list[Weight]:
-        """Returns the table of the model's weights once every name, shape and dtype is right.
+        """Check the name, shape and dtype of every tensor, and return the model's weight table.
 
         config: the result of `settle`. Raises CheckpointError, which names the first missing,
         left-over or wrong-shaped tensor.
@@ -129,7 +129,7 @@ class Checkpoint:
         return table
 
     def settle(self, config: Config, drafts: bool = False) -> Config:
-        """Returns the configuration with the MTP modules that this checkpoint really holds.
+        """Return the configuration with the MTP modules that this checkpoint really holds.
 
         Quantised and fine-tuned copies of models often lack them; with `drafts` that raises
         CheckpointError.
@@ -142,7 +142,7 @@ class Checkpoint:
         return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
-        """Notes in the configuration which MTP modules have an embedding or a head of their own."""
+        """Return the configuration with the MTP modules that have their own embedding or head."""
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):
             there = {copy.name, copy.original} <= self.tensors.keys()
@@ -157,7 +157,7 @@ class Checkpoint:
         return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
     def _equal(self, name: str, other: str) -> bool:
-        """Compare two weights, some rows at a time: they may be as large as a vocabulary."""
+        """Compare two weights some rows at a time, as they may be as large as a vocabulary."""
         pairs = zip_longest(self.rows(name), self.rows(other), fillvalue=torch.empty(0))
         return all(torch.equal(one, two) for one, two in pairs)
 
@@ -166,7 +166,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
 
     def _check_weight(self, stored: Stored) -> set[str]:
-        """Check the dtypes and shapes of all parts of a weight; returns their names."""
+        """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
             if (dtype := self.tensors[name].dtype) not in DTYPES:
@@ -212,7 +212,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:
-    """Returns the weights of the text model that a file's tensor holds, by name."""
+    """Return the text model's weights that a file's tensor holds, by name."""
     name = text_name(entry.name)
     if name is None:
         return {}
@@ -224,7 +224,7 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
-    """List the tensors of a slice, renamed for a model of these layers; None means all layers."""
+    """List the tensors of a slice, renamed for a model of only these layers; None: all layers."""
     checkpoint = open_checkpoint(folder)
     if layers is None:
         return checkpoint
