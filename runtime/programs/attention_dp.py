@@ -17,7 +17,7 @@ from mtpbuild.runtime.programs.slots import Slots
 
 
 class AttentionDP(Slots):
-    """A mixin that maps slots to ranks and chooses one program for all ranks, on any target.
+    """A mixin for any target that maps slots to ranks and chooses one program for all ranks.
 
     It must come before the class of a rank's programs in the list of bases.
     """
