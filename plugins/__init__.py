@@ -1,8 +1,8 @@
-"""The step program's own ops: each is a reference, with a facet per target.
+"""The custom ops of step programs: each has a PyTorch reference and a facet for each target.
 
 Importing this package registers the ops under `torch.ops.mtpbuild`. A new op is a folder with
 `op.py` (signature, shapes and plain PyTorch reference), which is imported here, and a file for each
-target that it has a facet for; that target's table names it.
+target with a facet; the target's table names the file.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,13 +58,13 @@ from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks as sum_of_ranks
 from mtpbuild.plugins.take_rows.op import take_rows as take_rows
 from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 
-# An op's facet for a target is a function <op>_<file> in a file of the op's folder. A target has a
-# table of them: op -> file. "op" is the reference itself; "plugins" an AOT plugin of TensorRT for
-# each of triton.py's <op>_launches. An op that a target has no use for is not in its table.
+# An op's facet for a target is the function <op>_<file> in a file of the op's folder. Each target
+# has a table op -> file. "op" is the reference itself; "plugins" makes each launch of triton.py's
+# <op>_launches an AOT plugin of TensorRT. Ops that a target does not use are not in its table.
 FacetTable: TypeAlias = Mapping[CustomOpDef, str]
 OPS = tuple(value for value in (*vars().values(),) if isinstance(value, CustomOpDef))
 
-# Every op in PyTorch operators: for compilers of these, and where a graph has no other facet.
+# Facets in PyTorch operators for all ops, for compilers that take these.
 PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
     delta_rule: "inductor",
     grouped_attention: "inductor",
@@ -72,7 +72,7 @@ PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
     mla_attention: "inductor",
 }
 
-# What an op does by itself when PyTorch calls it with CUDA tensors; the others do their reference.
+# The facets that PyTorch calls for CUDA tensors; other ops run their reference.
 CUDA: FacetTable = dict.fromkeys(
     (
         accept_rewind,
@@ -87,22 +87,22 @@ CUDA: FacetTable = dict.fromkeys(
     "triton",
 )
 
-# Where a program writes its state in place, some facets on a GPU give way to an op that writes into
-# an operand: facet -> that op, the operand's place, and the place of the result that it is.
+# In programs that update state in place, these GPU facets are replaced by ops that write into an
+# operand: facet -> (op, index of the operand, index of the result that the operand becomes).
 IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into", 5, 2)}
 
-# Ops whose facets on a GPU take a product's parts for their first operand, and sum them: where no
-# other op reads a product by `matmul_scaled`, a launch is saved.
+# Ops whose GPU facets accept the parts of a split product as their first operand, and sum them. If
+# no other op reads a product of `matmul_scaled`, this saves a launch.
 SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
 
 
 def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
-    """Map each op of a table to its facet, as exported graphs name it."""
+    """Return each op of a table, as exported graphs name it, with its facet."""
     return {op._opoverload: facet(op, file) for op, file in table.items()}
 
 
 def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
-    """Returns the function that an entry of a table stands for; this imports what it needs."""
+    """Import and return the function for an entry of a table."""
     reference = op._init_fn
     if file == "op":
         return reference
@@ -117,7 +117,7 @@ def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
 
 
 def _on_cuda(op: CustomOpDef) -> Callable[..., Any]:
-    """Load the op's facet when it is first called with CUDA tensors."""
+    """Return a function that loads the op's CUDA facet when it is called, and calls it."""
     return lambda *operands: facet(op, CUDA[op])(*operands)
 
 

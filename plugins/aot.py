@@ -1,7 +1,7 @@
-"""Puts launches into a TensorRT network as AOT plugins, whose PTX and launch the engine holds.
+"""Launches as AOT plugins of a TensorRT network; the engine contains their PTX and launch.
 
 So an engine runs without Triton, Python or a plugin library. A plugin has the fixed shapes of its
-launch, and launches that are equal share one (docs/plugins.md).
+launch, and equal launches share one (docs/plugins.md).
 """
 
 import hashlib
@@ -19,28 +19,28 @@ from mtpbuild.plugins.launch import Launch, Launches
 from mtpbuild.plugins.ptx import compile_launch
 
 NAMESPACE = "mtpbuild"
-PORTABLE = 80  # its PTX runs on every later GPU; tiles of 16 rows gain nothing from a newer one
+PORTABLE = 80  # its PTX runs on every later GPU; newer ones don't speed up tiles of 16 rows
 TORCH = {
-    "BOOL": torch.int32,  # a plugin takes and gives no BOOL
+    "BOOL": torch.int32,  # plugins can't have BOOL tensors
     "INT32": torch.int32,
     "INT64": torch.int64,
     "BF16": torch.bfloat16,
     "FLOAT": torch.float32,
     "FP8": torch.float8_e4m3fn,
 }
-# TensorRT has no constants of bytes, but of FP8, which a kernel may read as bytes.
+# TensorRT has no constants of bytes, so they are FP8, which a kernel may read as bytes.
 TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
 
 
 def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
-    """Make a converter of Torch-TensorRT for an op, whose operands `launches` takes.
+    """Return a Torch-TensorRT converter for the op with these launches.
 
-    A result that is bool in the op comes as int32. The converter raises ContractError if TensorRT
-    could not launch a kernel.
+    Results that are bool in the op become int32. The converter raises ContractError if TensorRT
+    can't launch a kernel.
     """
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-        given, form = tree_flatten(args)  # an operand may be a list
+        given, form = tree_flatten(args)  # operands may be lists
         operands = [_stand_in(arg) for arg in given]
         made = launches(*tree_unflatten(operands, form))
         read = {id(tensor) for launch in made.each for tensor in launch.inputs}
@@ -60,7 +60,7 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
 
 
 def _stand_in(arg: Any) -> Any:
-    """Make a meta tensor like the network's, int32 for bool; a number or None is left alone."""
+    """Return a meta tensor like the network's, int32 for bool; numbers and None are unchanged."""
     if arg is None or isinstance(arg, int | float):
         return arg
     shape = tuple(arg.shape)
@@ -70,7 +70,7 @@ def _stand_in(arg: Any) -> Any:
 
 
 def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
-    """Find a weight or another tensor of the network, as int32 if it is bool."""
+    """Return the network's tensor for a weight or another argument; bool is cast to int32."""
     trt = import_module("tensorrt")
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
         return ctx.constants.operand(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
@@ -82,7 +82,7 @@ def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """Returns everything that distinguishes a plugin, but the kernel's text."""
+    """Return everything that identifies a plugin, except the kernel's text."""
     return {
         "kernel": launch.kernel.__name__,
         "inputs": [f"{name} {_text(tensor)}" for name, tensor in _inputs(launch).items()],
@@ -96,7 +96,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def plugin(launch: Launch) -> Any:
-    """Returns the launch's definition in `tensorrt.plugin`, which makes layers of tensors."""
+    """Return the launch's plugin in `tensorrt.plugin`; it is registered at the first call."""
     trtp = import_module("tensorrt.plugin")
     digest = hashlib.sha256(json.dumps(describe(launch)).encode()).hexdigest()
     name = f"{launch.kernel.__name__}_{digest[:8]}"
@@ -106,7 +106,7 @@ def plugin(launch: Launch) -> Any:
 
 
 def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
-    """Tells TensorRT the outputs' shapes and types, the kernel and how it is launched."""
+    """Register the outputs' shapes and types, the kernel and its launch with TensorRT."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
     inputs = dict.fromkeys(_inputs(launch), trtp.TensorDesc)
@@ -124,10 +124,10 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
         )
         sizes = trtp.SymIntExprs(len(launch.sizes))
         for i, size in enumerate(launch.sizes):
-            sizes[i] = trtp.SymInt32(size)  # a plain int would be of no width
+            sizes[i] = trtp.SymInt32(size)  # a plain int has no width
         return ptx.name, ptx.text, how, sizes
 
-    # TensorRT reads names and kinds of inputs and the number of outputs from the signatures.
+    # TensorRT reads names and types of inputs and the number of outputs from the signatures.
     descriptors = (trtp.TensorDesc,) * len(launch.outputs)
     kinds = (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs)
     _sign(outputs, inputs, descriptors)
@@ -143,7 +143,7 @@ def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> 
 
 
 def _inputs(launch: Launch) -> dict[str, Tensor]:
-    """Returns the inputs by the kernel's names, without those that it is compiled without."""
+    """Return the inputs by parameter name, without those that are None."""
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     return {name: tensor for name, tensor in named if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""Puts a branch into the graph, so that a step skips the work that no request of it asks for."""
+"""Conditional branches in graphs, so that a step skips work that none of its requests needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,9 @@ Branch = Callable[..., tuple[Tensor, ...]]
 def when(
     predicate: Tensor, yes: Branch, no: Branch, operands: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """Runs `yes(*operands)` or `no(*operands)`, chosen by a bool scalar; ONNX's If.
+    """Run `yes(*operands)` or `no(*operands)`, chosen by a bool scalar; in ONNX, an If.
 
-    Both return tensors of the same shapes and types, and no operand itself.
+    Both must return tensors of the same shapes and types, and neither may return an operand.
     """
     if not torch.compiler.is_exporting():
         return (yes if bool(predicate) else no)(*operands)
@@ -24,6 +24,6 @@ def when(
     def flat(branch: Branch) -> Branch:
         return lambda *given: branch(*tree_unflatten(given, form))
 
-    # torch.cond would have Dynamo search both branches for captured tensors. There are none, and
-    # the search takes longer than tracing.
+    # torch.cond would let Dynamo search both branches for captured tensors. There are none, and the
+    # search takes longer than tracing.
     return torch.ops.higher_order.cond(predicate, flat(yes), flat(no), tuple(tensors))

@@ -1,10 +1,10 @@
-"""Expands fp8 (e4m3) and nvfp4 (e2m1) codes to numbers in Triton: exactly, also subnormal ones.
+"""Exact conversion of fp8 (e4m3) and nvfp4 (e2m1) codes to floats in Triton, with subnormals.
 
-For bf16, inline assembly reads words of 32 bits with four columns each and expands two codes at a
-time; each of the four columns becomes a tensor of its own. ASSEMBLY selects the instructions: 80
-moves a code's bits to their places in a bf16, which runs on sm_80 and every later GPU; 100 uses the
-conversions of sm_100 and later. 0 is for Triton's interpreter, which has no assembly: Triton's own
-operations make the same numbers.
+For bf16, inline assembly reads words of 32 bits with four columns each and converts two codes at a
+time; each of the four columns becomes a tensor of its own. ASSEMBLY selects the instructions. 80
+moves a code's bits to their places in a bf16 and runs on sm_80 and every later GPU. 100 uses the
+conversions of sm_100 and later. 0 uses Triton's own operations with the same results, for Triton's
+interpreter, which has no assembly.
 """
 
 import os
@@ -21,10 +21,10 @@ CONVERTING_PTXAS = 13, 2  # the first CUDA whose PTX (9.2) converts codes to bf1
 
 
 def _moved(selector: int, of: str, left: int, mask: int, *factors: str) -> str:
-    """Writes assembly that moves two bytes of `of` to bf16's bits, then multiplies by registers.
+    """Write assembly that moves two bytes of `of` to bf16's bits, then multiplies by registers.
 
-    `prmt` selects the bytes, and fills the bits above each with its sign. The moved bits are 2^-120
-    (e4m3) or 2^-126 (e2m1) times the value; a subnormal code becomes a subnormal number.
+    `prmt` selects the bytes and fills the bits above each with its sign. The moved bits are the
+    value times 2^-120 (e4m3) or 2^-126 (e2m1); a subnormal code becomes a subnormal number.
     """
     moved = f"prmt.b32 t, {of}, {selector:#x}; shl.b32 t, t, {left}; and.b32 t, t, {mask:#x};"
     return moved + "".join(f" fma.rn.bf16x2 t, t, {by}, none;" for by in factors)
@@ -38,7 +38,7 @@ CONSTANTS = {"none": 0x80008000, "size": 0x7B807B80, "large": 0x7B007B00}  # -0,
 
 
 def _text(*lines: str) -> tl.constexpr:
-    """Declares the registers of some assembly, and sets those of CONSTANTS that it uses."""
+    """Return assembly with its registers declared, and set to those CONSTANTS that it uses."""
     body = " ".join(lines)
     used = {name: value for name, value in CONSTANTS.items() if name in body}
     registers = ", ".join(("t", "u", *used))
@@ -91,9 +91,9 @@ SMALLER = tl.constexpr(128.0)  # 2^7: restores sums of products with results of 
 
 
 def assembly_for(architecture: int, ptxas: str | None = None) -> int:
-    """Returns the ASSEMBLY for a GPU architecture, such as 90 for sm_90.
+    """Return the ASSEMBLY for a GPU architecture, such as 90 for sm_90.
 
-    ptxas: the version of CUDA's assembler, such as "13.2"; that of the one in use by default.
+    ptxas: the version of CUDA's assembler, such as "13.2"; by default that of the one in use.
     """
     if architecture < 100:
         return 80
@@ -105,7 +105,7 @@ def assembly_for(architecture: int, ptxas: str | None = None) -> int:
 
 
 def wheels_assembler() -> Path | None:
-    """Finds `ptxas` of NVIDIA's wheel nvidia-cuda-nvcc, if it is installed."""
+    """Return the path of `ptxas` in NVIDIA's wheel nvidia-cuda-nvcc, if it is installed."""
     nvidia = find_spec("nvidia")
     folders = (nvidia and nvidia.submodule_search_locations) or ()
     found = (path for folder in folders for path in Path(folder).glob("cu*/bin/ptxas"))
@@ -113,9 +113,9 @@ def wheels_assembler() -> Path | None:
 
 
 def use_assembler(path: Path | None) -> None:
-    """Lets Triton assemble for sm_100 and later by `path`, unless its own converts codes too.
+    """Set Triton's assembler for sm_100 and later, unless its own can convert codes.
 
-    Triton 3.6 to 3.8 bring an older one. What the user has chosen stays.
+    Triton 3.6 to 3.8 contain one that can't. A user's setting is kept.
     """
     tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
     if path is None or tool is None or PTXAS in os.environ:
@@ -125,7 +125,7 @@ def use_assembler(path: Path | None) -> None:
 
 
 def assembly_on(device: torch.device) -> int:
-    """Returns the ASSEMBLY for tensors on a device; for a CPU, the one that every GPU can run."""
+    """Return the ASSEMBLY for tensors on a device; for a CPU, the one that runs on every GPU."""
     if knobs.runtime.interpret:
         return 0
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -136,7 +136,7 @@ def assembly_on(device: torch.device) -> int:
 
 @triton.jit
 def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Converts integers, whose lowest bits are e4m3 or e2m1 codes, to fp32."""
+    """Convert integers with e4m3 or e2m1 codes in their lowest bits to fp32."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     codes = codes.to(tl.int32)
@@ -148,7 +148,7 @@ def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
-    """Converts e4m3 codes, four in each word, to four bf16 tensors, the lowest byte's first."""
+    """Convert words of four e4m3 codes to four bf16 tensors, from the lowest byte up."""
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
             CONVERTED_E4M3 if ASSEMBLY == 100 else MOVED_E4M3,
@@ -168,7 +168,7 @@ def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def scales_of_words(words, ASSEMBLY: tl.constexpr):
-    """Converts e4m3 scales, four in each word, for `e2m1_of_words`: a bf16 twice in each word."""
+    """Convert words of four e4m3 scales for `e2m1_of_words`: to words with a bf16 in each half."""
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
             CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES,
@@ -186,10 +186,10 @@ def scales_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def e2m1_of_words(words, a, b, c, d, ASSEMBLY: tl.constexpr):
-    """Converts words of eight e2m1 codes to values times scales a to d (per byte) / SMALLER.
+    """Convert words of eight e2m1 codes to values times scales a to d (per byte) / SMALLER.
 
-    Returns four words, the lowest byte's first; each holds its low and high nibble as bf16, for
-    `halves`. The result is exact: a product has 2 + 4 bits, and its exponent fits bf16.
+    Returns four words, from the lowest byte up; each contains its byte's low and high nibble as
+    bf16, for `halves`. The result is exact: a product has 2 + 4 bits, and its exponent fits bf16.
     """
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -221,6 +221,6 @@ def _joined(low, high):
 
 @triton.jit
 def halves(words):
-    """Splits words into two bf16, low and high."""
+    """Split words into two bf16 tensors, low and high."""
     low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -1,4 +1,4 @@
-"""Compiles a kernel with Triton for a GPU that need not be here.
+"""Compilation of a kernel with Triton for a GPU that need not be present.
 
 The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch
 
-PTX_VERSION = 87  # of a plugin: Triton's own is newer than what drivers of CUDA 12.8 take
+PTX_VERSION = 87  # for plugins: Triton's default is too new for drivers of CUDA 12.8
 TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
@@ -23,11 +23,10 @@ TYPES = {
 
 
 def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
-    """Compiles for a plugin, or (`specialised`) for that GPU alone, as Triton's JIT does.
+    """Compile for a plugin or, if `specialised`, for this architecture alone, as Triton's JIT does.
 
-    A specialised kernel knows which sizes divide by 16, and takes the GPU's own instructions.
-
-    Raises RuntimeError where Triton's interpreter is on.
+    A specialised kernel is compiled for sizes that are 1 or divisible by 16, and with the GPU's own
+    instructions. Raises RuntimeError if Triton's interpreter is on.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -64,7 +63,7 @@ def compiled(launch: Launch, architecture: int, specialised: bool = False) -> An
 
 
 def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
-    """Name each parameter's Triton type, "constexpr" where it vanishes, and the values of those."""
+    """Return each parameter's Triton type, "constexpr" for constants, and the constants' values."""
     values = (*launch.inputs, *launch.sizes, *launch.outputs)
     names = launch.kernel.arg_names
     given = dict(zip(names, values, strict=False)) | dict(launch.constants)

@@ -1,7 +1,7 @@
-"""Adds weights to a TensorRT network, each once however often it is used.
+"""The weights of a TensorRT network, each added once however often it is used.
 
-What TensorRT's own layers read is a constant: it may pack it as it likes. What our kernels read is
-an input, whose address is given when the engine runs; so engines share it.
+Weights of TensorRT's own layers are constants, which it may repack. Weights of our kernels are
+inputs, whose addresses are set when the engine runs, so that engines can share them.
 """
 
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from mtpbuild.runtime.contract.programs import WEIGHT
 
 
 class Constants:
-    """The weights of one network. It does not copy them, so they live as long as it does.
+    """The weights of one network; they are not copied, so they must live as long as the network.
 
-    shared: names by address, of weights that our kernels are given as inputs of the network.
+    shared: address -> name of the weights that our kernels get as inputs of the network.
     """
 
     def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
         self.network, self._shared = network, shared or {}
         self.given: dict[str, Any] = {}  # inputs by the weight's name
-        self.held: dict[str, Tensor] = {}  # by the name of their layer, which does not tell them
+        self.held: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
         self._weights: dict[tuple[Any, ...], Any] = {}
 
     def constant(self, tensor: Tensor, dtype: Any, name: str) -> Any:
-        """Add a contiguous tensor to the network, as TensorRT's `dtype`.
+        """Add a contiguous tensor to the network as a constant of TensorRT's `dtype`.
 
-        A uint8 tensor holds a value of `dtype` per byte, or two of its last dimension if FP4.
+        A byte of a uint8 tensor holds one value of `dtype`; with FP4, two of the last dimension.
         """
         import tensorrt as trt
 
@@ -46,9 +46,9 @@ class Constants:
         return self._tensors[key]
 
     def operand(self, tensor: Tensor, dtype: Any, name: str) -> Any:
-        """Give a kernel of ours a weight: an input if engines share it, else a constant.
+        """Add a weight for one of our kernels: an input if engines share it, else a constant.
 
-        Bytes, of whatever, are INT8 in an input: of FP8 there are constants, and no inputs.
+        An input of one-byte values is INT8, since TensorRT has FP8 constants but no FP8 inputs.
         """
         import tensorrt as trt
 
@@ -64,11 +64,11 @@ class Constants:
     def weight(
         self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str
     ) -> Any:
-        """Dequantise a weight in the network, from what `matmul_scaled` takes to [K, N] of `dtype`.
+        """Dequantise a weight in `matmul_scaled`'s layout to [K, N] of `dtype`, in the network.
 
-        nvfp4 is dequantised in two levels, as in the networks that ModelOpt exports: TensorRT sees
-        the format in front of the product, and may choose kernels of its own for it. For a result
-        in bfloat16 scales are rounded to it too.
+        nvfp4 is dequantised in two levels, as in the networks that ModelOpt exports, so that
+        TensorRT recognises the format and can choose its own kernels. For a bfloat16 result the
+        scales are rounded to bfloat16, too.
         """
         import tensorrt as trt
 
@@ -82,7 +82,7 @@ class Constants:
                 inner = self.constant(scales, trt.fp8, f"{name}_scales")
                 outer = self.constant(one(scales_2), trt.float32, f"{name}_scales_2")
                 scale = self.network.add_dequantize(inner, outer, trt.float32).get_output(0)
-            if dtype != trt.float32:  # a scale has the result's type
+            if dtype != trt.float32:  # scales must have the result's type
                 scale = self.network.add_cast(scale, dtype).get_output(0)
             self._weights[key] = self.network.add_dequantize(held, scale, dtype).get_output(0)
         return self._weights[key]
@@ -95,6 +95,6 @@ def by_outputs(values: Tensor) -> Tensor:
 
 
 def one(scales: Tensor) -> Tensor:
-    """Give one number if all are the same, as where weights were quantised together."""
+    """Return one number if all scales are equal, as for weights that were quantised together."""
     first = scales.flatten()[0]
-    return first.clone() if bool((scales == first).all()) else scales  # another address
+    return first.clone() if bool((scales == first).all()) else scales  # needs its own address

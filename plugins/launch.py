@@ -1,8 +1,8 @@
-"""A launch of a Triton kernel, which PyTorch runs, AOTInductor packs or Triton compiles to PTX.
+"""Launches of Triton kernels, which PyTorch runs, AOTInductor packs or Triton compiles to PTX.
 
-A kernel's arguments stand in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs.
-Floats are tensors or constants, and scratch memory is an output of one launch and an input of the
-next (docs/plugins.md).
+A kernel's arguments are in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs.
+Floats are tensors or constants. Scratch memory is an output of one launch and an input of the next
+(docs/plugins.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ MULTIPROCESSORS = 132  # of an H100
 class Launch:
     """A kernel, its grid and its arguments; all tensors are contiguous."""
 
-    kernel: Any  # of @triton.jit
+    kernel: Any  # a @triton.jit function
     grid: tuple[int, ...]
     inputs: tuple[Tensor | None, ...]  # None: the kernel is compiled without it
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ class Launch:
         outputs: Mapping[str, Tensor],
         warps: int = 4,
     ) -> "Launch":
-        """Takes the kernel's parameters from `known`; names in capitals are constants."""
+        """Make a launch with arguments from `known`; parameters in capitals are constants."""
         constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
@@ -48,9 +48,9 @@ class Launch:
         return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), made, constants, warps)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Fill the outputs and return them.
+        """Run the kernel and return the outputs.
 
-        A trace holds the kernel itself: export and AOTInductor see it.
+        In a trace the kernel is visible to export and AOTInductor.
         """
         from torch.library import wrap_triton
         from triton import knobs
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """Holds an op's launches in order, and the outputs among theirs that the op returns."""
+    """An op's launches in order, and those of their outputs that the op returns."""
 
     each: tuple[Launch, ...]
     results: Any  # a tensor or a tuple of them
@@ -83,16 +83,16 @@ class Launches:
 
 
 def bind(op: CustomOpDef, operands: Sequence[Any]) -> dict[str, Any]:
-    """Name an op's operands as its reference does, with its defaults for those left out."""
+    """Return an op's operands by the reference's parameter names, with its defaults."""
     bound = signature(op._init_fn).bind(*operands)
     bound.apply_defaults()
     return bound.arguments
 
 
 def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function that runs launches an op of its own, with the operands of `op`.
+    """Register a function that runs launches as a `triton_op` with the operands of `op`.
 
-    In an exported program it can stand for `op`: AOTInductor sees the launches in it.
+    It can replace `op` in an exported program, where AOTInductor sees its launches.
     """
 
     def define(function: Any) -> Callable[..., Any]:
@@ -104,26 +104,26 @@ def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Divide and round up."""
     return (a + b - 1) // b
 
 
 def columns_of_a_program(groups: int, columns: int) -> int:
     """Choose 64, 32 or 16 columns of each group, so that most multiprocessors have a program.
 
-    It does not depend on the number of rows, so that neither does how a row's sums are rounded.
+    The choice does not depend on the number of rows, so neither does the rounding of a row's sums.
     """
     fits = (wide for wide in (64, 32) if groups * cdiv(columns, wide) >= MULTIPROCESSORS)
     return next(fits, 16)
 
 
 def tile(size: int, least: int = 16) -> int:
-    """The power of two that holds `size`; tensor cores take no side below 16."""
+    """Round up to a power of two, at least `least`: tensor cores take no side below 16."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
+    """Return the bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return AOT_SHARED
     properties = torch.cuda.get_device_properties(device)

@@ -1,12 +1,12 @@
-"""Penalties and bias: a request's edits of the model's logits, in vLLM's order.
+"""Penalties and logit bias of requests, in vLLM's order.
 
-vLLM (v1/sample/sampler.py) adds `logit_bias` first. Then the repetition penalty divides what is
-positive, and multiplies what is negative, of each token that prompt or output contains. Then
-`frequency_penalty` is subtracted for each time that the output contains the token, and
-`presence_penalty` once. Temperature and filters come behind.
+vLLM (v1/sample/sampler.py) first adds `logit_bias`. Then, for each token in prompt or output, the
+repetition penalty divides positive logits and multiplies negative ones. Then `frequency_penalty` is
+subtracted for each occurrence of a token in the output, and `presence_penalty` once. Temperature
+and filters come after that.
 
-A row is edited as if the tokens before it had been emitted, drafts or not: so what is accepted has
-been judged by the logits that a step without drafts would have seen.
+A row is edited as if the tokens before it had been emitted, including drafts. So drafts are judged
+by the logits that a step without drafts would have computed.
 """
 
 import torch
@@ -23,11 +23,11 @@ READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 def penalised(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], asked: Asked
 ) -> Tensor:
-    """Edit logits [B, R, V] as the slots' requests ask; nothing is computed if none asks.
+    """Apply the requests' penalties and bias to logits [B, R, V]; skip all work if none has any.
 
-    history [B, S]: each slot's tokens, of which the first `lengths` [B] count; ahead: the tokens
-    behind them, the newest and drafts, in pieces of together [B, A], A >= R. The last row has seen
-    them all, each row before it one less.
+    history [B, S]: each slot's tokens, of which the first `lengths` [B] are valid. ahead: the
+    tokens after them (the newest, then drafts), in tensors that join to [B, A], A >= R. The last
+    row has seen all of them, each row before it one less.
     """
     edits = {name: asked[name] for name in READ}
     operands = (logits, history, lengths, ahead, edits)
@@ -35,7 +35,7 @@ def penalised(
 
 
 def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
-    """Is the branch in which no request asks for an edit."""
+    """Return a copy of the logits: the branch in which no request asks for an edit."""
     return (logits.clone(),)
 
 
@@ -52,7 +52,7 @@ def _penalised(
 
 
 def _bias(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Returns what is added to the logits [B, V] of each slot; ids below 0 only fill the list."""
+    """Return the bias [B, V] of each slot's logits; ids below 0 are padding."""
     values = torch.where(ids >= 0, values, 0.0)
     return torch.zeros_like(like).scatter_add(1, ids.clamp(min=0), values)
 
@@ -60,11 +60,11 @@ def _bias(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
 def _seen(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: Tensor, prompt_length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Count, for each row [B, R, V], what stands before it: in prompt and output, in the output."""
+    """Count each token before each row [B, R, V]: in prompt and output, and in the output."""
     R, V = logits.shape[1:]
     A = ahead.shape[1]
     place = torch.arange(history.shape[1], device=history.device)
-    # Tokens behind `lengths` are left over from drafts or an earlier request.
+    # Tokens after `lengths` are left over from drafts or an earlier request.
     known = place < lengths[:, None]
     said = known & (place >= prompt_length[:, None])
     ids, zeros = history.clamp(0, V - 1), torch.zeros_like(logits[:, 0])
@@ -74,7 +74,7 @@ def _seen(
     rows = []
     for i in range(A):
         token = (vocabulary == ahead[:, i : i + 1]).to(zeros.dtype)
-        # The newest token of a request's first step is its prompt's last.
+        # In a request's first step the newest token is the prompt's last.
         behind = (lengths + i >= prompt_length).to(zeros.dtype)[:, None]
         every, output = every + token, output + token * behind
         rows.append((every, output))
@@ -83,9 +83,9 @@ def _seen(
 
 
 def recorded(history: Tensor, window: Tensor, lengths: Tensor) -> Tensor:
-    """Write a window [B, T] behind the first `lengths` tokens of a history [B, S].
+    """Write a window [B, T] after the first `lengths` tokens of a history [B, S].
 
-    Rejected drafts stand behind the new lengths, and are overwritten later.
+    Rejected drafts lie after the new lengths and are overwritten later.
     """
     row = torch.arange(window.shape[1], device=window.device)
     return history.scatter(1, lengths[:, None] + row, window)

@@ -1,4 +1,4 @@
-"""Compiles kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
+"""Compilation of kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
 
 The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
@@ -11,12 +11,12 @@ from mtpbuild.plugins.launch import AOT_SHARED, Launch
 
 
 class ContractError(ValueError):
-    """Says that TensorRT could not launch a kernel as an AOT plugin."""
+    """The error that TensorRT can't launch a kernel as an AOT plugin."""
 
 
 @dataclass(frozen=True)
 class Ptx:
-    """One compiled kernel. `parameters` are PTX types in the order of the launch's arguments."""
+    """A compiled kernel; `parameters` are PTX types in the order of the launch's arguments."""
 
     name: str
     text: str
@@ -29,7 +29,7 @@ class Ptx:
 def compile_launch(launch: Launch, architecture: int) -> Ptx:
     """Compile the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
 
-    Raises ContractError for what an AOT plugin may not need: scratch memory, more shared memory.
+    Raises ContractError if it needs scratch memory, or more shared memory than an AOT plugin has.
     """
     built = compiled(launch, architecture)
     needs = built.metadata
@@ -41,7 +41,7 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
 
 def _without_scratch(text: str, name: str, shared: int) -> Ptx:
-    """Take out the two pointers that Triton adds behind the arguments; TensorRT passes none."""
+    """Remove the two scratch pointers that Triton adds after the arguments: TensorRT has none."""
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", text, re.DOTALL)
     assert entry is not None, "Triton writes one entry point"
     parameters = [line.strip() for line in entry[2].strip().split(",\n")]

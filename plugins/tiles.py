@@ -1,9 +1,10 @@
-"""Multiplies rows by tiles of an unquantised, fp8 or nvfp4 weight, for Triton kernels.
+"""Products of rows with tiles of an unquantised, fp8 or nvfp4 weight, for Triton kernels.
 
 With bf16 rows, fp8 and nvfp4 weights are read in WORDS of four columns. Tensor cores take each of
-the four columns as a matrix of its own, in the registers in which it was expanded; only the sums
-are put side by side again. The factors of each product are exact: fp8 scales multiply a tile's fp32
-sums, nvfp4 block scales multiply the values (2 + 4 bits), global scales the sum of all tiles.
+the four columns as a matrix of its own, in the registers in which it was converted; only the sums
+are interleaved again. The factors of each product are exact: fp8 scales multiply a tile's fp32
+sums, nvfp4 block scales multiply the values (2 + 4 bits), global scales multiply the sum of all
+tiles.
 """
 
 from collections.abc import Mapping
@@ -26,9 +27,9 @@ from mtpbuild.plugins.codes import (
 from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
-DEEP_PROGRAMS = 160  # programs that copy four tiles ahead: enough for a B200's 148 multiprocessors
-JOINED = 7  # splits that AOTInductor sums where it reads them: it unrolls sums of less than 8
-NEARLY = 0.9  # with programs for this share of the multiprocessors, JOINED splits are enough
+DEEP_PROGRAMS = 160  # of kernels that copy four tiles ahead: enough for a B200's 148 SMs
+JOINED = 7  # splits that AOTInductor sums where it reads them: it unrolls sums of fewer than 8
+NEARLY = 0.9  # share of the multiprocessors with programs at which JOINED splits are enough
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
@@ -37,7 +38,7 @@ def load_rows(
     x, row, some, begin,
     DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Loads BLOCK_K inputs, from `begin` on, of rows of x [.., DEPTH]; missing ones are 0."""
+    """Load BLOCK_K inputs from `begin` on of rows of x [.., DEPTH]; missing ones are 0."""
     k = begin + tl.arange(0, BLOCK_K)
     at = x + row[:, None] * DEPTH + k[None, :]
     return tl.load(at, some[:, None] & (k < DEPTH)[None, :], 0.0)
@@ -49,11 +50,11 @@ def tile_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `total` the product of rows with a weight's tile, from input `begin` and column n on.
+    """Add to `total` the product of rows with a weight's tile, from input `begin` and column n on.
 
-    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH], and 0 beyond that.
-    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT: scales_2 are per
-    block of inputs too; otherwise `with_global_scales` multiplies the sum by them.
+    given: the rows' inputs for that tile. The weight is [DEPTH, WIDTH], padded with 0; `expert`
+    selects one weight of a stack. BLOCK inputs share a scale. BY_INPUT: scales_2 are per block of
+    inputs, too; otherwise `with_global_scales` multiplies the sum by them.
     """
     if scales is not None and WORDS:
         if scales_2 is None:
@@ -117,10 +118,11 @@ def _nvfp4_words(
 ):  # fmt: skip
     W: tl.constexpr = BLOCK_N // 4
     # A warp copies 8 words of 4 rows at a time: it reads whole sectors of 32 bytes, and writes each
-    # word to another bank of shared memory, where words of a column are neighbours.
+    # word to a different bank of shared memory, in which the words of a column are adjacent.
     eighth, word = tl.arange(0, W // 8)[:, None, None], tl.arange(0, 8)[None, None, :]
     word = n // 4 + 8 * eighth + word
-    # With 64 bits the assembler adds constants to one address; with 32 it computes every address.
+    # With 64-bit indices the assembler adds constants to one address; with 32-bit ones it computes
+    # every address.
     pair = begin // 2 + tl.arange(0, BLOCK_K // 2).to(tl.int64)
     of = (expert * (DEPTH // 2) + pair)[None, :, None] * (WIDTH // 4) + word
     there = word < WIDTH // 4
@@ -151,7 +153,7 @@ def _nvfp4_words(
 
 @triton.jit
 def _of_pairs(scale):
-    """Repeats a block's scale for its 8 pairs of inputs: [B, W] -> [8 B, W]."""
+    """Repeat a block's scale for its 8 pairs of inputs: [B, W] -> [8 B, W]."""
     B: tl.constexpr = scale.shape[0]
     W: tl.constexpr = scale.shape[1]
     return tl.reshape(tl.broadcast_to(scale[:, None, :], (B, 8, W)), (8 * B, W))
@@ -159,7 +161,7 @@ def _of_pairs(scale):
 
 @triton.jit
 def _one_below_the_other(words):
-    """Moves the halves of row i to rows 2 i and 2 i + 1: [P, W] -> bf16 [2 P, W]."""
+    """Move the halves of row i to rows 2 i and 2 i + 1: [P, W] -> bf16 [2 P, W]."""
     low, high = halves(words)
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (2 * words.shape[0], words.shape[1]))
@@ -167,13 +169,13 @@ def _one_below_the_other(words):
 
 @triton.jit
 def _side_by_side(a, b, c, d):
-    """Interleaves four tensors [M, W]: their columns j become columns 4 j to 4 j + 3."""
+    """Interleave four tensors [M, W]: their columns j become columns 4 j to 4 j + 3."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4 * a.shape[1]))
 
 
 @triton.jit
 def _apart(total):
-    """Splits a tensor [M, 4 W] as `_side_by_side` joined it."""
+    """Undo `_side_by_side`: split a tensor [M, 4 W] into four."""
     ac, bd = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 4, 2, 2)))
     a, c = tl.split(ac)
     b, d = tl.split(bd)
@@ -185,7 +187,7 @@ def with_global_scales(
     total, scales_2, expert, n,
     WIDTH: tl.constexpr, BY_INPUT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the sum of all tiles by the factors that `tile_product` left out."""
+    """Multiply the sum of all tiles by the factors that `tile_product` left out."""
     if scales_2 is not None:
         if not BY_INPUT:
             columns = n + tl.arange(0, BLOCK_N)
@@ -199,16 +201,16 @@ def with_global_scales(
 def tile_constants(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> dict[str, Any]:
-    """Chooses tiles for rows x [.., K] and a weight, or a stack, in the layout of `matmul_scaled`.
+    """Choose tiles for rows x [.., K] and a weight, or a stack, in the layout of `matmul_scaled`.
 
-    Returns the constants of `tile_product` and BLOCK_M, the rows that are multiplied at a time. The
-    tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
+    Returns the constants of `tile_product` and BLOCK_M, the number of rows multiplied at a time.
+    The tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
     width, packed = values.shape[-1], 1 if scales_2 is None else 2
     depth = values.shape[-2] * packed
     block = depth if scales is None else depth // scales.shape[-2]
     in_bf16, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
-    together = min(block & -block, 128)  # inputs that share scales of fp8
+    together = min(block & -block, 128)  # inputs with the same fp8 scale
     if in_bf16 and words and scales_2 is not None:
         programs = cdiv(width, 256) * max(1, depth // SPLIT_INPUTS)
         enough = values.dim() > 2 or 2 * programs >= MULTIPROCESSORS  # a stack has many experts
@@ -227,9 +229,9 @@ def tile_constants(
 
 
 def split_count(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
-    """Returns the splits of `depth` inputs that keep enough reads in flight on all multiprocessors.
+    """Return the number of splits of `depth` inputs that keeps all multiprocessors reading.
 
-    Each split has whole tiles, and at least one. `constants` come from `tile_constants`.
+    Each split has one or more whole tiles. constants: of `tile_constants`.
     """
     tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
     if constants["STAGES"] > 3:

@@ -1,1 +1,1 @@
-"""Judge drafts and draw tokens, each slot in the mode that its request asks for."""
+"""Acceptance of drafts and sampling of tokens, with a mode per slot."""

@@ -1,8 +1,8 @@
-"""accept_mixed: a window's verdict where each slot has a mode of its own.
+"""accept_mixed: acceptance of a window's drafts where each slot has its own mode.
 
 The modes are strict (greedy or sampled), rejection, block and relaxed; docs/acceptance.md defines
-them. The reference is plain PyTorch that every target can trace. `accept_rewind`
-is the case that all slots are strict and greedy.
+them. The reference is plain PyTorch that every target can trace. `accept_rewind` is the special
+case in which all slots are strict and greedy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ from mtpbuild.runtime.contract.controls import (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is decided about T = K + 1 rows per slot."""
+    """The decisions about T = K + 1 rows per slot."""
 
     tokens: Tensor  # [B, T] emitted, -1 beyond n
     n: Tensor  # [B] 1 .. num_drafts + 1; 0 if inactive
     lengths: Tensor  # [B] advanced by n
     logprobs: Tensor  # [B, T] of the emitted tokens, under the plain softmax
-    margins: Tensor  # [B, T] of logits if greedy, else of the uniform to its cell's border
+    margins: Tensor  # [B, T] between logits if greedy, else of the uniform to its cell's border
     thinking: Tensor  # [B] bool, after the emitted tokens
     top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
@@ -44,19 +44,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a rule of another package sees of a window: row j judges the draft behind j tokens."""
+    """The inputs of a rule from another package; row j judges draft j (from 0) of the window."""
 
     p: Tensor  # [B, T, V] the model's distribution as the request shapes it; unshaped if greedy
-    p_draft: Tensor  # [B, T] its probability of the row's draft; the last row has none
+    p_draft: Tensor  # [B, T] p of the row's draft; the last row has no draft
     drafts: Tensor  # [B, T]
-    draft_probs: Tensor  # [B, K, V] what the drafts were drawn from
+    draft_probs: Tensor  # [B, K, V] the distributions that the drafts were drawn from
     numbers: Tensor  # [B, T] uniform in [0, 1), drawn for acceptance alone
-    thinking: Tensor  # [B, T] bool: whether the row is in the thinking phase
-    asked: Asked  # controls by name, the rule's own among them: [B, *shape]
+    thinking: Tensor  # [B, T] bool: the row is in the thinking phase
+    asked: Asked  # controls by name, including the rule's own: [B, *shape]
 
 
 class Rule(Protocol):
-    """A rule of another package, as `runtime/contract/rules.py` has it."""
+    """A rule from another package, as defined in `runtime/contract/rules.py`."""
 
     @property
     def name(self) -> str: ...
@@ -79,16 +79,16 @@ def accept_mixed(
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
-    draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
-    mass there, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
-    before the window; without it nothing is penalised. grammar: the inputs of `CONSTRAINTS` by
-    name, `allowed` [B, T, words]; nothing if no slot can be held to one. rules: those that the
-    program has beside ours.
+    draft_probs [B, K, V]: the distribution that each draft was drawn from; for an argmax draft a
+    point mass, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
+    before the window; without it there are no penalties. grammar: the inputs `CONSTRAINTS` by name,
+    with `allowed` [B, T, words]; None if the program has no grammars. rules: the program's rules
+    from other packages.
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
-    logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
+    logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
     logits = _edited(logits, at, window, lengths, asked, history)
     if grammar:
         logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
@@ -142,10 +142,10 @@ def accept_mixed_op(
     draft_probs: Tensor,
     asked: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The reference as an op: tokens, n, lengths, logprobs, thinking and margins of its verdict.
+    """Do `accept_mixed` as an op: return tokens, n, lengths, logprobs, thinking and margins.
 
-    Targets that have its kernels get the op; others trace the reference. draft_probs may be any
-    tensor [B, .., V] where a window has no drafts, as it is not read.
+    Targets with kernels for it get the op; others trace the reference. If a window has no drafts,
+    draft_probs is not read and may be any tensor [B, .., V].
     """
     slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
     v = accept_mixed(logits, *slots, named(asked))
@@ -156,7 +156,7 @@ def accept_mixed_op(
 def empty_results(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Make tensors like the op's results."""
+    """Return empty tensors for the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
 
@@ -169,9 +169,9 @@ def _edited(
     asked: Asked,
     history: Tensor | None,
 ) -> Tensor:
-    """Edit logits [B, T, V] as requests ask, whatever the mode: bans, biases, penalties.
+    """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
 
-    Without a history there are bans alone, and no branch.
+    Without a history there are only bans, and no branch.
     """
     if history is None:
         return without_banned(logits, at, asked)
@@ -189,7 +189,7 @@ def _banned_and_penalised(
 
 
 def without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
-    """Put -inf into the logits [B, T, V] of tokens that may not be emitted yet (min_tokens)."""
+    """Set the logits [B, T, V] of tokens that may not be emitted yet (min_tokens) to -inf."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
     early = at < asked["banned_until"][:, None]  # [B, T]
@@ -197,10 +197,10 @@ def without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
 
 
 def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> Tensor:
-    """Put -inf into the logits [B, T, V] of tokens that a slot's grammar forbids in their row.
+    """Set the logits [B, T, V] of tokens that a slot's grammar forbids in their row to -inf.
 
-    constrained [B] says which slots have a grammar, allowed [B, T, ceil(V / 32)] int32 what it
-    allows. Nothing is unpacked in a step where no slot has one.
+    constrained [B] bool: slots with a grammar. allowed [B, T, ceil(V / 32)] int32: bit masks of
+    allowed tokens, which are unpacked only in steps in which a slot has a grammar.
     """
     operands = (logits, constrained, allowed)
     return when(constrained.any(), _masked, unchanged, operands)[0]
@@ -208,7 +208,7 @@ def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> T
 
 def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
     place = torch.arange(WORD, dtype=torch.int32, device=logits.device)
-    bits = torch.bitwise_left_shift(torch.ones_like(place), place)  # the last is the sign
+    bits = torch.bitwise_left_shift(torch.ones_like(place), place)  # the last one is the sign bit
     free = (allowed[..., None] & bits) != 0
     free = free.flatten(-2)[..., : logits.shape[-1]] | ~constrained[:, None, None]
     return (torch.where(free, logits, -torch.inf),)
@@ -223,10 +223,10 @@ def _drawn(
     rejection: Tensor,
     block: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Sample each row: three tensors [B, T].
+    """Sample each row; return three tensors [B, T].
 
-    They are the token that the row emits if the step ends there, the distance of its number to the
-    border of the token's cell, and whether rejection keeps the row's draft.
+    The first is the token that the row emits if the step ends there, the second the distance of its
+    number to the border of the token's cell, the third whether rejection keeps the row's draft.
     """
     K, V = draft_probs.shape[1:]
     wanted, lucky = p, torch.zeros_like(real)
@@ -235,12 +235,12 @@ def _drawn(
         p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
         at_least, block_rest = verify_block(p, window, draft_probs, real[:, :K])
         luck = numbers[:, ACCEPT, :K]
-        # One number decides how many of a block are kept: those of later rows serve later steps.
+        # The first number decides how many drafts of a block are kept; later steps use the others.
         in_block = luck[:, :1] < at_least
         chosen = block[:, None]
         kept = (chosen & in_block) | (~chosen & (luck * q_draft < p_draft))
         lucky = torch.cat([kept, lucky[:, K:]], dim=1)
-        # A rejected draft's row draws from what q has too little of.
+        # After a rejection, sample from max(p - q, 0), normalised.
         rest = torch.where(chosen[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
         short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
         wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
@@ -252,21 +252,22 @@ def _drawn(
 def verify_block(
     p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Judge K drafts together, by the target's distribution per row p [B, K + 1, V] and their own.
+    """Judge K drafts as a block, by the target's distribution p [B, K + 1, V] and the drafts' q.
 
     This is algorithm 2 of Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR
     2025); vLLM's `rejection_sample_method: block`. The output has the target's distribution, and no
     rule with that property accepts more drafts on average.
 
-    draft_probs [B, K, V] is what the drafts were drawn from; real [B, K] says which there are.
-    Returns the chance [B, K] that drafts 0 .. j are all kept, which falls with j, and the weights
-    [B, K, V] of the token behind j kept drafts, where what is negative counts as 0.
+    draft_probs [B, K, V]: the distributions q that the drafts were drawn from. real [B, K]: which
+    drafts exist. Returns the probability [B, K] that drafts 0 .. j are all kept, which falls with
+    j, and the weights [B, K, V] of the token after j kept drafts; negative weights count as 0.
 
-    Weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1) is the chance that a draft path deserves; a block
-    of exactly j < m drafts is kept, if no longer one was, with chance S / (S + 1 - c_j), where
-    S = sum max(c_j p - q, 0) over the next row; of all m real ones with chance c_m.
-    The paper draws a number per length from the longest down. One number against the cumulated
-    chances has the same law, and leaves the other positions' numbers unseen for later steps.
+    Weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1), with c_0 = 1, belongs to the first j drafts. A
+    block of exactly j < m drafts is kept, if no longer one was, with probability S / (S + 1 - c_j),
+    where S = sum max(c_j p - q, 0) over the next row; all m real drafts with probability c_m. The
+    paper draws a number per length, from the longest down. Comparing one number with the cumulative
+    probabilities has the same distribution, and leaves the other positions' numbers unused for
+    later steps.
     """
     K, V = draft_probs.shape[1:]
     drafts = window[:, 1:].clamp(0, V - 1)[..., None]
@@ -276,7 +277,7 @@ def verify_block(
     ratio = torch.where(valid, wanted / offered, 0.0)
     weights, weight = [], torch.ones_like(ratio[:, 0])
     for j in range(K):
-        weights.append(weight)  # of the j drafts before row j
+        weights.append(weight)  # c_j, of the j drafts before row j
         weight = (weight * ratio[:, j]).clamp(max=1)
     weights.append(weight)
     c = torch.stack(weights, dim=1)  # [B, K + 1]
@@ -285,7 +286,7 @@ def verify_block(
     excess = rest.clamp(min=0).sum(-1)  # [B, K]
     room = excess + 1 - c[:, :K]
     stop = torch.where(room > 0, excess / torch.where(room > 0, room, 1.0), 1.0)
-    whole = torch.cat([stop[:, 1:], c[:, K:]], dim=1)  # [B, K]: of j + 1 drafts
+    whole = torch.cat([stop[:, 1:], c[:, K:]], dim=1)  # [B, K]: for j + 1 drafts
     last = real & ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
     exactly = torch.where(last, c[:, 1:], torch.where(real, whole, 0.0))
     missed = ones = torch.ones_like(c[:, 0])
@@ -299,8 +300,8 @@ def verify_block(
 def _nothing_drawn(
     p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    # torch.cond sees the batch of each operand as a size of its own: tokens are as many as rows of
-    # `p`, as in `_drawn`. Else the result's batch is open, and is checked to be 2 at least.
+    # torch.cond takes the batch of each operand for a separate size. So the results take their size
+    # from `p`, as in `_drawn`; otherwise their batch would be unknown and checked to be at least 2.
     rows = p.shape[:2]
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
@@ -314,14 +315,14 @@ def _accepted(
     phases: Tensor,
     asked: Asked,
 ) -> Tensor:
-    """Say of each row [B, T] if its draft is kept once all before it are; the last has none."""
+    """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     drafts = following.clamp(0, p.shape[-1] - 1)
     sampled = asked["temperature"][:, None] > 0
     forced = asked["synthetic"] >= 0
     by_chance = asked["rejection"][:, None] & sampled & ~forced
     near = _near(p, drafts, asked) & phases & ~sampled
-    # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
+    # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
     good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
     good = good | (forced & (numbers[:, ACCEPT] < asked["synthetic"]))
     return good & (drafts == following)
@@ -330,7 +331,7 @@ def _accepted(
 def judge_of(
     p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, asked: Asked
 ) -> Judged:
-    """Gather what rules see; at [B, T]: the positions that the rows decide."""
+    """Gather the inputs of rules; at [B, T]: the positions that the rows decide."""
     drafts = torch.cat([window[:, 1:], window[:, :1]], dim=1).clamp(0, p.shape[-1] - 1)
     p_draft = p.gather(-1, drafts[..., None])[..., 0]
     numbers = asked["uniforms"][:, ACCEPT].gather(1, at)
@@ -339,7 +340,7 @@ def judge_of(
 
 
 def _ruled(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
-    """Let the rules decide in the slots that chose one; nothing is computed for a rule of none."""
+    """Let rules decide in the slots that chose them; rules that no slot chose are not computed."""
     for rule in rules:
         chosen = judged.asked[rule.name]
         operands = tuple(vars(judged).values())
@@ -358,7 +359,7 @@ def _nothing_kept(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
-    """Relax acceptance [B, T]: a draft may be any of the top k within delta of the first."""
+    """Return whether a draft is among the top k and within delta of the first [B, T]."""
     p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
     ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
@@ -370,7 +371,7 @@ def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
 
 
 def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
-    """Say of each row [B, T] if its token is thought, given the window's tokens up to it."""
+    """Return whether each row [B, T] is in the thinking phase, given the window's tokens to it."""
     phases = [thinking]
     for j in range(1, window.shape[1]):
         phases.append(_after(phases[-1], window[:, j], marks))
@@ -382,7 +383,7 @@ def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
 
 
 def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
-    """Pick the number [B, 1] that draws draft k (from 1) behind `lengths` committed rows."""
+    """Return the number [B, 1] that draws draft k (from 1) after `lengths` committed rows."""
     shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared

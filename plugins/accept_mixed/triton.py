@@ -1,8 +1,8 @@
 """accept_mixed in Triton, in four launches.
 
-Blocks of the vocabulary are summed up (`accept_rewind`), each row's distribution is found (its
-filters are thresholds, as in `shaped_probs`), each row's target token is drawn, and each slot is
-judged. The vocabulary is never sorted.
+The first summarises blocks of the vocabulary (as in `accept_rewind`), the second finds each row's
+distribution (filters are thresholds, as in `shaped_probs`), the third draws each row's target
+token, and the fourth judges each slot. The vocabulary is never sorted.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
 LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
-# A row's figures: how its logits become its distribution, and what that says of its draft.
+# A row's figures: how its logits become its distribution, and the values for its draft.
 HIGHEST, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i in range(8))
 
 
@@ -32,7 +32,7 @@ def law_of_row(
     figures, target,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r finds the distribution of row slot * TOKENS + j, and what it says of the draft.
+    """Program r finds the distribution of row slot * TOKENS + j, and its figures for the draft.
 
     p is weight / NORM where weight >= FLOOR, else 0. figures [B * TOKENS, 8] are named above;
     target [B * TOKENS] is the argmax.
@@ -46,7 +46,7 @@ def law_of_row(
     where = tl.where(i < blocks, where, 2147483647)
     first = tl.max(top, 0)
     token = tl.min(tl.where(top == first, where, 2147483647), 0)
-    token = tl.minimum(token, vocab - 1)  # of a row of NaN
+    token = tl.minimum(token, vocab - 1)  # for a row of NaN
     below = tl.load(best + at * 5 + 1, i < blocks, float("-inf"))
     second = tl.max(tl.where(where == token, below, top), 0)
     of_block = tl.load(best + at * 5 + 2, i < blocks, float("-inf"))
@@ -107,7 +107,8 @@ def draw_of_row(
 ):  # fmt: skip
     """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2] are a block's weight before this row, and what p has there beyond q.
+    chances [B * TOKENS, 2]: a block's weight c before this row, and sum max(c p - q, 0) in this row
+    (c = 1 outside block mode).
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -175,7 +176,7 @@ def verdict_of_mixed_slot(
     tokens, num_tokens, new_lengths, logprobs, new_thinking,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program b keeps slot b's drafts until one fails, and writes what `Verdict` holds."""
+    """Program b keeps slot b's drafts until one fails, and writes the fields of `Verdict`."""
     b = tl.program_id(0)
     drafts, length = tl.load(num_drafts + b), tl.load(lengths + b)
     begins, ends = tl.load(thinking_ids + b * 2), tl.load(thinking_ids + b * 2 + 1)
@@ -184,7 +185,7 @@ def verdict_of_mixed_slot(
     together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
-    # A block keeps as many drafts as have a chance, together, above the one number.
+    # A block keeps the most drafts whose probability to be all kept is above the one number.
     missed, whole = 1.0, 0
     for j in tl.static_range(TOKENS - 2, -1, -1):
         next_row = chances + (b * TOKENS + j + 1) * 2
@@ -231,7 +232,7 @@ def verdict_of_mixed_slot(
 
 
 def accept_mixed_launches(*operands: Any) -> Launches:
-    """Make the launches for the op's operands."""
+    """Return the launches of accept_mixed."""
     known = bind(accept_mixed_op, operands)
     known |= named(known.pop("asked"))
     logits, bans = known["logits"], known["banned_ids"]
@@ -262,7 +263,7 @@ def accept_mixed_launches(*operands: Any) -> Launches:
 
 @by_kernels(accept_mixed_op)
 def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Do the op on a GPU."""
+    """Run accept_mixed on a GPU."""
     *tensors, asked = operands
     given = (tensor.contiguous() for tensor in tensors)
     return accept_mixed_launches(*given, [each.contiguous() for each in asked]).run()

@@ -1,1 +1,1 @@
-"""Judge a window's drafts, emit tokens, advance the committed lengths."""
+"""Strict greedy acceptance: judge a window's drafts, emit tokens, advance committed lengths."""

@@ -1,4 +1,4 @@
-"""accept_rewind in ONNX: one TopK gives targets and margins, the rest is [B, T] integers."""
+"""accept_rewind in ONNX: one TopK for targets and margins; the rest is [B, T] integers."""
 
 from typing import Any
 

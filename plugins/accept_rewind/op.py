@@ -1,7 +1,7 @@
 """accept_rewind: from the logits of a window to the emitted tokens and the new lengths.
 
-Ranks that share a vocabulary do the same in two ops with a sum between them: `best_of_blocks` of a
-rank's own logits, then `accept_best` of all ranks' blocks.
+Ranks that share a vocabulary use two ops with a sum between them: `best_of_blocks` of a rank's own
+logits, then `accept_best` of all ranks' blocks.
 """
 
 import torch
@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 4096  # logits per block: 32 blocks for a row of 129,280
-LOWEST = -3.0e38  # finite, so that no -inf is subtracted from itself
+LOWEST = -3.0e38  # finite: -inf minus -inf would be NaN
 
 
 @torch.library.custom_op("mtpbuild::accept_rewind", mutates_args=())
 def accept_rewind(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Strict greedy acceptance (docs/acceptance.md); K = T - 1 drafts.
+    """Accept drafts by strict greedy acceptance (docs/acceptance.md); K = T - 1 drafts.
 
-    logits [B, T, V] fp32; window [B, T]: the newest token, then drafts; num_drafts [B]: how many of
-    them are real; lengths [B]: committed rows; active [B] bool.
+    logits [B, T, V] fp32; window [B, T]: the newest token, then drafts; num_drafts [B]: the number
+    of real drafts; lengths [B]: committed rows; active [B] bool.
 
-    Returns tokens [B, T] (-1 beyond n), num_tokens n [B] (1 <= n <= num_drafts + 1; 0 if inactive),
-    lengths + n [B], and per row the log-probability of its target token and its top-1 margin.
-    The longest prefix of drafts equal to the target tokens is kept, and the target token after it;
-    ties go to the lowest id. Rewinding is the new length alone: rows beyond it are garbage.
+    Returns tokens [B, T] (-1 from n on), num_tokens n [B] (1 <= n <= num_drafts + 1; 0 if
+    inactive), lengths + n [B], and per row the log-probability of its target token and its top-1
+    margin. Kept are the longest prefix of drafts equal to the target tokens and the target token
+    after it; ties go to the lowest id. Only the length is rewound: rows after it are garbage.
     """
     top = logits.topk(2, dim=-1).values
     logprobs = top[..., 0] - logits.logsumexp(-1)
@@ -35,7 +35,7 @@ def accept_rewind(
 def _judged(
     target: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens, n and new lengths for each row's target token [B, T]."""
+    """Return tokens, n and new lengths for each row's target token [B, T]."""
     T = window.shape[1]
     K, row = T - 1, torch.arange(T, device=window.device)
     equal = (window[:, 1:] == target[:, :K]) & (row[:K] < num_drafts[:, None])
@@ -49,18 +49,18 @@ def _judged(
 def empty_results(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, ...]:
-    """Make tensors like the op's results."""
+    """Return empty tensors for the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
 
 
 @torch.library.custom_op("mtpbuild::best_of_blocks", mutates_args=())
 def best_of_blocks(logits: Tensor) -> Tensor:
-    """Sums up each block of `BLOCK` logits [B, T, V] fp32: [B, T, blocks, 5] fp32.
+    """Summarise each block of `BLOCK` logits [B, T, V] fp32: [B, T, blocks, 5] fp32.
 
-    Each has the largest and the second logit, the largest again (kernels leave banned tokens out of
-    the first two), the sum of exponentials relative to it, and the id of the largest, which fp32
-    holds exactly; ties go to the lowest.
+    The five are the largest and the second logit, the largest again (kernels leave banned tokens
+    out of the first two), the sum of exponentials relative to it, and the id of the largest, which
+    is exact in fp32. Ties go to the lowest id.
     """
     blocks = -(-logits.shape[-1] // BLOCK)
     size = logits.shape[-1] if blocks == 1 else BLOCK
@@ -75,7 +75,7 @@ def best_of_blocks(logits: Tensor) -> Tensor:
 
 @best_of_blocks.register_fake
 def empty_blocks(logits: Tensor) -> Tensor:
-    """Makes a tensor like the op's result."""
+    """Return an empty tensor for the op's result."""
     return logits.new_empty(*logits.shape[:-1], -(-logits.shape[-1] // BLOCK), 5)
 
 
@@ -83,7 +83,7 @@ def empty_blocks(logits: Tensor) -> Tensor:
 def accept_best(
     best: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Does what `accept_rewind` does, by all blocks [B, T, blocks, 5] of a row, in order of ids."""
+    """Do `accept_rewind` on a row's blocks [B, T, blocks, 5] of all ranks, in order of ids."""
     top, second, highest, sums, _ = best.unbind(-1)
     first = top.argmax(-1, keepdim=True)
     margins = top.amax(-1) - top.scatter(-1, first, second.gather(-1, first)).amax(-1)
@@ -94,7 +94,7 @@ def accept_best(
 
 
 def best_token(best: Tensor) -> Tensor:
-    """Returns the id [B, T] of each row's largest logit."""
+    """Return the id [B, T] of each row's largest logit."""
     at = best[..., 0].argmax(-1, keepdim=True)
     return best[..., 4].gather(-1, at)[..., 0].long()
 

@@ -24,11 +24,11 @@ def best_of_block(
     best,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, i) sums up block i of row r = slot * TOKENS + token.
+    """Program (r, i) summarises block i of row r = slot * TOKENS + token.
 
-    best [B * TOKENS, blocks, 5] holds the largest and second logit that may be emitted, then the
-    largest of all, the sum of exponentials relative to it, and where the first of them is; ties go
-    to the lowest.
+    best [B * TOKENS, blocks, 5] contains the largest and second logit that may be emitted, then the
+    largest of all, the sum of exponentials relative to it, and the id of the first one; ties go to
+    the lowest id.
     """
     r = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def best_of_block(
         if tl.load(lengths + b) + 1 + r % TOKENS < tl.load(banned_until + b):
             x = without(x, v, banned_ids + b * BANNED, BANNED)
     top = tl.max(x, 0)
-    # A NaN equals nothing: a row of them names a token all the same, and says so by its sums.
+    # NaN equals nothing. A row of NaN still gives a valid token id; its sums are NaN.
     where = tl.minimum(tl.min(tl.where(x == top, v, vocab), 0), vocab - 1)
     at = r * tl.num_programs(1) + tl.program_id(1)
     tl.store(best + at * 5, top)
@@ -52,7 +52,7 @@ def best_of_block(
 
 @triton.jit
 def without(x, v, banned_ids, BANNED: tl.constexpr):
-    """Put -inf into the logits x of those ids v that can't be emitted yet."""
+    """Set the logits x of banned ids among v to -inf."""
     for i in tl.static_range(BANNED):
         x = tl.where(v == tl.load(banned_ids + i), float("-inf"), x)
     return x
@@ -65,7 +65,7 @@ def verdict_of_slot(
     tokens, num_tokens, new_lengths, logprobs, margins,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program b judges all rows of slot b; the outputs are the op's results."""
+    """Program b judges all rows of slot b; its outputs are the op's results."""
     b = tl.program_id(0)
     j, i = tl.arange(0, ROWS), tl.arange(0, BLOCKS)
     at = ((b * TOKENS + j) * blocks)[:, None] + i[None, :]
@@ -74,7 +74,7 @@ def verdict_of_slot(
     where = tl.where(there, tl.load(best + at * 5 + 4, there, 0.0).to(tl.int32), 2147483647)
     first = tl.max(top, 1)
     target = tl.min(tl.where(top == first[:, None], where, 2147483647), 1)
-    target = tl.minimum(target, tl.max(tl.where(there, where, 0), 1))  # of a row of NaN
+    target = tl.minimum(target, tl.max(tl.where(there, where, 0), 1))  # for a row of NaN
     below = tl.load(best + at * 5 + 1, there, float("-inf"))
     second = tl.max(tl.where(where == target[:, None], below, top), 1)
     highest = tl.load(best + at * 5 + 2, there, LOWEST)
@@ -95,14 +95,14 @@ def verdict_of_slot(
 
 
 def vocabulary_block(vocab: int) -> int:
-    """Logits that a program reads at a time."""
+    """Return the number of logits that a program reads at a time."""
     return min(op.BLOCK, tile(vocab))
 
 
 def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
-    """Make the launch that gives `best` [B, T, blocks, 5] of logits [B, T, V].
+    """Return the launch that computes `best` [B, T, blocks, 5] from logits [B, T, V].
 
-    Banned tokens do not count, if `bans` has lengths, banned_ids and banned_until.
+    bans: lengths, banned_ids and banned_until, to leave out banned tokens; or nothing.
     """
     B, T, V = logits.shape
     best, count = empty_blocks(logits), bans["banned_ids"].shape[1] if bans else 0
@@ -113,13 +113,13 @@ def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
 
 
 def best_of_blocks_launches(logits: Tensor) -> Launches:
-    """Make the launch of best_of_blocks."""
+    """Return the launch of best_of_blocks."""
     launch = best_launch(logits)
     return Launches((launch,), *launch.outputs)
 
 
 def accept_best_launches(best: Tensor, *slots: Tensor) -> Launches:
-    """Make the launch of accept_best."""
+    """Return the launch of accept_best."""
     B, T, blocks, _ = best.shape
     results = empty_results(best, *slots)
     constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
@@ -128,7 +128,7 @@ def accept_best_launches(best: Tensor, *slots: Tensor) -> Launches:
 
 
 def accept_rewind_launches(logits: Tensor, *slots: Tensor) -> Launches:
-    """Make the launches for the op's operands."""
+    """Return the launches of accept_rewind."""
     first = best_launch(logits)
     second = accept_best_launches(*first.outputs, *slots)
     return Launches((first, *second.each), second.results)
@@ -136,19 +136,19 @@ def accept_rewind_launches(logits: Tensor, *slots: Tensor) -> Launches:
 
 @by_kernels(accept_rewind)
 def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-    """Do the op on a GPU."""
+    """Run accept_rewind on a GPU."""
     return accept_rewind_launches(logits.contiguous(), *slots).run()
 
 
 @by_kernels(best_of_blocks)
 def best_of_blocks_triton(logits: Tensor) -> Tensor:
-    """Do the op on a GPU."""
+    """Run best_of_blocks on a GPU."""
     best: Tensor = best_of_blocks_launches(logits.contiguous()).run()
     return best
 
 
 @by_kernels(accept_best)
 def accept_best_triton(best: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-    """Do the op on a GPU."""
+    """Run accept_best on a GPU."""
     results: tuple[Tensor, ...] = accept_best_launches(best.contiguous(), *slots).run()
     return results

@@ -1,1 +1,1 @@
-"""A convolution over the newest tokens of each channel, which keeps its last inputs as a state."""
+"""A causal depthwise convolution, whose state is the last inputs of each channel."""

@@ -1,4 +1,4 @@
-"""causal_conv and last_inputs as operators of the CPU's library; a pass gives them `begins`."""
+"""causal_conv and last_inputs as operators of the CPU's library; a pass adds the input `begins`."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ CausalConv = contrib(
 
 
 def causal_conv_onnx(x: Any, tail: Any, weight: Any) -> Any:
-    """Emits one node over channels [B, C, T]; nobody reads the state that it returns."""
+    """Emit one node over channels [B, C, T]; the state that it returns is not used."""
     channels, past = (op.Transpose(each, perm=[0, 2, 1]) for each in (x, tail))
     taps = op.Unsqueeze(op.Transpose(weight, perm=[1, 0]), op.Constant(value_ints=[1]))
     y, _ = CausalConv(channels, taps, None, past, activation="silu", ndim=1)

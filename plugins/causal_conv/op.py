@@ -1,4 +1,4 @@
-"""causal_conv, a depthwise convolution over a slot's tokens, and what it keeps of them."""
+"""causal_conv, a depthwise convolution over a slot's tokens, and last_inputs, its new state."""
 
 import torch
 import torch.nn.functional as F
@@ -7,9 +7,9 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::causal_conv", mutates_args=())
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
-    """Returns silu(sum over j of weight[j] * input t - k + 1 + j) for x [B, T, C], all fp32.
+    """Return silu(sum over j of weight[j] * input[t - k + 1 + j]) for x [B, T, C], all fp32.
 
-    tail [B, k - 1, C] has the inputs before x; weight is [k, C]. Terms are added in the order of j.
+    tail [B, k - 1, C]: the inputs before x. weight [k, C]. Terms are added in the order of j.
     """
     tokens, inputs = x.shape[1], torch.cat([tail, x], dim=1)
     y = inputs[:, :tokens] * weight[0]
@@ -20,7 +20,7 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("mtpbuild::last_inputs", mutates_args=())
 def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
-    """Returns the last k inputs before token n [B]: tail [B, k, C], inputs [B, T, C]."""
+    """Return the k inputs before token n [B], of tail [B, k, C] then inputs [B, T, C]."""
     k, C = tail.shape[1:]
     at = n[:, None] + torch.arange(k, device=n.device)
     return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))

@@ -1,1 +1,1 @@
-"""The CPU's kernels: their sources, the layout of their weights, and their operators in ONNX."""
+"""The CPU's kernels: C++ sources, the layout of their weights, and their operators in ONNX."""

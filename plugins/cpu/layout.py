@@ -1,12 +1,12 @@
-"""Packs weights as the CPU's kernels read them: panels of 32 outputs, side by side."""
+"""Packing of weights in the layout of the CPU's kernels: panels of 32 adjacent outputs."""
 
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins.matmul_nbits.op import bits_of
 
-PANEL = 32  # outputs that lie side by side; the last panel is filled up with zeros
-VECTOR = 16  # outputs of a line, which holds four bytes of each
+PANEL = 32  # adjacent outputs; the last panel is padded with zeros
+VECTOR = 16  # outputs in a line, with four bytes of each
 
 
 def panels(outputs: int) -> int:
@@ -16,7 +16,8 @@ def panels(outputs: int) -> int:
 def packed_values(values: Tensor) -> Tensor:
     """Pack uint8 [.., N, K / 32, bytes] into [.., panels, K / 32, 32 * bytes].
 
-    A line of 64 bytes has four inputs of 16 outputs; in 4 bits the next four are its high halves.
+    A line of 64 bytes has four inputs of 16 outputs; in 4 bits the high halves are the next four
+    inputs.
     """
     bits = bits_of(values.shape[-1])
     if bits == 4:  # two inputs a byte, the even one low -> four low, four high
@@ -44,14 +45,14 @@ def packed_floats(weight: Tensor) -> Tensor:
 
 
 def pairs_of_floats(weight: Tensor) -> Tensor:
-    """Fill gates, then ups [.., K, 2 I], up to whole panels, and let their panels take turns."""
+    """Pad gates and ups [.., K, 2 I] to whole panels, and interleave their panels."""
     gates, ups = (_fill(half, half.ndim - 1, 0) for half in weight.chunk(2, dim=-1))
     panels = (half.unflatten(-1, (-1, PANEL)) for half in (gates, ups))
     return torch.stack([*panels], dim=-2).flatten(-3)
 
 
 def gates_then_ups(rows: Tensor, axis: int = 1) -> Tensor:
-    """Order outputs gate, up, gate, .. [.., 2 I, ..] as 32 gates, their ups, the next 32 gates.
+    """Reorder outputs gate, up, gate, .. [.., 2 I, ..] to 32 gates, their ups, the next 32 gates.
 
     I is a multiple of 32.
     """
@@ -60,7 +61,7 @@ def gates_then_ups(rows: Tensor, axis: int = 1) -> Tensor:
 
 
 def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
-    """Undo `packed_values` for a weight of so many outputs."""
+    """Undo `packed_values` for a weight with `outputs` outputs."""
     bits = packed.shape[-1] // 128
     lines = packed.unflatten(-1, (-1, 2, VECTOR, 4))
     *_, panel, block, line, vector, output, four = range(lines.ndim)
@@ -84,7 +85,7 @@ def unpacked_floats(packed: Tensor, outputs: int) -> Tensor:
 
 
 def _fill(rows: Tensor, axis: int, value: int) -> Tensor:
-    """Fill the outputs, which are that axis, up to whole panels."""
+    """Pad the outputs, which are dimension `axis`, to whole panels with `value`."""
     missing = -rows.shape[axis] % PANEL
     if not missing:
         return rows

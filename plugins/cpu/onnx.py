@@ -1,4 +1,4 @@
-"""Operators of the CPU's library in ONNX, and PyTorch's operators that become some of them."""
+"""Operators of the CPU's library in ONNX, and PyTorch operators that are translated to them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ aten = torch.ops.aten
 def operator(
     name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any] = {}, **others: Any
 ) -> Op:
-    """Declare an operator of the library, as `contrib` does one of ONNX Runtime."""
+    """Declare an operator of the library, as `contrib` does for ONNX Runtime's."""
     return contrib(name, inputs, attributes, domain=DOMAIN, **others)
 
 
-# Without N the weight is no packed one, but [.., K, N].
+# Without N the weight is [.., K, N], not packed.
 FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
 Attention = operator(
     "Attention",
@@ -37,7 +37,7 @@ Attention = operator(
 def row_operators(
     name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: Sequence[str]
 ) -> dict[Any, Op]:
-    """Declare the operators that make rows of caches and write them, by the type of caches."""
+    """Declare the operators that compute cache rows and write them; return them by cache type."""
     kinds = {ir.DataType.FLOAT: (name, FLOATS), ir.DataType.BFLOAT16: (f"{name}Bf16", BFLOATS)}
     return {
         kind: operator(
@@ -57,7 +57,7 @@ Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 Cos, Sin, LogSoftmax = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin", "LogSoftmax"))
 ArgMax = operator("ArgMax", {"x": FLOATS}, outputs=(INTS,))
 FloatEmbedding = operator("FloatEmbedding", {"tokens": INTS, "table": FLOATS})
-PARTS = ("a", "b", "c", "d")  # of a join, at most
+PARTS = ("a", "b", "c", "d")  # a join takes up to four tensors
 Join, JoinInts = (
     operator(name, dict.fromkeys(PARTS, kind), {"axis": 0}, optional=PARTS[2:], outputs=(kind,))
     for name, kind in (("Join", FLOATS), ("JoinInts", INTS))
@@ -66,12 +66,12 @@ JOINS = {ir.DataType.FLOAT: Join, ir.DataType.INT64: JoinInts}
 
 
 def matmul(x: Any, w: Any) -> Any:
-    """Make a product with a weight the library's; others are between values that nodes compute."""
+    """Emit the library's product if w is a weight, else ONNX's MatMul of two computed values."""
     return FloatProduct(x, w) if is_weight(w) else op.MatMul(x, w)
 
 
 def is_weight(value: Any) -> bool:
-    """Tell whether it is a parameter, maybe cast to the type that it has; a pass drops that."""
+    """Return whether a value is a parameter; casts to its own type, removed later, are ignored."""
     node = value.producer()
     if node is None:
         return value.name is not None and value.name.startswith("p_")  # as torch.export names them
@@ -108,14 +108,14 @@ def embedding(table: Any, tokens: Any, *others: Any) -> Any:
     return FloatEmbedding(tokens, table)
 
 
-# What takes the place of torch.onnx's own translation where the kernels are ours.
+# Translations that replace those of torch.onnx in programs with the library's operators.
 PYTORCH: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: matmul,
     aten.argmax.default: argmax,
     aten.cat.default: cat,
     aten.embedding.default: embedding,
-    aten.cos.default: lambda x: Cos(x),  # onnxruntime's depend on the place, where 4 do not divide
+    aten.cos.default: lambda x: Cos(x),  # onnxruntime rounds the last size % 4 values differently
     aten.sin.default: lambda x: Sin(x),
     aten.rms_norm.default: rms_norm,
-    aten.log_softmax.int: log_softmax,  # a greedy step's, whatever is computed beside it
+    aten.log_softmax.int: log_softmax,  # the same bits as a greedy step's log-probabilities
 }

@@ -1,1 +1,1 @@
-"""The gated delta rule: a matrix per head that each token decays and corrects."""
+"""The gated delta rule: a state matrix per head, which each token decays and corrects."""

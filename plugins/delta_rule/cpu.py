@@ -6,7 +6,7 @@ from mtpbuild.plugins.cpu.onnx import operator
 from mtpbuild.plugins.matmul_nbits.onnx import BOOLS, FLOATS, INTS
 
 OPERANDS = dict.fromkeys(("mixed", "ba", "rate", "bias", "state"), FLOATS)
-BEGINS = {"begins": BOOLS}  # `FuseAround` gives it
+BEGINS = {"begins": BOOLS}  # added by the pass `FuseAround`
 DeltaRule = operator(
     "DeltaRule", OPERANDS | BEGINS, {"keeps": 1}, optional=BEGINS, outputs=(FLOATS, FLOATS)
 )
@@ -14,7 +14,7 @@ DeltaAdvance = operator("DeltaAdvance", OPERANDS | {"n": INTS} | BEGINS, optiona
 
 
 def delta_rule_cpu(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:
-    """Write one node; `FuseAround` drops its second result where nobody reads it."""
+    """Emit one node; `FuseAround` drops its second result if it is not used."""
     return DeltaRule(mixed, ba, rate, bias, state, keeps=1)
 
 

@@ -1,4 +1,4 @@
-"""delta_rule in AOTInductor: a loop over a prompt's tokens; a step's few stand one by one."""
+"""delta_rule in AOTInductor: a loop over a prompt's tokens; a step's few tokens are unrolled."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def delta_rule_inductor(
         return outputs, after
     (B, H, K, V), count = state.shape, ba.shape[1]
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
-    # One tensor of its own: AOTInductor (torch 2.13) frees the handle of a view that is an operand
-    # of a loop in the loop's first pass, and reads it in the next.
+    # Copied into one tensor, because AOTInductor (torch 2.13) frees the handle of a view that is an
+    # operand of a loop in the first iteration, and reads it in the next.
     given = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
 
     def more(t: Tensor, *held: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def delta_advance_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n:
 
 
 def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tuple[Any, Any]:
-    """Emits a node over heads that lie side by side; tokens from n [B] on change nothing."""
+    """Emit LinearAttention, with a token's heads adjacent; tokens from n [B] on change no state."""
     _, heads, width, values = sizes(state)
     keys = (int(mixed.shape[2]) - heads * values) // 2
     borders = (0, keys, 2 * keys, 2 * keys + heads * values)
@@ -57,7 +57,7 @@ def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tup
 
 
 def spread(x: Any, groups: int, width: int, heads: int) -> Any:
-    """Divides each head by its length, and repeats it for those that share it: [B, T, H K]."""
+    """Normalise each head to length 1 and repeat it for the value heads it serves: [B, T, H K]."""
     own = op.Reshape(x, ints(0, 0, groups, 1, width))
     squares = op.ReduceSum(op.Mul(own, own), ints(-1), keepdims=1)
     length = op.Sqrt(op.Add(squares, op.Constant(value_float=EPSILON)))

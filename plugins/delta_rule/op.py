@@ -1,30 +1,30 @@
 """delta_rule and delta_advance: the gated delta rule, token by token (arXiv:2412.06464).
 
 Shapes: B slots, T tokens, G heads of queries and keys of width K, H heads of values of width V. A
-head of queries and keys serves H / G value heads beside each other.
+head of queries and keys serves H / G adjacent value heads.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPSILON = 1e-6  # of the squares that queries and keys are divided by
+EPSILON = 1e-6  # added to the squared lengths by which queries and keys are normalised
 
 
 @torch.library.custom_op("mtpbuild::delta_rule", mutates_args=())
 def delta_rule(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reads a state [B, H, K, V] by T tokens, each behind its own change of it; all is fp32.
+    """Update a state [B, H, K, V] with T tokens and read it after each of them; all is fp32.
 
-    mixed [B, T, 2 G K + H V] holds queries, keys and values; ba [B, T, 2 H] is b, then a; rate and
-    bias are [H]. For each value head and token, with q and k divided by their lengths:
+    mixed [B, T, 2 G K + H V] contains queries, keys and values; ba [B, T, 2 H] is b, then a; rate
+    and bias are [H]. For each value head and token, with q and k divided by their lengths:
 
         S = exp(-rate softplus(a + bias)) S
         S = S + k sigmoid(b) (v - S^T k)^T
         o = S^T q / sqrt(K)
 
-    Returns o [B, T, H, V] and the state behind all tokens.
+    Returns o [B, T, H, V] and the state after all tokens.
     """
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
     found = []
@@ -38,10 +38,9 @@ def delta_rule(
 def delta_advance(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor, n: Tensor
 ) -> Tensor:
-    """Returns the state [B, H, K, V] of `delta_rule` behind the first n [B] of the T tokens.
+    """Return the state [B, H, K, V] of `delta_rule` after the first n [B] of the T tokens.
 
-    A token from n on neither decays nor corrects: times 1, and plus 0. So n 0 leaves a state as it
-    is, to the bit.
+    Tokens from n on multiply the state by 1 and add 0, so n = 0 leaves it unchanged to the bit.
     """
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
     for t in range(mixed.shape[1]):
@@ -52,7 +51,7 @@ def delta_advance(
 
 
 def inputs(mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor) -> list[Tensor]:
-    """Returns q and k [B, T, H, K], v [B, T, H, V], decay and beta [B, T, H]."""
+    """Return q and k [B, T, H, K], v [B, T, H, V], decay and beta [B, T, H]."""
     H, K, V = state.shape[1:]
     keys = (mixed.shape[-1] - H * V) // 2
     q, k, v = mixed.split([keys, keys, H * V], dim=-1)
@@ -70,7 +69,7 @@ def inputs(mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor)
 def step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the state and the output [B, H, V] of one token: q, k [B, H, K], decay [B, H]."""
+    """Return the new state and output [B, H, V] for one token: q, k [B, H, K], decay [B, H]."""
     state = state * decay[..., None, None]
     error = v - (state * k[..., None]).sum(-2)
     state = state + k[..., None] * (beta[..., None] * error)[..., None, :]
@@ -81,7 +80,7 @@ def step(
 def empty_outputs(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the results of delta_rule."""
+    """Return empty tensors for the results of delta_rule."""
     outputs = mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3])
     return outputs, torch.empty_like(state)
 

@@ -1,6 +1,6 @@
 """delta_rule in Triton: token by token for a step's windows, 16 tokens at a time for prompts.
 
-A program holds some columns of one head's state in registers. Columns do not depend on each other.
+A program computes some columns of one head's state; columns do not depend on each other.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule, e
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
 
 CHUNK = 16  # tokens that are multiplied together
-DEEP = 32  # rows of a state, at a time
+DEEP = 32  # rows of a state that are read at a time
 COLUMNS = 32  # of a state, per program
 
 
@@ -26,7 +26,10 @@ def delta_of_tokens(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     WIDE: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h, j) takes the first n [B] tokens, or all, of head h's column block j."""
+    """Program (b, h, j) runs the first n [B] tokens, or all, on column block j of head h's state.
+
+    It keeps these columns in registers.
+    """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, v = tl.arange(0, WIDE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (k < KEYS)[:, None] & (v < VALUES)[None, :]
@@ -61,12 +64,13 @@ def delta_of_chunks(
     COLUMNS: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
     DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h, j) does the same of all tokens by products over CHUNK of them.
+    """Program (b, h, j) does the same for all tokens, by products over CHUNK tokens.
 
     Within a chunk token i changes the state by k_i u_i^T, where u_i follows from the state S before
-    the chunk and from the tokens j < i of it: (1 + L) u = beta (v - exp(g) S^T k). Here g sums the
-    logarithms of decays, and L_ij = beta_i exp(g_i - g_j) k_i k_j. The state is kept in `after`,
-    and is read and written DEEP rows at a time, as all of it and its keys are too many registers.
+    the chunk and from the chunk's tokens j < i: (1 + L) u = beta (v - exp(g) S^T k). Here g sums
+    the logarithms of decays, and L_ij = beta_i exp(g_i - g_j) k_i k_j. The state is kept in `after`
+    and is read and written DEEP rows at a time, because the state and its keys do not fit into
+    registers.
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -79,7 +83,7 @@ def delta_of_chunks(
         there = (k < KEYS) & right
         tl.store(after + first + k * VALUES, tl.load(state + first + k * VALUES, there), there)
     for chunk in range(0, tokens, CHUNK):
-        tl.debug_barrier()  # all threads read what each has written
+        tl.debug_barrier()  # threads read what other threads have written
         t = chunk + i
         real = t < tokens
         row = mixed + (b * tokens + t)[:, None] * (2 * GROUPS * KEYS + HEADS * VALUES)
@@ -135,7 +139,7 @@ def delta_of_chunks(
 
 @triton.jit
 def inverse_without(less, CHUNK: tl.constexpr):
-    """Returns the inverse of 1 - less, where `less` [CHUNK, CHUNK] is strictly lower triangular."""
+    """Return the inverse of 1 - less, where `less` [CHUNK, CHUNK] is strictly lower triangular."""
     i = tl.arange(0, CHUNK)
     for r in range(1, CHUNK):  # row by row, without the diagonal
         own = tl.sum(tl.where(i[:, None] == r, less, 0.0), 0)
@@ -146,12 +150,12 @@ def inverse_without(less, CHUNK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """Returns log(1 + exp(x)); nothing overflows."""
+    """Return log(1 + exp(x)) without overflow."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
-    """Returns the launch of one of the kernels for an op's operands by name."""
+    """Return a launch of one of the kernels; known: an op's operands by name."""
     mixed, state = known["mixed"], known["state"]
     B, H, K, V = state.shape
     groups = (mixed.shape[-1] - H * V) // (2 * K)
@@ -163,7 +167,7 @@ def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
 
 
 def delta_rule_launches(*operands: Any) -> Launches:
-    """Returns the launch of delta_rule; a number of tokens that is open marks a prompt."""
+    """Return the launch of delta_rule; a symbolic number of tokens means a prompt."""
     known = bind(delta_rule, operands)
     tokens = known["mixed"].shape[1]
     if isinstance(tokens, int) and tokens <= CHUNK:
@@ -174,14 +178,14 @@ def delta_rule_launches(*operands: Any) -> Launches:
 
 
 def delta_advance_launches(*operands: Any) -> Launches:
-    """Returns the launch of delta_advance, whose outputs by token nobody reads."""
+    """Return the launch of delta_advance, of whose outputs only the state is used."""
     launch = launch_of(delta_of_tokens, bind(delta_advance, operands))
     return Launches((launch,), launch.outputs[1])
 
 
 @by_kernels(delta_rule)
 def delta_rule_triton(*operands: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs delta_rule on a GPU."""
+    """Run delta_rule on a GPU."""
     results: tuple[Tensor, Tensor] = delta_rule_launches(
         *map(torch.Tensor.contiguous, operands)
     ).run()
@@ -190,6 +194,6 @@ def delta_rule_triton(*operands: Tensor) -> tuple[Tensor, Tensor]:
 
 @by_kernels(delta_advance)
 def delta_advance_triton(*operands: Tensor) -> Tensor:
-    """Runs delta_advance on a GPU."""
+    """Run delta_advance on a GPU."""
     after: Tensor = delta_advance_launches(*map(torch.Tensor.contiguous, operands)).run()
     return after

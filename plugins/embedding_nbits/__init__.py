@@ -1,1 +1,1 @@
-"""Looks up rows of an int8 embedding."""
+"""Look-up of rows of an int8 embedding."""

@@ -1,4 +1,4 @@
-"""embedding_nbits: rows of an embedding that is held in int8."""
+"""embedding_nbits: look up rows of an int8 embedding."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """experts in ONNX: ONNX Runtime's own MoE, which reads an expert's weights once for all its rows.
 
-The graph routes and sums outside the node, so each row has one expert to choose from. ONNX Runtime
-sums a single row in another order than several, so every expert in use gets one extra row: then a
-row's result is the same, to the bit, whatever rows stand beside it.
+Routing and weighted sums are outside the node, in which each row has one expert. ONNX Runtime sums
+a single row in another order than several rows, so every expert in use gets one extra row. Then a
+row's result is the same to the bit, whatever the other rows are.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
 
 ATTRIBUTES = {
     "k": 1,
-    "normalize_routing_weights": 1,  # the chosen expert weighs 1
-    "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes nothing else
+    "normalize_routing_weights": 1,  # the chosen expert has weight 1
+    "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes no other order
     "activation_alpha": 1.0,
     "activation_beta": 0.0,  # silu(gate) * up
     "activation_type": "swiglu",
@@ -28,7 +28,7 @@ MoE = contrib(
 
 
 def experts_onnx(x: Any, ids: Any, gate_up: Any, down: Any) -> Any:
-    """Emits one MoE node, with nodes around it that add and drop each used expert's extra row."""
+    """Emit one MoE node, with nodes that add and remove an extra row for each expert in use."""
     used, first, _, _ = op.Unique(ids)
     rows = op.Concat(x, op.Gather(x, first), axis=0)
     experts = op.Constant(value_int=int(gate_up.shape[0]))

@@ -1,4 +1,4 @@
-"""experts: runs each row through its own expert, with float weights."""
+"""experts: run each row through its own expert, with float weights."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::experts", mutates_args=())
 def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Computes down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
+    """Compute down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
 
     gate_up [X, 2 I, E] and down [X, E, I] are the stacked weights of all experts; gate_up's outputs
     alternate: a gate, its up, the next gate, and so on. The reference gathers a copy of the weights

@@ -1,1 +1,1 @@
-"""Routed experts with int8 or int4 weights in blocks, which targets multiply as they are."""
+"""Routed experts with int8 or int4 weights in blocks, which stay quantised in memory."""

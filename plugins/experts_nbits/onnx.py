@@ -1,7 +1,7 @@
-"""experts_nbits in ONNX: ONNX Runtime's own QMoE, with one expert to choose from per row.
+"""experts_nbits in ONNX: ONNX Runtime's own QMoE, with one expert per row.
 
-Over several experts QMoE sums in an order that depends on the other rows and on the threads. With
-one, a row's result is the same, to the bit, whatever rows stand beside it.
+QMoE sums several experts in an order that depends on the other rows and on the threads. With one
+expert, a row's result is the same to the bit, whatever the other rows are.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 ATTRIBUTES = {
     "k": 1,
-    "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes nothing else
+    "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes no other order
     "normalize_routing_weights": 0,
     "block_size": BLOCK,
     "accuracy_level": INT8,
@@ -37,7 +37,7 @@ QMoE = contrib(
 def experts_nbits_onnx(
     x: Any, ids: Any, values: Any, scales: Any, down: Any, down_scales: Any
 ) -> Any:
-    """Emits one QMoE node; `values` and `scales` hold the gates and ups."""
+    """Emit one QMoE node; `values` and `scales` are those of gates and ups."""
     experts = op.Constant(value_int=int(values.shape[0]))
     chosen = op.OneHot(ids, experts, op.Constant(value_floats=[0.0, 1.0]))  # softmax over one is 1
     attributes = ATTRIBUTES | {"expert_weight_bits": bits_of(values, scales)}

@@ -1,4 +1,4 @@
-"""experts_nbits: runs each row through its own expert; weights have a scale per 32 inputs."""
+"""experts_nbits: run each row through its own expert; weights have a scale per 32 inputs."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ def experts_nbits(
     down_values: Tensor,
     down_scales: Tensor,
 ) -> Tensor:
-    """Computes down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
+    """Compute down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
 
     Each product has values uint8 [X, outputs, bytes] and scales [X, outputs, inputs / 32] in the
     blocks of `matmul_nbits`, both products with the same bits. gate_up's outputs alternate: a gate,
@@ -32,11 +32,11 @@ experts_nbits.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def bits_of(values: Tensor, scales: Tensor) -> int:
-    """Returns the bits of one weight (8 or 4), from the bytes of `values` per scale."""
+    """Return the bits per weight (8 or 4), from the bytes of `values` per scale."""
     return values.shape[-1] * 8 // (scales.shape[-1] * BLOCK)
 
 
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """Dequantises the weights [N, outputs, inputs] of each row's expert."""
+    """Dequantise the weights [N, outputs, inputs] of each row's expert."""
     own, factors = values.index_select(0, ids), scales.index_select(0, ids)
     return dequantise(own.unflatten(-1, (scales.shape[-1], -1)), factors, bits_of(values, scales))

@@ -1,1 +1,1 @@
-"""Experts with integer weights that are packed for the CPU's kernels."""
+"""Routed experts with weights that are packed for the CPU's kernels."""

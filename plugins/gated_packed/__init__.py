@@ -1,1 +1,1 @@
-"""Gates and ups of an MLP in one, with integer weights that are packed for the CPU's kernels."""
+"""Gates and ups of an MLP in one product, with weights that are packed for the CPU's kernels."""

@@ -11,7 +11,7 @@ from mtpbuild.plugins.product_packed.op import unpacked
 def gated_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Compute silu(gate(x)) * up(x) of x [.., K] -> fp32 [.., outputs / 2].
 
-    The weight is `product_packed`'s, its first half the gates; outputs is a multiple of 64.
+    The weight is in the layout of `product_packed`, the gates first; outputs is a multiple of 64.
     """
     gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
     return F.silu(gate) * up

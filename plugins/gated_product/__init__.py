@@ -1,1 +1,1 @@
-"""The first half of a gated feed-forward: the products with gate and up, and their gating."""
+"""The first half of a gated MLP: the products with gate and up, and their gating."""

@@ -1,4 +1,4 @@
-"""gated_product: silu(x gate) * (x up), for one unquantised weight that holds gate and up."""
+"""gated_product: silu(x gate) * (x up), for one unquantised weight of gate and up."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ MAX_TOKENS = 64
 
 @torch.library.custom_op("mtpbuild::gated_product", mutates_args=())
 def gated_product(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Computes silu(x gate) * (x up) [.., I] for x [.., E] and gate_up [E, 2 I], gate first.
+    """Compute silu(x gate) * (x up) [.., I] for x [.., E] and gate_up [E, 2 I], gate first.
 
     The kernel takes up to `MAX_TOKENS` tokens and gates the unrounded fp32 products.
     """

@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
 
-INPUTS = 128  # bytes of a row's inputs at a time: more rows of fp32 would not fit into a plugin
+INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
 STAGES = 3  # tiles of weights in flight
 
 
@@ -38,7 +38,7 @@ def gated(
 
 
 def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
-    """Returns the op's launch. Raises NotImplementedError for more than `MAX_TOKENS` tokens."""
+    """Return the op's launch. Raises NotImplementedError for more than `MAX_TOKENS` tokens."""
     (*slots, E), width = x.shape, gate_up.shape[1] // 2
     rows = x.numel() // E
     if rows > MAX_TOKENS:
@@ -53,5 +53,5 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
 
 @by_kernels(gated_product)
 def gated_product_triton(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Runs gated_product on a GPU."""
+    """Run gated_product on a GPU."""
     return gated_product_launches(x.contiguous(), gate_up.contiguous()).run()

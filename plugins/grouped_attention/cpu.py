@@ -14,6 +14,6 @@ def grouped_attention_cpu(
 
 
 def sizes(cache: Any, fresh: Any, groups: int, width: int) -> dict[str, int]:
-    """Say how rows lie: all groups' keys, then their values."""
+    """Return the attributes for rows of all groups' keys, then their values."""
     written = int(holds(cache, fresh))
     return {"groups": groups, "values": groups * width, "latent": width, "written": written}

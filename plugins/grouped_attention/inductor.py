@@ -1,4 +1,4 @@
-"""grouped_attention in AOTInductor: to avoid a copy, it does not join cache and fresh rows."""
+"""grouped_attention in AOTInductor, without the copy that joins cache and fresh rows."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from mtpbuild.plugins.mla_attention.op import floored_softmax
 def grouped_attention_inductor(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:
-    """Computes the reference's result; the heads of a group are rows of one product."""
+    """Compute the reference's result; the heads of a group are rows of one product."""
     (B, H, T, D), S = q.shape, cache.shape[2]
     rows = (q * scale).reshape(B, groups, -1, D)  # [B, G, H / G * T, D]
     (old_k, old_v), (new_k, new_v) = (_heads(each, groups) for each in (cache, fresh))
@@ -29,6 +29,6 @@ def grouped_attention_inductor(
 
 
 def _heads(rows: Tensor, groups: int) -> list[Tensor]:
-    """Splits rows [B, 1, S, 2 G D] into keys and values, each [B, G, S, D]."""
+    """Split rows [B, 1, S, 2 G D] into keys and values, each [B, G, S, D]."""
     halves = rows[:, 0].chunk(2, dim=-1)
     return [half.unflatten(-1, (groups, -1)).transpose(1, 2) for half in halves]

@@ -1,4 +1,4 @@
-"""grouped_attention in ONNX: one product per group, with its heads and tokens as rows."""
+"""grouped_attention in ONNX: one product per group, whose heads and tokens are rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mtpbuild.plugins.mla_attention.onnx import count, holds, ints, mask, scores
 def grouped_attention_onnx(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, groups: int
 ) -> Any:
-    """Emits the op with a group's heads as rows [B, G, H / G * T, D]: its keys are read once.
+    """Emit the op with a group's heads as rows [B, G, H / G * T, D]: its keys are read once.
 
     If the fresh rows have just been written into this cache, one block of scores over the cache is
     enough; otherwise two blocks share one softmax.
@@ -39,7 +39,7 @@ def grouped_attention_onnx(
 
 
 def _heads(rows: Any, groups: int, width: int) -> tuple[Any, Any]:
-    """Splits rows [B, 1, S, 2 G D] into keys and values, each [B, G, S, D]."""
+    """Split rows [B, 1, S, 2 G D] into keys and values, each [B, G, S, D]."""
     each = op.Reshape(rows, ints(0, -1, 2 * groups, width))
     keys, values = op.Split(op.Transpose(each, perm=[0, 2, 1, 3]), axis=1, num_outputs=2)
     return keys, values

@@ -10,14 +10,14 @@ from mtpbuild.plugins.mla_attention.op import floored_softmax
 def grouped_attention(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:
-    """Attends with H query heads to G groups of keys and values, H / G adjacent heads per group.
+    """Attend with H query heads to G groups of keys and values, H / G adjacent heads per group.
 
-    q [B, H, T, D]; cache [B, 1, S, 2 G D], whose rows hold all groups' keys, then their values;
+    q [B, H, T, D]; cache [B, 1, S, 2 G D], with all groups' keys, then their values in each row;
     fresh [B, 1, F, 2 G D]; base and first [B] int. Query t of slot b sees the cache's rows
     j < base[b] and the fresh rows i <= first[b] + t. Returns [B, H, T, D].
 
-    Rows of the cache from base on do not count (they weigh 1e-32 and must be finite), so it does
-    not matter whether the fresh rows have been written there yet.
+    Rows of the cache from base on are masked (they have weight 1e-32 and must be finite), so it
+    does not matter whether the fresh rows have been written there yet.
     """
     (B, H, T, D), S, F = q.shape, cache.shape[2], fresh.shape[2]
     last = first[:, None] + torch.arange(T, device=q.device)
@@ -30,7 +30,7 @@ def grouped_attention(
 
 
 def heads_of(cache: Tensor, fresh: Tensor, half: int, groups: int) -> Tensor:
-    """Returns the keys (half 0) or values (1) [B, G, S + F, D] of all rows, the fresh ones last."""
+    """Return the keys (half 0) or values (1) [B, G, S + F, D] of all rows, the fresh ones last."""
     rows = torch.cat([cache[:, 0].chunk(2, -1)[half], fresh[:, 0].chunk(2, -1)[half]], dim=1)
     return rows.unflatten(-1, (groups, -1)).transpose(1, 2)
 

@@ -1,1 +1,1 @@
-"""What grouped-query attention does between its product and its scores."""
+"""Grouped-query attention's work between its product and its scores: norms, rotation, rows."""

@@ -1,4 +1,4 @@
-"""grouped_rows: turns grouped attention's product into its queries and its cache rows."""
+"""grouped_rows: turn grouped attention's product into its queries and its cache rows."""
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,13 @@ def grouped_rows(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalises and rotates the heads of a [B, T, H D + others + 2 G D] with D = width.
+    """Normalise and rotate the heads of a [B, T, H D + others + 2 G D] with D = width.
 
-    a holds H = `heads` heads of queries, numbers that pass as they are (gates, say), then the keys
-    and the values of G = `groups` heads. q_norm and k_norm [D] are weights of RMSNorms over a head,
-    which multiply by 1 + weight with `plus_one`. cos, sin [B, T, R / 2] fp32 rotate the first R
-    numbers of each head, in pairs (i, i + R / 2). Returns the queries with what passes
-    [B, T, H D + others], and the cache rows [B, 1, T, 2 G D].
+    a contains H = `heads` heads of queries, other values that are passed through (such as gates),
+    then the keys and the values of G = `groups` heads. q_norm and k_norm [D] are weights of
+    RMSNorms over a head, which multiply by 1 + weight with `plus_one`. cos, sin [B, T, R / 2] fp32
+    rotate the first R values of each head, in pairs (i, i + R / 2). Returns the queries and the
+    other values [B, T, H D + others], and the cache rows [B, 1, T, 2 G D].
     """
     sizes = heads * width, a.shape[-1] - (heads + 2 * groups) * width
     q, others, k, v = a.split([*sizes, groups * width, groups * width], dim=-1)
@@ -55,7 +55,7 @@ def empty_rows(
     width: int,
     *others: object,
 ) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the op's results."""
+    """Return empty tensors for the op's results."""
     (B, T, every), kept = a.shape, 2 * groups * width
     return a.new_empty(B, T, every - kept), a.new_empty(B, 1, T, kept)
 
@@ -75,14 +75,14 @@ def grouped_rows_write(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
+    """Do `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
-    A cache of another type rounds the rows.
+    If the cache has another type, the rows are rounded to it.
     """
     sizes = heads, groups, width, eps, plus_one
     q, fresh = grouped_rows(a, q_norm, k_norm, cos, sin, *sizes)
-    rounded = fresh.to(cache.dtype)  # what this pass reads of its rows is what later ones read
+    rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
@@ -115,7 +115,7 @@ def grouped_attention_flat(
     heads: int,
     groups: int,
 ) -> Tensor:
-    """Does `grouped_attention` with the heads of a token side by side: q [B, T, H D], and so y."""
+    """Do `grouped_attention` with a token's heads adjacent: q and the result are [B, T, H D]."""
     apart = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     y = grouped_attention(apart, cache.type_as(q), fresh, base, first, scale, groups)
     return y.transpose(1, 2).flatten(2)

@@ -1,1 +1,1 @@
-"""Writes a step's rows into a cache, once per step, and in place where the target can."""
+"""Writing of a step's rows into a cache, in place if the target can."""

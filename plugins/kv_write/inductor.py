@@ -1,4 +1,4 @@
-"""kv_write in AOTInductor: index_put, which runs in place because the cache takes its result."""
+"""kv_write in AOTInductor: index_put, which runs in place because its result becomes the cache."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""kv_write in ONNX: TensorScatter, in place where one buffer is bound as input and output."""
+"""kv_write in ONNX: TensorScatter, in place if one buffer is bound as input and output."""
 
 from typing import Any
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::kv_write", mutates_args=())
 def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """Writes rows [B, 1, T, C] into a cache [B, 1, S, C], slot b's from row start[b] on.
+    """Write rows [B, 1, T, C] into a cache [B, 1, S, C], slot b's from row start[b] on.
 
     The op is functional; a target binds its result to the cache's own memory. The caller ensures
-    start + T <= S (an overrun is an error in ONNX Runtime and silent in TensorRT).
+    start + T <= S: an overrun is an error in ONNX Runtime, but not detected in TensorRT.
     """
     index = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
     index = index[:, None, :, None].expand(rows.shape)

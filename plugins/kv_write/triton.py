@@ -1,4 +1,4 @@
-"""kv_write in Triton: it copies a slot's fresh rows as one run of memory."""
+"""kv_write in Triton: copy a slot's fresh rows as one contiguous block."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def kv_copy(
 
 
 def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
-    """Returns the op's launch, which writes into `cache` itself."""
+    """Return the op's launch, which writes into `cache` itself."""
     (B, _, S, C), count = cache.shape, rows.shape[2] * rows.shape[3]
     grid = B, cdiv(count, BLOCK)
     return Launch(kv_copy, grid, (rows, start), (S, C, count), (cache,), {"BLOCK": BLOCK})
@@ -36,5 +36,5 @@ def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
 
 @by_kernels(kv_write)
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """Runs kv_write on a GPU, into a copy that a target that works in place drops."""
+    """Run kv_write on a GPU, on a copy of the cache; targets that work in place remove the copy."""
     return kv_launch(cache.clone(), rows.contiguous(), start).run()[0]

@@ -1,1 +1,1 @@
-"""Products with int8 or int4 weights in blocks, which targets multiply as they are."""
+"""Products with int8 or int4 weights in blocks, which stay quantised in memory."""

@@ -11,12 +11,12 @@ from onnxscript.values import Op, Opset
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 
 DOMAIN = "com.microsoft"
-INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
+INT8 = 4  # accuracy level: round x to int8 per row and block; other levels are slow with 8 bits
 FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
 BOOLS = "tensor(bool)"
 HALVES, BFLOATS = "tensor(float16)", "tensor(bfloat16)"
 WEIGHT = "W"  # fp32 or bytes
-ROWS = "R"  # of a cache: fp32 or bfloat16
+ROWS = "R"  # cache rows: fp32 or bfloat16
 KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
 
@@ -28,10 +28,10 @@ def contrib(
     domain: str = DOMAIN,
     outputs: Sequence[str] = (FLOATS,),
 ) -> Op:
-    """Declares an operator of ONNX Runtime, which the onnx package does not know.
+    """Declare an operator of ONNX Runtime, which the onnx package does not know.
 
-    Only the inputs and attributes that we use are declared; an attribute's type is its value's. The
-    types of outputs are given in their order.
+    Only the inputs and attributes in use are declared. An attribute's type is that of its value.
+    outputs: their types, in order.
     """
     options = OpSchema.FormalParameterOption
     schema = OpSchema(
@@ -61,12 +61,12 @@ MatMulNBits = contrib(
 
 
 def matmul_nbits_onnx(x: Any, values: Any, scales: Any) -> Any:
-    """Emits one node. A row's result does not depend on other rows: integer sums are exact."""
+    """Emit one node; a row's result does not depend on other rows, as integer sums are exact."""
     N, blocks, width = (int(size) for size in values.shape)
     sizes = (blocks * BLOCK, N, bits_of(width), BLOCK, INT8)
     return MatMulNBits(x, values, in_fp32(scales), **dict(zip(SIZES, sizes, strict=True)))
 
 
 def in_fp32(scales: Any) -> Any:
-    """Returns the scales in fp32; ONNX Runtime converts a constant weight's once, as it loads."""
+    """Return the scales in fp32; ONNX Runtime folds the cast of a constant when it loads."""
     return scales if scales.dtype == ir.DataType.FLOAT else op.Cast(scales, to=ir.DataType.FLOAT)

@@ -8,7 +8,7 @@ BLOCK = 32
 
 @torch.library.custom_op("mtpbuild::matmul_nbits", mutates_args=())
 def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies x [.., K] by a weight of uint8 values [N, K / 32, bytes] and scales [N, K / 32].
+    """Multiply x [.., K] by a weight of uint8 values [N, K / 32, bytes] and scales [N, K / 32].
 
     A block of 32 bytes holds int8 with zero at 128; a block of 16 bytes holds int4 with zero at 8,
     the low nibble first. Scales are fp32 or fp16; the result [.., N] is fp32. A target may round x
@@ -21,12 +21,12 @@ matmul_nbits.register_fake(lambda x, values, _: x.new_empty(*x.shape[:-1], value
 
 
 def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Converts values [.., blocks, bytes] and scales [.., blocks] to fp32 [.., K]."""
+    """Convert values [.., blocks, bytes] and scales [.., blocks] to fp32 [.., K]."""
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
     return ((values.float() - (1 << bits - 1)) * scales.float()[..., None]).flatten(-2)
 
 
 def bits_of(width: int) -> int:
-    """Returns the bits of one weight whose blocks have `width` bytes."""
+    """Return the bits per weight for blocks of `width` bytes."""
     return width * 8 // BLOCK

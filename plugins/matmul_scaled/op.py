@@ -1,10 +1,10 @@
 """matmul_scaled: x @ W for a weight of e4m3 or e2m1 values with a scale per block of inputs.
 
-A weight [K, N], or a stack of experts [X, K, N], has its inputs first, as an unquantised one does:
+A weight [K, N], or a stack of experts [X, K, N], has its inputs first, like an unquantised one:
 
 fp8: values uint8 [K, N] are e4m3, scales fp32 [K / block, N]; usually a block has 128 inputs.
 nvfp4: values uint8 [K / 2, N] are two e2m1, the low nibble first; scales uint8 [K / 16, N] are
-e4m3; scales_2 fp32 [1, N], or [K / 16, 1] where weights are joined along their inputs.
+e4m3; scales_2 fp32 [1, N], or [K / 16, 1] if weights are joined along their inputs.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 def matmul_scaled(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """Multiplies x [.., K] by a weight [K, N], which is dequantised and rounded to x's type."""
+    """Multiply x [.., K] by a weight [K, N], which is dequantised and rounded to x's type."""
     return x @ dequantise(values, scales, scales_2).to(x.dtype)
 
 
@@ -24,7 +24,7 @@ matmul_scaled.register_fake(lambda x, values, *_: x.new_empty(*x.shape[:-1], val
 
 @torch.library.custom_op("mtpbuild::dequantise_scaled", mutates_args=())
 def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Dequantises a weight to fp32 with a single rounding."""
+    """Dequantise a weight to fp32 with a single rounding."""
     return dequantise(values, scales, scales_2)
 
 
@@ -36,7 +36,7 @@ def _(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
 
 
 def dequantise(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Converts a weight in the module's layout to fp32 [.., K, N]."""
+    """Convert a weight in the module's layout to fp32 [.., K, N]."""
     blocks = values.unflatten(-2, (scales.shape[-2], -1))  # [.., blocks, block, N]
     if scales_2 is None:
         return (e4m3(blocks) * scales.unsqueeze(-2)).flatten(-3, -2)
@@ -55,7 +55,7 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def _floats(codes: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """Converts uint8 codes to fp32 by their bits: not every compiler and GPU has the types."""
+    """Convert uint8 codes to fp32 by their bits: some compilers and GPUs lack the types."""
     bits, bias = exponent + mantissa, (1 << exponent - 1) - 1
     size = codes.int() & (1 << bits) - 1
     normal = ((size << 23 - mantissa) + (127 - bias << 23)).view(torch.float32)

@@ -1,4 +1,4 @@
-"""matmul_scaled in Triton: the kernel expands tiles of the weight in registers and multiplies."""
+"""matmul_scaled in Triton: the kernel dequantises tiles of the weight in registers."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from mtpbuild.plugins.tiles import (
     with_global_scales,
 )
 
-MAX_TOKENS = 64  # beyond this, dequantising the whole weight in memory pays off
+MAX_TOKENS = 64  # with more, dequantising the whole weight in memory is faster
 
 
 @triton.jit
@@ -52,10 +52,10 @@ def scaled_product(
 def product_launch(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> Launch:
-    """Returns the launch for x [.., K]; the caller sums its output [splits, rows, N] over splits.
+    """Return the launch for x [.., K]; the caller sums its output [splits, rows, N] over splits.
 
-    Without scales the weight is an unquantised one. The order of a row's sum does not depend on the
-    other rows.
+    Without scales the weight is unquantised. The order of a row's sums does not depend on the other
+    rows.
     """
     rows, K, N = math.prod(x.shape[:-1]), x.shape[-1], values.shape[1]
     constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x, values, scales, scales_2)}
@@ -69,7 +69,7 @@ def product_launch(
 
 @triton.jit
 def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Loads the sum of PARTS values, `apart` values from each other, rounded to `dtype`."""
+    """Load the sum of PARTS values at a distance of `apart` values, rounded to `dtype`."""
     total = tl.load(at, there, 0.0)
     for i in tl.static_range(1, PARTS):
         total += tl.load(at + i * apart, there, 0.0)
@@ -80,23 +80,23 @@ def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
 def matmul_scaled_parts(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """Multiplies as `few_rows` does, but leaves the sum over [splits, .., N] to the reader."""
+    """Multiply as `few_rows` does, but leave the sum over [splits, .., N] to the reader."""
     (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
     return parts.unflatten(1, x.shape[:-1])
 
 
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Multiplies with the kernel, which is for up to `MAX_TOKENS` tokens."""
+    """Multiply with the kernel, for up to `MAX_TOKENS` tokens."""
     (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
     return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
-    """Runs matmul_scaled on a GPU: with the kernel in a step, as the reference does elsewhere.
+    """Run matmul_scaled on a GPU: with the kernel for a step, else like the reference.
 
-    A fixed number of tokens per slot marks a step: in a trace the number of slots may be a symbol,
-    but of the tokens per slot only a prompt chunk's is one.
+    A step has a fixed number of tokens per slot: in a trace the number of slots may be a symbol,
+    but the number of tokens per slot is a symbol only for a prompt's chunk.
     """
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS

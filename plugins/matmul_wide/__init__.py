@@ -1,1 +1,1 @@
-"""bf16 products that keep their fp32 sums unrounded; for GPU targets only."""
+"""Products of bf16 values whose fp32 sums are not rounded; for GPU targets only."""

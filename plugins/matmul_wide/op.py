@@ -1,4 +1,4 @@
-"""matmul_wide: x @ W in fp32, for a head in bf16, whose logits would tie if they were rounded."""
+"""matmul_wide: x @ W in fp32 for a bf16 head, whose logits would tie if rounded to bf16."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::matmul_wide", mutates_args=())
 def matmul_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies x [.., K] by a weight [K, N] of the same type; the result [.., N] is fp32."""
+    """Multiply x [.., K] by a weight [K, N] of the same type; the result [.., N] is fp32."""
     return x.float() @ weight.float()
 
 

@@ -9,7 +9,7 @@ _of_each_split = as_plugins(matmul_wide_launches)
 
 
 def matmul_wide_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Converts the op for Torch-TensorRT; the number of rows must be fixed."""
+    """Convert the op for Torch-TensorRT; the number of rows must be fixed."""
     import tensorrt as trt
 
     x, weight = args

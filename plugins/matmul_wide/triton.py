@@ -8,13 +8,13 @@ from mtpbuild.plugins.matmul_wide.op import matmul_wide
 
 
 def matmul_wide_launches(x: Tensor, weight: Tensor) -> Launches:
-    """Returns the op's launch; the caller sums its result [splits, rows, N] over the splits."""
+    """Return the op's launch; the caller sums its result [splits, rows, N] over the splits."""
     launch = product_launch(x, weight, None, None)
     return Launches((launch,), launch.outputs[0])
 
 
 @by_kernels(matmul_wide)
 def matmul_wide_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """Runs matmul_wide on a GPU."""
+    """Run matmul_wide on a GPU."""
     parts = matmul_wide_launches(x.contiguous(), weight).run()
     return parts.sum(0).unflatten(0, x.shape[:-1])

@@ -1,4 +1,4 @@
-"""mla_attention as an operator of the CPU's library, one form for prompts and steps."""
+"""mla_attention as an operator of the CPU's library, for prompts and steps."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ def mla_attention_cpu(
     kv_lora_rank: int,
     chosen: Any = None,
 ) -> Any:
-    """Write one node. It sees by itself which rows count, so no mask is made."""
+    """Emit one node; the operator finds the visible rows itself, so there is no mask."""
     rows = cache, fresh, base, first, chosen
     return Attention(q, *rows, scale=scale, **sizes(cache, fresh, kv_lora_rank))
 
 
 def sizes(cache: Any, fresh: Any, kv_lora_rank: int) -> dict[str, int]:
-    """Say how rows lie: one key for all heads, whose first numbers are the values."""
+    """Return the attributes for rows of one key for all heads, whose first values are its value."""
     return {"groups": 1, "values": 0, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}

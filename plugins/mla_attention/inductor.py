@@ -1,4 +1,4 @@
-"""mla_attention in AOTInductor: heads become rows, so products read the cache where it is."""
+"""mla_attention in AOTInductor: heads become rows, so products read the cache without a copy."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def mla_attention_inductor(
     kv_lora_rank: int,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Computes the reference's result without a head dimension.
+    """Compute the reference's result without a head dimension.
 
     A head dimension would make the products copy the cache for each head.
     """

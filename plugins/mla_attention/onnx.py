@@ -19,16 +19,16 @@ def mla_attention_onnx(
     kv_lora_rank: int,
     chosen: Any = None,
 ) -> Any:
-    """Emits the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
+    """Emit the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
 
     If the fresh rows have just been written into this cache, one block of scores over the cache is
-    enough; otherwise two blocks share one softmax. Chosen rows are a mask: all rows are read.
+    enough; otherwise two blocks share one softmax. `chosen` becomes a mask: all rows are read.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
     rows = op.Reshape(q, ints(0, 1, -1, width))
     rows = op.Mul(rows, op.Constant(value_float=scale))
-    if beside := int(cache.shape[3]) - width:  # numbers of a row that are no key
+    if beside := int(cache.shape[3]) - width:  # values of a row that are not part of its key
         rows = op.Pad(rows, ints(0, 0, 0, 0, 0, 0, 0, beside))
     if holds(cache, fresh):
         if chosen is None:
@@ -58,23 +58,23 @@ def mla_attention_onnx(
 
 
 def holds(cache: ir.Value, fresh: ir.Value) -> bool:
-    """Returns whether the fresh rows have just been written into this cache.
+    """Return whether the fresh rows have just been written into this cache.
 
     They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
-    its own instead; nobody reads its result.
+    its own instead; its result is not used.
     """
     writer = cache.producer()
     if writer is None:
         return False
     if writer.op_type.startswith(
         ("LatentRows", "GroupedRows")
-    ):  # the CPU's library makes the rows and writes them
+    ):  # operators of the CPU's library that compute rows and write them
         return fresh.producer() is writer
     return writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 
 
 def softmax(*masked: Any) -> Any:
-    """Applies `floored_softmax` to blocks of scores, joined side by side."""
+    """Apply `floored_softmax` to blocks of scores, concatenated along the last axis."""
     joined = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
     largest = op.ReduceMax(joined, ints(-1), keepdims=1)
     least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
@@ -90,7 +90,7 @@ def count(rows: Any) -> Any:
 
 
 def mask(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
-    """Returns an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
+    """Return an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
 
     Without `tokens` all queries see the same rows, and the mask is [B, 1, 1, rows]. It is the same
     in every layer, so merging common subexpressions leaves one.
@@ -106,9 +106,9 @@ def mask(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
 def chosen_masks(
     chosen: Any, start: Any, rows: Any, fresh_rows: Any, heads: int
 ) -> tuple[Any, Any]:
-    """Returns additive masks [B, 1, H * T, ..] over the cache's rows, and over the fresh ones.
+    """Return additive masks [B, 1, H * T, ..] over the cache's rows, and over the fresh ones.
 
-    Positions from `start` on are fresh. All rows that are chosen are seen.
+    Positions from `start` on are fresh rows. All chosen rows are visible.
     """
     end = op.Add(rows, fresh_rows)
     place = op.Where(op.Less(chosen, start), chosen, op.Add(op.Sub(chosen, start), rows))

@@ -1,4 +1,4 @@
-"""mla_attention: a few query tokens per slot attend to the committed and the fresh latent rows."""
+"""mla_attention: a few query tokens per slot attend to committed and fresh latent rows."""
 
 import math
 
@@ -11,11 +11,12 @@ FLOOR = 1e-32
 
 
 def floored_softmax(scores: Tensor) -> Tensor:
-    """Takes a softmax over the last axis in which no weight is below `FLOOR` times the largest.
+    """Compute a softmax over the last axis with no weight below `FLOOR` times the largest.
 
-    It is for CPUs. No fp32 sum notices such small weights, but in a trained model's sharp attention
-    they are often subnormal numbers, each operation on which costs a CPU a hundred cycles: they
-    took half of a step's time. Masked scores (-inf) are raised too, so masked rows must be finite.
+    This is for CPUs. Smaller weights do not change an fp32 sum. But in a trained model's sharp
+    attention they are often subnormal numbers, on which an operation costs a CPU a hundred cycles:
+    they took half of a step's time. Masked scores (-inf) are raised, too, so masked rows must be
+    finite.
     """
     least = scores.amax(-1, keepdim=True) + math.log(FLOOR)
     return torch.maximum(scores, least).softmax(-1)
@@ -32,18 +33,18 @@ def mla_attention(
     kv_lora_rank: int,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Attends with all query heads to one latent head of keys and values (absorbed MLA).
+    """Attend with all query heads to one latent head of keys and values (absorbed MLA).
 
     q [B, H, T, C] (latent part, then rotary part); cache [B, 1, S, C]; fresh [B, 1, F, C]; base and
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
-    chosen [B, T, k] int64: of these rows, each query sees those at these positions alone, as
-    `choose_rows` says them. Rows may be wider than C then.
+    chosen [B, T, k] int64: each query sees only the rows at these positions, as returned by
+    `choose_rows`. Rows may then be wider than C.
 
-    Rows of the cache from base on do not count (on a CPU they weigh `FLOOR` and must be finite), so
-    it does not matter whether the fresh rows have been written there yet. Queries, cache and fresh
-    rows have one dtype.
+    Rows of the cache from base on are masked (on a CPU they have weight `FLOOR` and must be
+    finite), so it does not matter whether the fresh rows have been written there yet. Queries,
+    cache and fresh rows have the same dtype.
     """
     cache, fresh = cache[..., : q.shape[-1]], fresh[..., : q.shape[-1]]
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]

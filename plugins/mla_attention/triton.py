@@ -20,9 +20,9 @@ from mtpbuild.plugins.launch import (
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * MULTIPROCESSORS
-LEAST_ROWS = 24  # least committed rows per split and block of query rows
-MOST_OF_LEAST = 64  # their upper limit: each split writes partial sums for every query row
-OPEN_ROWS = 512  # rows of capacity per split in an open batch: each slot needs memory for sums
+LEAST_ROWS = 24  # a split has at least so many committed rows for each block of query rows
+MOST_OF_LEAST = 64  # upper limit of that minimum; each split writes sums for every query row
+OPEN_ROWS = 512  # rows of capacity per split in a symbolic batch: each slot needs memory for sums
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -38,15 +38,15 @@ def mla_partial(
 ):  # fmt: skip
     """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
-    A slot's committed rows are dealt evenly to as many splits as the call needs to have WANTED
-    programs, but each split has LEAST rows or more. So a slot's cost depends on the rows it holds,
-    not on its capacity. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS,
-    RANK] is normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of
-    the weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied
-    to shared memory STAGES - 1 tiles ahead; the few fresh rows' tiles are not.
+    A slot's committed rows are distributed evenly over as many splits as give the launch WANTED
+    programs, but each split has at least LEAST rows. So a slot's cost depends on its rows, not on
+    its capacity. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is
+    normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the
+    weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied to
+    shared memory STAGES - 1 tiles ahead; tiles of the few fresh rows are not.
 
-    With `chosen`, a block's query rows are heads of one token. Its COUNT places are dealt to the
-    splits, and a split reads the rows at its positions, wherever they lie. Rows have WIDTH values.
+    With `chosen`, a block's query rows are heads of one token. Its COUNT positions are distributed
+    over the splits, and a split reads the rows at its positions. Rows have WIDTH values.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -101,7 +101,7 @@ def mla_partial(
         if split == splits - 1:
             start = tl.load(first + b).to(tl.int32)
             last = start + m % TOKENS
-            end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
+            end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # rows after that may be garbage
             for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
                 j = n + tl.arange(0, BLOCK_N)
                 at, there = new + j.to(tl.int64) * WIDTH, j < end_fresh
@@ -112,7 +112,7 @@ def mla_partial(
                 )  # fmt: skip
 
     row = (b * splits + split) * rows + m
-    some_weight = tl.maximum(weight, 1.0)  # below 1 only for a split without rows
+    some_weight = tl.maximum(weight, 1.0)  # a weight is below 1 only in a split without rows
     tl.store(lse + row[:, None], (top + tl.log2(some_weight))[:, None], some)
     if filled:
         to = out + row[:, None] * RANK + latent
@@ -124,9 +124,10 @@ def _at_places(
     own, n, end, old, new, length, newest,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns pointers to a tile's chosen rows, and which are there: the first place always is.
+    """Return pointers to a tile's chosen rows, and which of them are seen.
 
-    An idle slot's positions may be anywhere, and its result must be finite.
+    The first place is always seen, and positions are clamped: an idle slot may have any positions,
+    but its result must be finite.
     """
     j = n + tl.arange(0, BLOCK_N)
     place = tl.load(own + j, j < end, -1)
@@ -134,7 +135,7 @@ def _at_places(
     place = tl.minimum(tl.maximum(place, 0), newest)
     at = tl.where(place < length, old + place * WIDTH, new + (place - length) * WIDTH)
     if WIDTH % 8 == 0:
-        at = tl.multiple_of(at, 16)  # bytes; the compiler does not see through the choice
+        at = tl.multiple_of(at, 16)  # bytes; the compiler can't derive it through the `where`
     return at, seen
 
 
@@ -145,13 +146,13 @@ def _attend(
     RANK: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tile of keys at `rows` [N] to the running softmax; some are not `there`.
+    """Add a tile of rows at the pointers `rows` [N] to the running softmax; `there` masks rows.
 
-    seen [M or 1, N] says which query sees which row. The first tile holds a row that every query
+    seen [M or 1, N]: which query sees which row. The first tile contains a row that every query
     sees, so `top` is finite from then on. The latent part of a tile is loaded once and serves as
     keys and values. With a CHUNK below LATENT, scores are summed chunk by chunk, and each chunk is
-    loaded again: whole tiles do not fit into the registers in fp32, nor into the shared memory of
-    an AOT plugin.
+    loaded again: whole tiles do not fit into registers in fp32, nor into the shared memory of an
+    AOT plugin.
     """
     at, there = rows[:, None], there[:, None]
     latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
@@ -185,8 +186,8 @@ def mla_combine(
 ):  # fmt: skip
     """Program (b, m, l) combines block l (BLOCK_L latents) of slot b's query row m from its splits.
 
-    It reads BLOCK_S splits at a time, and only splits that have rows. SPLITS is a power of two that
-    is not less than `splits`.
+    It reads BLOCK_S splits at a time, and only splits that have rows. SPLITS is `splits` rounded up
+    to a power of two.
     """
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     latent = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -207,12 +208,11 @@ def mla_combine(
 
 
 def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
-    """Chooses tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
+    """Choose tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
 
     Returns the kernel's constants and its warps. The constants are keys per iteration, stages (one
     more than the tiles of keys in shared memory), latents per product of scores, and the products'
-    precision. More query rows per program would need more registers than there are
-    (docs/gpu-kernels.md).
+    precision. More query rows per program would not fit into registers (docs/gpu-kernels.md).
     """
     latent, each = tile(rank), cache.itemsize
     if cache == torch.float32:
@@ -229,7 +229,7 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
 
 
 def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
-    """Returns the most splits per slot; an open batch (a symbol) counts as one slot, with fewer."""
+    """Return the maximum of splits per slot; a symbolic batch counts as one slot, with fewer."""
     if isinstance(slots, int):
         return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
     return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
@@ -238,9 +238,9 @@ def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
 def mla_attention_launches(
     *operands: Any, splits: int | None = None, shared: int | None = None, least: int | None = None
 ) -> Launches:
-    """Returns the op's launches.
+    """Return the op's launches.
 
-    By default, splits, the bytes of shared memory and the least rows of a split are chosen to fit
+    By default, splits, the bytes of shared memory and the minimum of rows per split are chosen for
     the operands and their GPU.
     """
     known = bind(mla_attention, operands)
@@ -279,5 +279,5 @@ def mla_attention_launches(
 
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
-    """Runs mla_attention on a GPU."""
+    """Run mla_attention on a GPU."""
     return mla_attention_launches(q.contiguous(), cache, fresh.contiguous(), *others).run()

@@ -1,1 +1,1 @@
-"""Latent attention's products per head, before and after the attention itself."""
+"""Latent attention's per-head projections, before and after the attention itself."""

@@ -8,9 +8,9 @@ from mtpbuild.plugins.rope.op import rope
 
 @torch.library.custom_op("mtpbuild::mla_queries", mutates_args=())
 def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Computes attention's queries [B, H, T, kv_lora_rank + R] from q [B, T, H * (n + R)].
+    """Compute attention's queries [B, H, T, kv_lora_rank + R] from q [B, T, H * (n + R)].
 
-    q holds n values without position per head, for all heads, then R rotary values per head. The
+    q contains n values without position for each head, then R rotary values for each head. The
     former are multiplied by w_uk [H, n, kv_lora_rank]; the latter are rotated by cos and sin
     [B, T, R / 2] fp32 as in `rope`. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
@@ -23,14 +23,14 @@ def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 @mla_queries.register_fake
 def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
-    """Returns an empty tensor for the result; q may be a product's parts [splits, B, T, ..]."""
+    """Return an empty tensor for the result; q may be a product's parts [splits, B, T, ..]."""
     B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
     return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
 
 
 @torch.library.custom_op("mtpbuild::mla_values", mutates_args=())
 def mla_values(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Projects mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v] to values.
+    """Project mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v] to values.
 
     Returns [B, T, H * v]. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
@@ -39,5 +39,5 @@ def mla_values(o: Tensor, w_uv: Tensor) -> Tensor:
 
 @mla_values.register_fake
 def empty_values(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Returns an empty tensor for the op's result."""
+    """Return an empty tensor for the op's result."""
     return o.new_empty(o.shape[0], o.shape[2], w_uv.shape[0] * w_uv.shape[2])

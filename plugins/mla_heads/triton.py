@@ -11,8 +11,8 @@ from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 
-INPUTS = 128  # bytes of a row's inputs at a time: more rows of fp32 would not fit into a plugin
-MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS where the number of slots is open
+INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
+MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
 STAGES = 3  # tiles of weights in flight
 
 
@@ -27,8 +27,8 @@ def absorbed_query(
 ):  # fmt: skip
     """Program (h, j, i) computes column block j of head h's queries for block i of the tokens.
 
-    The last j rotates; ROTARY is ROPE rounded up to a power of two. Each row of q is the sum of
-    PARTS rows.
+    The programs of the last j compute the rotary values. ROTARY is ROPE rounded up to a power of
+    two. Each row of q is the sum of PARTS rows.
     """
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,9 +86,9 @@ def product_of_head(
     PARTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
+    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
 
-    A row is the sum of PARTS rows, `apart` values from each other.
+    A row is the sum of PARTS rows at a distance of `apart` values.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, DEPTH, BLOCK_K):
@@ -102,7 +102,10 @@ def product_of_head(
 
 
 def tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
-    """Returns the kernel's constants and the blocks of columns and rows; rows may be a symbol."""
+    """Return the kernel's constants and the numbers of column and row blocks.
+
+    rows: may be a symbol.
+    """
     heads, depth, columns = weight.shape
     block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = columns_of_a_program(heads, columns)
@@ -114,9 +117,9 @@ def tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
 def mla_queries_launches(
     q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> Launches:
-    """Returns the launch of mla_queries.
+    """Return the launch of mla_queries.
 
-    q may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    q: may be a split product's parts [splits, B, T, ..] in fp32, which the kernel sums.
     """
     (B, T, _), (H, n, rank), R = q.shape[-3:], w_uk.shape, 2 * cos.shape[-1]
     out = empty_queries(q, w_uk, cos)
@@ -131,7 +134,7 @@ def mla_queries_launches(
 
 
 def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
-    """Returns the launch of mla_values."""
+    """Return the launch of mla_values."""
     (B, H, T, rank), v = o.shape, w_uv.shape[2]
     out = empty_values(o, w_uv)
     constants, columns, blocks = tiles(B * T, w_uv)
@@ -143,11 +146,11 @@ def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
 
 @by_kernels(mla_queries)
 def mla_queries_triton(q: Tensor, w_uk: Tensor, *others: Any) -> Tensor:
-    """Runs mla_queries on a GPU."""
+    """Run mla_queries on a GPU."""
     return mla_queries_launches(q.contiguous(), w_uk.contiguous(), *others).run()
 
 
 @by_kernels(mla_values)
 def mla_values_triton(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Runs mla_values on a GPU."""
+    """Run mla_values on a GPU."""
     return mla_values_launches(o.contiguous(), w_uv.contiguous()).run()

@@ -1,1 +1,1 @@
-"""Latent attention between its products, with projections that are packed for the CPU's kernels."""
+"""Latent attention with its per-head projections, packed for the CPU's kernels."""

@@ -27,11 +27,11 @@ def mla_packed(
     interleaved: bool,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Turn queries q [B, T, H * (n + R)] into the heads' values [B, T, H * v_head_dim].
+    """Compute the heads' values [B, T, H * v_head_dim] from queries q [B, T, H * (n + R)].
 
-    w_uk makes kv_lora_rank outputs of n inputs, w_uv v_head_dim of kv_lora_rank: each is
-    `product_packed`'s weight with the heads first, fp32 or integers. The other operands are those
-    of the three ops. With integers the kernels round what goes into a product to int8.
+    w_uk has kv_lora_rank outputs of n inputs, w_uv v_head_dim outputs of kv_lora_rank inputs. Both
+    are in the layout of `product_packed` with the heads first, fp32 or integers. The other operands
+    are those of the three ops. With integers the kernels round the inputs of products to int8.
     """
     q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
     o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank, chosen)

@@ -1,1 +1,1 @@
-"""The work between latent attention's first two products: norms, rotation, cache rows."""
+"""Latent attention's work between its first two products: norms, rotation, cache rows."""

@@ -1,4 +1,4 @@
-"""mla_rows: turns latent attention's first product into its query input and its cache rows."""
+"""mla_rows: turn latent attention's first product into its query input and its cache rows."""
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ def mla_rows(
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Normalises and rotates a [B, T, Q + kv_lora_rank + R]: queries' part, latent, rotary key.
+    """Normalise and rotate a [B, T, Q + kv_lora_rank + R]: query part, latent, rotary key.
 
     q_norm [Q] and kv_norm [kv_lora_rank] are weights of RMSNorms, which compute in fp32; without
-    q_norm the queries' part stays as it is. cos, sin [B, T, R / 2] fp32. Returns the query input
+    q_norm the query part is unchanged. cos, sin [B, T, R / 2] fp32. Returns the query input
     [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: DeepSeek-V3
     (arXiv:2412.19437), section 2.1.1.
     """
@@ -37,7 +37,7 @@ def mla_rows(
 def empty_rows(
     a: Tensor, q_norm: Tensor | None, kv_norm: Tensor, cos: Tensor, *_: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the op's results; a may be a product's parts [splits, B, T, ..]."""
+    """Return empty tensors for the op's results; a may be a product's parts [splits, B, T, ..]."""
     (B, T, width), kept = a.shape[-3:], kv_norm.shape[0] + 2 * cos.shape[-1]
     return kv_norm.new_empty(B, T, width - kept), kv_norm.new_empty(B, 1, T, kept)
 
@@ -54,13 +54,13 @@ def mla_rows_write(
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does `mla_rows`, then `kv_write` of its rows into a cache [B, 1, S, C] from row start [B] on.
+    """Do `mla_rows`, then `kv_write` of its rows into a cache [B, 1, S, C] from row start [B] on.
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
-    A cache of another type rounds the rows.
+    If the cache has another type, the rows are rounded to it.
     """
     q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
-    rounded = fresh.to(cache.dtype)  # what this pass reads of its rows is what later ones read
+    rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 

@@ -19,11 +19,11 @@ def latent_row(
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, 0) normalises the queries' part of token n, program (n, 1) makes its cache row.
+    """Program (n, 0) normalises the query part of token n, program (n, 1) computes its cache row.
 
-    n counts the tokens of all slots. Each row of `a` is the sum of PARTS rows. With a cache the row
-    is written there too. WIDE, LATENT and ROTARY are QUERY, RANK and ROPE rounded up to powers of
-    two.
+    n counts the tokens of all slots. Each row of `a` is the sum of PARTS rows. If there is a cache,
+    the row is written to it, too. WIDE, LATENT and ROTARY are QUERY, RANK and ROPE rounded up to
+    powers of two.
     """
     n = tl.program_id(0).to(tl.int64)
     row, apart = a + n * (QUERY + RANK + ROPE), tl.num_programs(0) * (QUERY + RANK + ROPE)
@@ -57,20 +57,20 @@ def latent_row(
 
 @triton.jit
 def normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
-    """Applies an RMSNorm to a row, in fp32; values behind the row's end must be 0."""
+    """Apply an RMSNorm to a row, in fp32; values after the row's end must be 0."""
     x = x.to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * weight.to(tl.float32)
 
 
 @triton.jit
 def angle_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns the pair that rotary value r belongs to."""
+    """Return the index of the pair to which rotary value r belongs."""
     return r // 2 if INTERLEAVED else r % (ROPE // 2)
 
 
 @triton.jit
 def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns the partner of r in its pair, and the sign of the partner's term in r's result."""
+    """Return the partner of r in its pair, and the sign of the partner's term in r's result."""
     if INTERLEAVED:
         first = r % 2 == 0
         other = tl.where(first, r + 1, r - 1)
@@ -91,9 +91,9 @@ def rows_launch(
     cache: Tensor | None = None,
     start: Tensor | None = None,
 ) -> Launch:
-    """Returns the launch of `mla_rows`; the kernel also writes the rows into `cache`, if given.
+    """Return the launch of `mla_rows`; the kernel also writes the rows into `cache`, if given.
 
-    `a` may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    a: may be a split product's parts [splits, B, T, ..] in fp32, which the kernel sums.
     """
     q, fresh = empty_rows(a, q_norm, kv_norm, cos)
     (B, T, Q), R = q.shape, 2 * cos.shape[-1]
@@ -108,7 +108,7 @@ def rows_launch(
 
 
 def mla_rows_launches(*operands: object) -> Launches:
-    """Returns the launch of mla_rows."""
+    """Return the launch of mla_rows."""
     launch = rows_launch(*operands)  # type: ignore[arg-type]
     return Launches((launch,), launch.outputs)
 
@@ -124,14 +124,14 @@ def mla_rows_write_launches(
     eps: float,
     interleaved: bool,
 ) -> Launches:
-    """Returns the launch of mla_rows_write, which writes into `cache` itself."""
+    """Return the launch of mla_rows_write, which writes into `cache` itself."""
     launch = rows_launch(a, q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
     return Launches((launch,), (*launch.outputs, cache))
 
 
 @by_kernels(mla_rows)
 def mla_rows_triton(a: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Runs mla_rows on a GPU."""
+    """Run mla_rows on a GPU."""
     return rows_launch(a.contiguous(), *operands).run()  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ def mla_rows_write_triton(
     cache: Tensor,
     *others: object,
 ) -> tuple[Tensor, ...]:
-    """Runs mla_rows_write on a GPU, into a copy of the cache; `mla_rows_into` makes no copy."""
+    """Run mla_rows_write on a GPU, on a copy of the cache; `mla_rows_into` works in place."""
     written = cache.clone()
     q, fresh = mla_rows_into(a, q_norm, kv_norm, cos, sin, written, *others)
     return q, fresh, written
@@ -163,7 +163,7 @@ def mla_rows_into(
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Runs mla_rows_write on a GPU in place; returns only the query input and the rows."""
+    """Run mla_rows_write on a GPU in place; return only the query input and the rows."""
     operands = (a.contiguous(), q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
     q, fresh = rows_launch(*operands).run()
     return q, fresh

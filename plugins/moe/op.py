@@ -1,4 +1,4 @@
-"""moe_route and moe: route by sigmoid scores in groups, and run the chosen experts."""
+"""moe_route and moe: choose experts by sigmoid scores in groups, and run them."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def moe_route(
     factor: float,
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts by logits [.., X] fp32 and a bias [X]; returns weights and int32 ids [.., k].
+    """Choose experts by logits [.., X] fp32 and a bias [X]; return weights and int32 ids [.., k].
 
     k is `experts` + `always`: every token also gets the shared experts X, X + 1, .. with weight 1.
 
@@ -46,7 +46,7 @@ def moe_route(
 
 
 def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple[Tensor, Tensor]:
-    """Appends `always` shared experts, whose ids follow the routed ones, to weights and ids."""
+    """Append `always` shared experts, whose ids follow the routed ones, to weights and ids."""
     if not always:
         return weights, ids
     shared = torch.arange(routed, routed + always, dtype=ids.dtype, device=ids.device)
@@ -65,7 +65,7 @@ def empty_routes(
     factor: float,
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors for the results of moe_route."""
+    """Return empty tensors for the results of moe_route."""
     weights = logits.new_empty(*logits.shape[:-1], experts + always)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
@@ -83,12 +83,12 @@ def moe(
     down_scales_2: Tensor | None = None,
     most: int = 0,
 ) -> Tensor:
-    """Sums the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
+    """Sum the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
-    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` adds
-    nothing, and on a GPU reads no weights: another rank has that expert. With scales the weights
-    are in the layout of `matmul_scaled`, and are rounded to x's type. Shared experts count as any
-    other id. The kernel takes up to `MAX_TOKENS` tokens; `most` bounds a number that varies.
+    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` stands for
+    an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
+    weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
+    like any other. The kernel takes up to `MAX_TOKENS` tokens; most: bound of a symbolic number.
     """
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
@@ -103,7 +103,7 @@ moe.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
-    """Gathers some experts' weights, dequantised if they have scales."""
+    """Gather some experts' weights, dequantised if they have scales."""
     values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])

@@ -9,7 +9,7 @@ _of_each_expert = as_plugins(moe_launches)
 
 
 def moe_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Converts the op for Torch-TensorRT: its launches as plugins, then the sum."""
+    """Convert the op for Torch-TensorRT: its launches as plugins, then the sum over k."""
     import tensorrt as trt
 
     outputs = _of_each_expert(ctx, target, args, kwargs, name)  # [N, k, E]

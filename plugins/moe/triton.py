@@ -1,9 +1,9 @@
 """moe in Triton: routing, then two products over the tokens of each expert that any token chose.
 
-Every pair of a token and one of its experts has programs. The programs of an expert's first pair
+Each pair of a token and one of its experts has programs. The programs of an expert's first pair
 compute all of its tokens; those of its other pairs return at once. So each chosen expert's weights
-are read once, and nothing is sorted or gathered. A pair gives a row of zeros if its expert is
-`NOBODY` or an earlier pair of the same token names the same expert.
+are read once, and nothing is sorted or gathered. A pair's row is zero if its expert is `NOBODY`, or
+if an earlier pair of the same token has the same expert.
 """
 
 from math import prod
@@ -51,7 +51,7 @@ def route(
     biased = tl.where(there, scores + tl.load(bias + x, there, 0.0), float("-inf"))
     if KEPT < GROUPS:
         group = x // (EXPERTS // GROUPS)
-        sums = tl.full((ROW,), float("-inf"), tl.float32)  # at each group's first expert
+        sums = tl.full((ROW,), float("-inf"), tl.float32)  # stored at each group's first expert
         for g in tl.static_range(GROUPS):
             mine = tl.where(group == g, biased, float("-inf"))
             first = tl.max(mine, 0)
@@ -68,7 +68,7 @@ def route(
     chosen, weight = tl.zeros((WIDE,), tl.int32), tl.zeros((WIDE,), tl.float32)
     for i in tl.static_range(CHOSEN):
         at = tl.min(tl.where(biased == tl.max(biased, 0), x, ROW), 0)
-        at = tl.minimum(at, EXPERTS - 1)  # of a row of NaN, which equals nothing
+        at = tl.minimum(at, EXPERTS - 1)  # for a row of NaN, which equals nothing
         chosen = tl.where(k == i, at, chosen)
         weight = tl.where(k == i, tl.sum(tl.where(x == at, scores, 0.0), 0), weight)
         biased = tl.where(x == at, float("-inf"), biased)
@@ -84,10 +84,10 @@ def pairs_of_tokens(
     count,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Numbers the pairs of each token [TOKENS, WIDE]; the rest is filled with `count`.
+    """Return the indices of each token's pairs [TOKENS, WIDE], padded with `count`.
 
     The kernels load the ids themselves: if this function loaded them for use in an address, the
-    compiler would take the pointer for one that is written to, and copy the tensor.
+    compiler would assume that it writes to the pointer, and copy the tensor.
     """
     m, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDE)[None, :]
     p = m * CHOSEN + k
@@ -96,7 +96,7 @@ def pairs_of_tokens(
 
 @triton.jit
 def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
-    """Counts an expert's pairs; returns 1 where one block holds all, so that there is no loop."""
+    """Count an expert's pairs; return 1 if one block holds all, so that there is no loop."""
     if pairs.shape[0] <= BLOCK_M:
         number: tl.constexpr = 1
     else:
@@ -106,9 +106,9 @@ def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def next_rows(pairs, count, done, BLOCK_M: tl.constexpr):
-    """Marks the tokens [BLOCK_M, TOKENS] of the next BLOCK_M pairs after the first `done` ones.
+    """Mark the tokens [BLOCK_M, TOKENS] of the next BLOCK_M pairs after the first `done` ones.
 
-    `pairs` [TOKENS] holds each token's pair with the expert, or `count`.
+    pairs [TOKENS]: each token's pair with the expert, or `count`.
     """
     number = tl.cumsum((pairs < count).to(tl.int32), 0) - 1
     wanted = done + tl.arange(0, BLOCK_M)
@@ -133,7 +133,7 @@ def gate_and_up(
     expert = tl.load(ids + pair).to(tl.int64)
     every = pairs_of_tokens(count, CHOSEN, WIDE, TOKENS)
     same = tl.load(ids + every, every < count, -1) == expert
-    pairs = tl.min(tl.where(same, every, count), 1)  # each token's with this expert, or count
+    pairs = tl.min(tl.where(same, every, count), 1)  # each token's pair with this expert, or count
     if (expert >= 0) & (tl.min(pairs, 0) == pair):
         first = tl.program_id(1) * BLOCK_N
         n = first + tl.arange(0, BLOCK_N)
@@ -162,7 +162,7 @@ def gate_rows(
     sums, inner, rows, count,
     INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes silu(gate) * up of some pairs' rows, whose gates and ups are sums of SPLITS rows."""
+    """Write silu(gate) * up for the rows of some pairs; gates and ups are sums of SPLITS rows."""
     i = tl.arange(0, ROW)[None, :]
     there = (rows < count)[:, None] & (i < INNER)
     at = sums + rows[:, None] * (2 * INNER) + i
@@ -223,7 +223,7 @@ def down(
                 taken = next_rows(pairs, count, done, 4)
                 rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
                 gate_rows(sums, inner, rows, count, INNER, ROW, SPLITS)
-        tl.debug_barrier()  # all threads read what each has written
+        tl.debug_barrier()  # threads read what other threads have written
         every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
             taken = next_rows(pairs, count, done, BLOCK_M)
@@ -244,7 +244,7 @@ def down(
 
 
 def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
-    """Returns the launch of moe_route, whose outputs are the op's results."""
+    """Return the launch of moe_route, whose outputs are the op's results."""
     *axes, X = logits.shape
     names = ("groups", "kept_groups", "experts", "normalise", "factor")
     known = bind(moe_route, (logits, bias, *how))
@@ -257,13 +257,13 @@ def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
 
 
 def moe_route_launches(*operands: Any) -> Launches:
-    """Returns the launch of moe_route, with its results."""
+    """Return the launch of moe_route, with its results."""
     launch = route_launch(*operands)
     return Launches((launch,), launch.outputs)
 
 
 def moe_launches(*operands: Any) -> Launches:
-    """Returns the launches of moe; the caller sums their result [N, k, E] over k.
+    """Return the launches of moe; the caller sums their result [N, k, E] over k.
 
     The rounding of a token's sums does not depend on the number of tokens, which may be a symbol if
     the op's `most` bounds it. Raises NotImplementedError for more than `MAX_TOKENS` tokens.
@@ -297,11 +297,11 @@ def moe_launches(*operands: Any) -> Launches:
 
 @by_kernels(moe_route)
 def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Runs moe_route on a GPU."""
+    """Run moe_route on a GPU."""
     return route_launch(*operands).run()
 
 
 @by_kernels(moe)
 def moe_triton(x: Tensor, *operands: Any) -> Tensor:
-    """Runs moe on a GPU."""
+    """Run moe on a GPU."""
     return moe_launches(x, *operands).run().sum(1).type_as(x)

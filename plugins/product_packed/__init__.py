@@ -1,1 +1,1 @@
-"""Products with integer weights that are packed for the CPU's kernels."""
+"""Products with weights that are packed for the CPU's kernels."""

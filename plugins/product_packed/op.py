@@ -9,11 +9,11 @@ from mtpbuild.plugins.matmul_nbits.op import dequantise
 
 @torch.library.custom_op("mtpbuild::product_packed", mutates_args=())
 def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
-    """Multiply x [.., K] by a weight of `outputs` outputs -> fp32 [.., outputs].
+    """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
-    As `plugins/cpu/layout.py` packs them: values uint8 [panels, K / 32, 128 * bits] and scales fp16
-    [panels, K / 32, 32], where the kernels round x to int8 per row and block; or values fp32
-    [panels, K, 32] without scales, or [H, panels, K, 32] where x is [B, H, T, K].
+    The weight is packed by `plugins/cpu/layout.py`: values uint8 [panels, K / 32, 128 * bits] with
+    scales fp16 [panels, K / 32, 32], for which the kernels round x to int8 per row and block; or
+    values fp32 [panels, K, 32] without scales, or [H, panels, K, 32] for x [B, H, T, K].
     """
     return x @ unpacked(values, scales, outputs).mT
 

@@ -1,4 +1,4 @@
-"""rope: rotates each pair of a head's values by its position's angle."""
+"""rope: rotate each pair of a head's values by its position's angle."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::rope", mutates_args=())
 def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
-    """Rotates x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32, and keeps its layout.
+    """Rotate x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32; the result has x's layout.
 
     The first R <= W values of each head are rotated. interleaved: pairs are (0, 1), (2, 3), .. as
     in DeepSeek's checkpoints; otherwise they are (0, R / 2), (1, R / 2 + 1), ..

@@ -1,1 +1,1 @@
-"""The positions of a pass's tokens: rotary angles, and the cache rows that they see and fill."""
+"""The positions of a pass's tokens: rotary angles, and the cache rows that are seen and written."""

@@ -22,6 +22,6 @@ Places = operator(
 def rotary_rows_cpu(
     start: Any, active: Any, inv_freq: Any, tokens: Any, offset: int, end: Any, scale: float
 ) -> Any:
-    """Write one node; a size that varies comes as a value."""
+    """Emit one node; sizes may be numbers or values of the graph."""
     sizes = (op.Constant(value_int=x) if isinstance(x, int) else x for x in (tokens, end))
     return Places(start, active, inv_freq, *sizes, offset=offset, scale=scale)

@@ -1,4 +1,4 @@
-"""rotary_rows: computes once per pass the angles and row numbers that all its layers read."""
+"""rotary_rows: compute the angles and row numbers that all layers of a pass read, once."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def rotary_rows(
     end: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Places `tokens` tokens of each slot at the positions from start [B] + offset on.
+    """Place `tokens` tokens of each slot at the positions from start [B] + offset on.
 
     A slot that is not active ([B] bool) is placed at `end`, and its base is 0. Returns five
     tensors: cos and sin [B, tokens, R / 2] fp32 of position * inv_freq [R / 2], times scale; base
@@ -34,6 +34,6 @@ def rotary_rows(
 def empty_places(
     start: Tensor, active: Tensor | None, inv_freq: Tensor, tokens: int, *_: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns empty tensors for the op's results."""
+    """Return empty tensors for the op's results."""
     cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
     return cos, like(cos), like(start), like(start), like(start)

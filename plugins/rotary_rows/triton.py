@@ -15,7 +15,7 @@ def place_token(
     cos, sin, base, place, first,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n writes the angles of token n of all slots; a slot's first one writes row numbers.
+    """Program n writes the angles of token n of all slots; a slot's first also writes row numbers.
 
     WIDE is PAIRS rounded up to a power of two.
     """
@@ -48,7 +48,7 @@ def rotary_rows_launches(
     end: int,
     scale: float,
 ) -> Launches:
-    """Returns the op's launch."""
+    """Return the op's launch."""
     results, pairs = empty_places(start, active, inv_freq, tokens), inv_freq.shape[0]
     constants = {"PAIRS": pairs, "OFFSET": offset, "SCALE": scale, "WIDE": tile(pairs, 2)}
     grid, inputs = (start.shape[0] * tokens,), (start, active, inv_freq)
@@ -58,5 +58,5 @@ def rotary_rows_launches(
 
 @by_kernels(rotary_rows)
 def rotary_rows_triton(start: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Runs rotary_rows on a GPU."""
+    """Run rotary_rows on a GPU."""
     return rotary_rows_launches(start.contiguous(), *operands).run()  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""The distribution that a request samples from, and the token at a number drawn for it."""
+"""The distribution that a request samples from, and the token drawn from it by a number."""

@@ -1,4 +1,4 @@
-"""shaped_probs: from logits to the distribution that a request samples from, and a token of it.
+"""shaped_probs: from logits to the distribution that a request samples from, and to a token.
 
 The reference is plain PyTorch that every target can trace. V is the size of the vocabulary.
 """
@@ -17,9 +17,9 @@ SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape 
 def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
     """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
-    top-p is taken over what top-k left, min-p relative to the largest probability. Each filter is a
-    threshold, so tokens that tie with the last one kept are kept too. A greedy row (temperature 0)
-    comes out as the plain softmax.
+    top-p applies to the tokens that top-k has kept, min-p is relative to the largest probability.
+    Each filter is a threshold, so tokens that tie with the last one kept are kept, too. A greedy
+    row (temperature 0) becomes the plain softmax.
     """
     temperature, top_k, top_p, min_p = (asked[name][:, None, None] for name in SHAPING)
     sampled = temperature > 0
@@ -33,7 +33,7 @@ def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
 
 @torch.library.custom_op("mtpbuild::shaped_probs", mutates_args=())
 def shaped_probs_op(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
-    """`shaped_probs` as an op, for targets that have its kernel; others trace the reference."""
+    """Do `shaped_probs` as an op, for targets with its kernel; others trace the reference."""
     return shaped_probs(logits, named(asked))
 
 
@@ -55,15 +55,16 @@ def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[T
 
 
 def _unfiltered(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
-    """Normalise p here too: a request's numbers don't depend on whether another one filters."""
+    """Normalise p as `_filtered` does: a request's p must not depend on other requests' filters."""
     return (p / p.sum(-1, keepdim=True),)
 
 
 def draw(p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Find the token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], by token id.
 
-    Also returns the distance of the uniform to the border of the token's cell: how far another
-    target's rounding is from another token. p need not be normalised, but must not be all zero.
+    Also returns the distance of the uniform to the border of the token's cell: with a larger
+    rounding difference another target may draw another token. p need not be normalised, but must
+    not be all zero.
     """
     cdf = p.cumsum(-1)
     total = cdf[..., -1:]

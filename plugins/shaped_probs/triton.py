@@ -1,7 +1,7 @@
-"""shaped_probs in Triton: a row's filtered distribution, found without sorting it.
+"""shaped_probs in Triton: a row's filtered distribution, without sorting the row.
 
-A filter is a threshold, found by bisection over the bits of a float: a row is read some 30 times
-for each, but only where a slot filters.
+A filter is a threshold, found by bisection over the bits of a float. A row is read some 30 times
+for each filter, but only if its slot uses the filter.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def weights_of(
     row, v, vocab, temperature, highest, early, bans,
     BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials of the ids' logits relative to the largest; 0 for what can't be emitted."""
+    """Return exponentials of the ids' logits relative to the largest; 0 for banned ids."""
     x = tl.load(row + v, v < vocab, float("-inf"))
     if early:
         x = without(x, v, bans, BANNED)
@@ -36,7 +36,7 @@ def floor_of_row(
     row, vocab, t, highest, early, bans, k, limit, least,
     BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest weight that top-k, top-p and min-p leave."""
+    """Return the smallest weight that top-k, top-p and min-p keep."""
     floor = 0.0
     if (k > 0) & (k < vocab):
         floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
@@ -50,7 +50,7 @@ def _kth(
     row, vocab, t, highest, early, bans, k,
     BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The k-th largest weight: the largest bits that at least k weights reach."""
+    """Return the k-th largest weight: the largest bits that at least k weights reach."""
     low, high = 0, ONE_BITS + 1
     for _ in range(30):
         middle = (low + high) // 2
@@ -70,7 +70,10 @@ def _nucleus(
     row, vocab, t, highest, early, bans, floor, limit,
     BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest weight whose betters, of those from `floor` on, sum to less than `limit`."""
+    """Return the smallest weight for which all larger ones sum to less than the share `limit`.
+
+    Only weights from `floor` up count.
+    """
     left = 0.0
     for begin in range(0, vocab, BLOCK):
         v = begin + tl.arange(0, BLOCK)
@@ -127,7 +130,7 @@ def shape_row(
 
 
 def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
-    """Make the launch for the op's operands."""
+    """Return the launch of shaped_probs."""
     B, T, V = logits.shape
     known: dict[str, Any] = {**named(asked), "logits": logits, "vocab": V}
     known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
@@ -137,5 +140,5 @@ def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
 
 @by_kernels(shaped_probs_op)
 def shaped_probs_triton(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
-    """Do the op on a GPU."""
+    """Run shaped_probs on a GPU."""
     return shaped_probs_launches(logits.contiguous(), asked).run()

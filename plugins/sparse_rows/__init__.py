@@ -1,1 +1,1 @@
-"""Which rows of a cache each token attends to, where an indexer chooses them (DSA)."""
+"""Choice of the cache rows that each token attends to, by an indexer (DSA)."""

@@ -1,4 +1,4 @@
-"""index_keys and choose_rows in ONNX: TopK, whose ties go to the lowest place."""
+"""index_keys and choose_rows in ONNX: TopK, whose ties go to the lowest index."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from mtpbuild.plugins.mla_attention.onnx import counted, ints
 from mtpbuild.plugins.rope.onnx import rope_onnx
 from mtpbuild.plugins.sparse_rows.op import NONE
 
-BEHIND = (1 << 63) - 1  # a position behind all others
+BEHIND = (1 << 63) - 1  # a position after all others
 
 
 def index_keys_onnx(
     a: Any, weight: Any, bias: Any, cos: Any, sin: Any, eps: float, interleaved: bool
 ) -> Any:
     normed, *_ = op.LayerNormalization(a, weight, bias, axis=-1, epsilon=eps)
-    normed.shape = a.shape  # `rope_onnx` asks for it
+    normed.shape = a.shape  # `rope_onnx` needs it
     return rope_onnx(normed, cos, sin, 1, interleaved)
 
 
@@ -33,7 +33,7 @@ def choose_rows_onnx(
     count: int,
     interleaved: bool,
 ) -> Any:
-    """Scores the cache's rows and the fresh ones side by side: [B, T, S + F]."""
+    """Emit the op: score the cache's and the fresh rows together [B, T, S + F], then take TopK."""
     heads = int(weights.shape[2])
     size = int(q.shape[2]) // heads
     turned = rope_onnx(q, cos, sin, heads, interleaved)
@@ -60,14 +60,14 @@ def choose_rows_onnx(
 
 
 def keys_of(rows: Any, size: int) -> Any:
-    """Returns the keys [B, 1, D, ..] of rows [B, 1, .., C]: their last D numbers."""
+    """Return the keys [B, 1, D, ..] of rows [B, 1, .., C]: their last D values."""
     width = int(rows.shape[3])
     keys = op.Slice(rows, ints(width - size), ints(width), ints(3))
     return op.Transpose(keys, perm=[0, 1, 3, 2])
 
 
 def visible(rows: Any, every: Any, tokens: Any, base: Any, first: Any) -> Any:
-    """Returns which of the cache's rows, then of the fresh ones, a token may choose."""
+    """Return which rows each token may choose [B, T, N]: the cache's, then the fresh ones."""
     place = counted(every)
     old = op.Less(place, op.Unsqueeze(base, ints(1, 2)))  # [B, 1, N]
     last = op.Add(op.Unsqueeze(first, ints(1, 2)), op.Unsqueeze(counted(tokens), ints(1)))

@@ -1,6 +1,6 @@
-"""index_keys and choose_rows: an indexer scores all rows for each token, and chooses some.
+"""index_keys and choose_rows: an indexer scores all rows for each token and chooses the best.
 
-Source: DeepSeek-V3.2, section 2.1. Its Hadamard rotation, which leaves every product as it is, and
+Source: DeepSeek-V3.2, section 2.1. Its Hadamard rotation, which does not change the products, and
 its rounding to fp8 are left out: scores are fp32.
 """
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.rope.op import rope
 
-NONE = -1  # in the place of a row, where a token sees fewer than it may choose
+NONE = -1  # padding, if a token sees fewer rows than it may choose
 
 
 @torch.library.custom_op("mtpbuild::index_keys", mutates_args=())
@@ -23,7 +23,7 @@ def index_keys(
     eps: float,
     interleaved: bool,
 ) -> Tensor:
-    """Normalises a [B, T, D] by a LayerNorm with weight and bias [D], and rotates it.
+    """Apply a LayerNorm with weight and bias [D] to a [B, T, D], and rotate it.
 
     cos, sin [B, T, R / 2] fp32 rotate the first R of D values, as `rope` does.
     """
@@ -46,7 +46,7 @@ def choose_rows(
     count: int,
     interleaved: bool,
 ) -> Tensor:
-    """Chooses the `count` rows with the highest scores for each token: positions [B, T, count].
+    """Choose the `count` rows with the highest scores for each token: positions [B, T, count].
 
     q [B, T, H D] has a query for each of H heads, whose first R values are rotated by cos, sin
     [B, T, R / 2]; weights [B, T, H] fp32. The last D values of each row are its key. cache
@@ -54,8 +54,8 @@ def choose_rows(
     j < base[b] of the cache and the fresh rows i <= first[b] + t, whose positions are base[b] + i.
     A row's score is the sum over heads of weight H^-0.5 relu(D^-0.5 query . key), in fp32.
 
-    Positions int64 are in rising order, and `NONE` fills what is left. Of equal scores the lowest
-    position wins, so that a choice depends neither on the window nor on a prompt's chunks.
+    Positions are int64 in rising order, padded with `NONE`. Ties go to the lowest position, so that
+    the choice depends neither on the window nor on a prompt's chunks.
     """
     (S, fresh_rows), (T, heads) = (cache.shape[2], fresh.shape[2]), weights.shape[1:]
     size = q.shape[-1] // heads
@@ -74,7 +74,7 @@ def choose_rows(
 
 
 def in_rising_order(position: Tensor, there: Tensor, count: int) -> Tensor:
-    """Sorts the positions [.., k] that are there, and fills what is left of `count` places."""
+    """Sort the valid positions [.., k] and pad them with `NONE` to `count`."""
     behind = torch.iinfo(torch.int64).max
     found = torch.where(there, position, behind).sort(dim=-1).values
     found = torch.where(found == behind, NONE, found)
@@ -89,13 +89,13 @@ def _(q: Tensor, weights: Tensor, *others: object) -> Tensor:
 
 
 def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Tensor:
-    """Returns which of the cache's rows, then of the fresh ones, are chosen: [B, T, S + F] bool.
+    """Return which of the cache's rows, then of the fresh ones, are chosen: [B, T, S + F] bool.
 
-    chosen [B, T, k] are positions, of which those from base [B] on are fresh.
+    chosen [B, T, k]: positions; those from base [B] on are fresh rows.
     """
     B, T, _ = chosen.shape
     start, end = base[:, None, None], rows + fresh_rows
     place = torch.where(chosen < start, chosen, chosen - start + rows)
-    place = torch.where(chosen < 0, end, place).clamp(max=end)  # an idle slot's may be anywhere
+    place = torch.where(chosen < 0, end, place).clamp(max=end)  # idle slots have any positions
     found = torch.zeros(B, T, end + 1, dtype=torch.bool, device=chosen.device)
     return found.scatter(-1, place, True)[..., :end]

@@ -1,7 +1,7 @@
 """choose_rows in Triton: scores of all rows as integers, then each token's best, without a sort.
 
-Integers order as scores do, NaN below all others. A token that sees no more rows than it may choose
-has no scores, so a short context costs two launches that do nothing.
+The integers have the order of the scores, with NaN below all others. A token that sees no more rows
+than it may choose is not scored, so a short context costs two launches that do almost nothing.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, ti
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 from mtpbuild.plugins.sparse_rows.op import choose_rows
 
-LEAST = tl.constexpr(-(1 << 31))  # what is no number
-OPEN_BLOCK = 2048  # positions that a program looks at together, where the capacity is open
+LEAST = tl.constexpr(-(1 << 31))  # stands for NaN
+OPEN_BLOCK = 2048  # positions that a program reads together, if the capacity is symbolic
 
 
 @triton.jit
@@ -32,8 +32,8 @@ def score_rows(
 
     The cache's blocks come first, then those of the fresh rows. The last SIZE values of a row are
     its key. BLOCK_H heads of the query are rotated and multiplied at a time, CHUNK values of each;
-    DEEP is SIZE rounded up to a power of two. Sums have one order for every row and token, so that
-    a score depends on these alone.
+    DEEP is SIZE rounded up to a power of two. The order of sums is the same for every row and
+    token, so that a score depends only on its row and token.
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, t = n // tokens, (n % tokens).to(tl.int32)
@@ -73,7 +73,7 @@ def rotated(
     q, cos, sin, h, d,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Returns values d [D] of the heads h [H] of a query, of which the first ROPE are rotated."""
+    """Return values d [D] of heads h [H] of a query; the first ROPE values are rotated."""
     of, turns = q + h[:, None] * SIZE, d < ROPE
     some = (h < HEADS)[:, None]
     other, sign = partner_of(d, ROPE, INTERLEAVED)
@@ -87,9 +87,9 @@ def rotated(
 
 @triton.jit
 def ordered(x):
-    """Returns integers that order as the numbers x do.
+    """Return integers that have the order of the numbers x.
 
-    All zeros among a token's scores have the sign that its weights give them, so that they tie.
+    -0 is below 0, but all zeros among a token's scores have the same sign, from its weights.
     """
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
@@ -104,10 +104,11 @@ def best_rows(
 ):  # fmt: skip
     """Program n chooses the COUNT positions with the highest scores for token n of all slots.
 
-    `border` becomes the COUNT-th largest score, of which it takes the lowest positions. Two bits
-    are found at a time: the most with which COUNT scores still reach the border. A border that just
-    COUNT scores reach is found earlier. PyTorch takes whatever a kernel's functions read for
-    written if they compute addresses of results, so none does.
+    `border` becomes the COUNT-th largest score; of scores equal to it the lowest positions are
+    chosen. Its bits are found two at a time: the highest ones with which at least COUNT scores
+    still reach the border. The search ends early if exactly COUNT scores reach it. The kernel calls
+    no function that computes addresses of results, since PyTorch would take all that such a
+    function reads for written.
     """
     n = tl.program_id(0).to(tl.int64)
     b, t = n // tokens, (n % tokens).to(tl.int32)
@@ -119,7 +120,7 @@ def best_rows(
             place = begin + each
             tl.store(to + place, tl.where(place < seen, place, -1).to(tl.int64), place < COUNT)
     else:
-        border, reached, above = LEAST, seen, 0  # scores that reach the border, and higher ones
+        border, reached, above = LEAST, seen, 0  # counts: scores >= border, scores > border
         for i in range(16):
             if reached > COUNT:
                 step = 1 << (30 - 2 * i)
@@ -153,7 +154,7 @@ def best_rows(
 
 
 def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
-    """Chooses tiles for heads of `size` values that fit into 48 KB of shared memory."""
+    """Choose tiles for heads of `size` values that fit into 48 KB of shared memory."""
     deep = tile(size)
     made: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
     if keys == torch.float32:
@@ -164,9 +165,9 @@ def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
 def choose_rows_launches(
     *operands: Any, rows: int | None = None, block: int | None = None
 ) -> Launches:
-    """Returns the op's launches.
+    """Return the op's launches.
 
-    rows: how many of them a program scores. block: how many positions one looks at together.
+    rows: rows that a program scores. block: positions that a program of the choice reads together.
     """
     known = bind(choose_rows, operands)
     q, (B, T, H), count = known["q"], known["weights"].shape, known["count"]
@@ -192,5 +193,5 @@ def choose_rows_launches(
 
 @by_kernels(choose_rows)
 def choose_rows_triton(q: Tensor, weights: Tensor, *others: Any) -> Tensor:
-    """Runs choose_rows on a GPU."""
+    """Run choose_rows on a GPU."""
     return choose_rows_launches(q.contiguous(), weights.contiguous(), *others).run()

@@ -1,1 +1,1 @@
-"""The sum of what all ranks have computed, by one launch that reads the other GPUs' memory."""
+"""All-reduce between ranks in one launch, which reads the other GPUs' memory."""

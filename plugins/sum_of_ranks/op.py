@@ -1,4 +1,4 @@
-"""sum_of_ranks: all ranks' tensors, added in the order of their numbers."""
+"""sum_of_ranks: all ranks' tensors, added in the order of ranks."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from mtpbuild.runtime.contract.sums import GROUP
 
 @torch.library.custom_op("mtpbuild::sum_of_ranks", mutates_args=())
 def sum_of_ranks(x: Tensor, peers: Tensor) -> Tensor:
-    """Sums all ranks' x [..] in fp32, rank 0's first: every rank gets the same bits every time.
+    """Sum all ranks' x [..] in fp32, rank 0's first: every rank gets the same bits every time.
 
-    peers [ranks + 1] int64 says where each rank's shared memory stands for this one, and this
-    rank's number (`runtime/contract/sums.py`). Only the kernel reads that; it takes up to `MOST`
-    bytes. All ranks make the same calls in the same order.
+    peers [ranks + 1] int64: the address of each rank's shared memory on this GPU, then this rank's
+    number (`runtime/contract/sums.py`). Only the kernel reads it; the kernel takes up to `MOST`
+    bytes. All ranks must make the same calls in the same order.
     """
     ranks, ops = peers.shape[0] - 1, torch.ops._c10d_functional
     every = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks, GROUP))

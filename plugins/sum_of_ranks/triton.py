@@ -1,11 +1,11 @@
-"""sum_of_ranks in Triton: one launch, in which each GPU reads what the others have written.
+"""sum_of_ranks in Triton: one launch, in which each GPU reads the other GPUs' blocks.
 
-A program writes its block of x to its rank's own memory, tells the same program of every rank,
-waits until all have told it, and adds their blocks. What it tells is the number of its call, so
-nothing is ever reset, and a CUDA graph that is replayed goes on counting.
+A program writes its block of x to its rank's own memory, signals the same program of every rank,
+waits for the signals of all ranks, and adds their blocks. A signal is the number of the call, so
+signals are never reset, and a replayed CUDA graph goes on counting.
 
-A rank that has begun call n + 2 overwrites what it gave in call n. By then every rank has told it
-of call n + 1, and so has read all of call n. So two blocks are enough, and one barrier.
+In call n + 2 a rank overwrites its block of call n. By then every rank has signalled call n + 1,
+and so has read all blocks of call n. So two blocks and one barrier are enough.
 """
 
 import triton
@@ -27,7 +27,10 @@ def add_in_order(
     RANKS: tl.constexpr, PLACES: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
     SIGNALS: tl.constexpr, CALLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program i adds VALUES of all ranks, which are BYTES; PLACES is RANKS rounded up to 2^n."""
+    """Program i adds VALUES values (BYTES bytes) of all ranks.
+
+    PLACES is RANKS rounded up to a power of two.
+    """
     program = tl.program_id(0)
     value = tl.arange(0, VALUES)
     kind: tl.constexpr = tl.pointer_type(x.dtype.element_ty)
@@ -42,7 +45,7 @@ def add_in_order(
     call = tl.load(calls) + 1
     block = BLOCKS + (2 * program + (call & 1)) * BYTES
     tl.store(tl.multiple_of((own + block).to(kind), 16) + value, given, there)
-    tl.debug_barrier()  # all threads have written before one of them tells it
+    tl.debug_barrier()  # all threads have written before one of them signals
     other = tl.arange(0, PLACES)
     told = tl.load(peers + other, other < RANKS, 0) + program * SIGNALS + 4 * rank
     told = told.to(tl.pointer_type(tl.int32))
@@ -51,13 +54,13 @@ def add_in_order(
     heard = (own + program * SIGNALS + 4 * other).to(tl.pointer_type(tl.int32))
     while behind(heard, call, other < RANKS):
         pass
-    tl.debug_barrier()  # no thread reads before that
+    tl.debug_barrier()  # no thread reads before all signals have arrived
     every = ()
     for r in tl.static_range(RANKS):
         at = tl.multiple_of((memories[r] + block).to(kind), 16) + value
         every += (tl.load(at, there, 0.0),)  # type: ignore[assignment]
-    # The assembler would add what one rank gave before it reads from the next. But the sum begins
-    # with 0 that is read last: so all ranks' memories are read at once.
+    # The assembler would add one rank's values before it loads those of the next. The sum starts
+    # with a 0 that is loaded last, so the loads from all ranks are in flight together.
     tl.debug_barrier()
     total = tl.zeros((VALUES,), tl.float32) + (tl.load(calls) + 1 - call)
     for r in tl.static_range(RANKS):
@@ -68,16 +71,16 @@ def add_in_order(
 
 @triton.jit
 def behind(heard, call, there):
-    """Tells whether some rank has not yet told us of this call; it may tell of the next one."""
+    """Return whether a rank has not signalled this call yet; it may have signalled the next one."""
     nothing = tl.zeros(heard.shape, tl.int32)
     told = tl.atomic_add(heard, nothing, there, sem="acquire", scope="sys")
-    return tl.min(tl.where(there, told - call, 0), 0) < 0  # a difference: counts go around
+    return tl.min(tl.where(there, told - call, 0), 0) < 0  # a difference, since counts wrap around
 
 
 def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
-    """Returns the op's launch. Raises NotImplementedError for more than `MOST` bytes."""
+    """Return the op's launch. Raises NotImplementedError for more than `MOST` bytes."""
     size, itemsize = x.numel(), x.element_size()
-    if isinstance(size, int) and size * itemsize > MOST:  # else the graph's maker has seen to it
+    if isinstance(size, int) and size * itemsize > MOST:  # symbolic sizes are checked by the caller
         raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
     ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
     constants = {"RANKS": ranks, "PLACES": tile(ranks, 2), "VALUES": values, "BYTES": BLOCK}
@@ -89,5 +92,5 @@ def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
 
 @by_kernels(sum_of_ranks)
 def sum_of_ranks_triton(x: Tensor, peers: Tensor) -> Tensor:
-    """Runs sum_of_ranks on a GPU."""
+    """Run sum_of_ranks on a GPU."""
     return sum_of_ranks_launches(x.contiguous(), peers).run()

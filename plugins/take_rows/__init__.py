@@ -1,1 +1,1 @@
-"""Picks rows of each slot."""
+"""Selection of consecutive rows of each slot."""

@@ -1,4 +1,4 @@
-"""take_rows in ONNX: rows are gathered by their numbers."""
+"""take_rows in ONNX: GatherElements by row indices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""take_rows: some rows of each slot, from a place of its own on."""
+"""take_rows: consecutive rows of each slot, from a start per slot."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::take_rows", mutates_args=())
 def take_rows(x: Tensor, start: Tensor, count: int) -> Tensor:
-    """Takes `count` rows of x [B, N, ..] from start [B] on -> [B, count, ..]; all must be there."""
+    """Take `count` rows of x [B, N, ..] from start [B] on -> [B, count, ..]; all must exist."""
     index = start[:, None]
     if count > 1:
         index = index + torch.arange(count, device=x.device)

@@ -1,1 +1,1 @@
-"""Weighs what experts that are all computed have made."""
+"""Weighting of the outputs of all experts, where all of them are computed."""

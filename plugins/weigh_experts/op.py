@@ -1,4 +1,4 @@
-"""weigh_experts: multiplies the numbers of all experts by what each of them weighs for a token."""
+"""weigh_experts: multiply the outputs of all experts by their weights for each token."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::weigh_experts", mutates_args=())
 def weigh_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: int, always: int) -> Tensor:
-    """Weighs x [.., X * I], I numbers of each of X = `experts` experts, by `moe_route`'s results.
+    """Weight x [.., X * I], I numbers for each of X = `experts` experts, by `moe_route`'s results.
 
-    weights and int32 ids [.., k]; an expert that is not among the ids weighs 0, and the last
-    `always` of them, which are shared, weigh 1.
+    weights and int32 ids [.., k]. An expert that is not among the ids has weight 0; the last
+    `always` experts, which are shared, have weight 1.
     """
     every = weights.new_zeros(*weights.shape[:-1], experts - always)
     every = every.scatter(-1, ids.long(), weights)

@@ -1,1 +1,1 @@
-"""The processes that share an engine of several ranks: how they start, meet and end."""
+"""The processes of a multi-rank engine: starting them, connecting them, shutting down."""

@@ -1,8 +1,8 @@
 """Messages from rank 0 to the other ranks of an engine: the calls of its programs.
 
-They go over torch.distributed. Each rank computes by itself what comes out, from logits that are
-the same on all. With the next message rank 0 says which tokens it got, so that a rank which got
-others ends the run.
+They are sent with torch.distributed. Each rank computes the output tokens by itself, from logits
+that are equal on all ranks. Each message contains a checksum of rank 0's last tokens: a rank whose
+tokens differ ends the run.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
 
-# How lines begin that compiled code, gloo and NCCL write when they throw.
+# The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
 THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
-HEAD = 512  # bytes of a message; what is longer follows
+HEAD = 512  # bytes of a first broadcast; a longer message follows in a second one
 
 
 class Channel:
-    """Carries rank 0's messages to the others, in order. All ranks make it at the same time.
+    """The channel for rank 0's messages to the others, in order; all ranks create it together.
 
-    While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
-    that rank 0 hangs.
+    While rank 0 is idle it sends keep-alive messages, so a rank that receives nothing within the
+    time limit knows that rank 0 hangs.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, time_limit()
-        self.patience = max(self.limit, SECONDS)  # others may still start, or load
+        self.patience = max(self.limit, SECONDS)  # the other ranks may still be starting or loading
         self.failure: str | None = None
-        self.leaving: list[Callable[[], None]] = []  # what to do before the group is left
-        self.digest = 0  # of the last step's tokens
+        self.leaving: list[Callable[[], None]] = []  # called before the group is left, last first
+        self.digest = 0  # CRC-32 of the last step's tokens
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._groups: list[dist.ProcessGroup] = []
         self._joined = not dist.is_initialized()
@@ -58,7 +58,7 @@ class Channel:
             raise
 
     def ready(self) -> None:
-        """Wait until all ranks have loaded; from now on each answers within the time limit."""
+        """Wait until all ranks have loaded; from then on the time limit applies."""
         with self.unbroken():
             dist.barrier()
         self.patience = self.limit
@@ -66,7 +66,7 @@ class Channel:
             threading.Thread(target=self._stay, daemon=True).start()
 
     def share(self, value: bool) -> bool:
-        """Rank 0's value, on all ranks; all call it, at the same time and before `ready`."""
+        """Return rank 0's value on all ranks; all call it together, before `ready`."""
         if self.rank == 0:
             self.send("share", value)
             return value
@@ -76,7 +76,7 @@ class Channel:
         self.tell(self.encode(name, *arguments))
 
     def encode(self, name: str, *arguments: Any) -> bytes:
-        """Return a message, which also says which tokens rank 0 got last."""
+        """Return a message, with the checksum of rank 0's last tokens."""
         return _encode([name, self.digest, *arguments])
 
     def tell(self, text: bytes) -> None:
@@ -89,7 +89,7 @@ class Channel:
                 self._broadcast(text.ljust(HEAD))
 
     def receive(self) -> tuple[str, list[Any]]:
-        """Name and arguments; raises EngineError if rank 0 got other tokens in the last step."""
+        """Return name and arguments; raises EngineError if rank 0's last tokens were different."""
         with self.unbroken():
             message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_typed)
             if isinstance(message, int):
@@ -102,18 +102,18 @@ class Channel:
         return name, arguments
 
     def note(self, output: StepOutput) -> None:
-        """Keep what this rank got: the next message tells it, or checks it."""
+        """Store the checksum of this rank's tokens, to send or to compare with the next message."""
         self.digest = zlib.crc32(output.tokens.tobytes())
 
     def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Returns all ranks' bytes, [ranks, ..]; called between programs, on all ranks."""
+        """Return all ranks' bytes [ranks, ..]; all ranks call it together, between programs."""
         every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
         with self.unbroken():
             dist.all_gather([*every], torch.from_numpy(own), group=self._groups[2])
         return every.numpy()
 
     def close(self) -> None:
-        """Send the others home, unless something went wrong; leave the group."""
+        """Tell the other ranks to end, unless a rank has failed, and leave the group."""
         self._closed.set()
         with contextlib.suppress(RankError):
             if self.rank == 0:
@@ -122,7 +122,10 @@ class Channel:
 
     @contextlib.contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Guard what leaves ranks apart if it fails or is interrupted: nothing can be done then."""
+        """Mark the group as failed for good if the block fails or is interrupted.
+
+        The ranks are then in different states, and every later call raises RankError.
+        """
         if self.failure:
             raise RankError(self.failure)
         try:
@@ -145,17 +148,18 @@ class Channel:
                 world_size=self.ranks,
                 timeout=meeting,
             )
-        # One for messages: gloo would mix up what two threads do in one. One for programs: these
-        # keep Python's lock, which gloo's threads need, inside their own, to drop Python's tensors.
+        # Separate groups for messages, for programs and for `gather`. gloo would mix up messages
+        # that two threads send in one group. Programs hold Python's lock during collectives, while
+        # the threads of a group that had Python's tensors need the lock to free them.
         for _ in range(3):
             group = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(group, dist.ProcessGroup)
             self._groups.append(group)
-        dist.barrier(self._groups[0])  # who fails next leaves a group that all have joined
+        dist.barrier(self._groups[0])  # from here on, a rank that fails leaves a complete group
         use_in_programs(self._groups[1])
 
     def _leave(self) -> None:
-        """Leave what this channel has joined; a group that the caller has joined stays."""
+        """Leave the groups that this channel joined; the caller's own default group stays."""
         while self.leaving:
             self.leaving.pop()()
         with contextlib.suppress(RuntimeError):
@@ -178,20 +182,20 @@ class Channel:
         return tensor.numpy().tobytes()
 
     def _stay(self) -> None:
-        with contextlib.suppress(RankError):  # whoever calls next is told
+        with contextlib.suppress(RankError):  # the next call raises it again
             while not self._closed.wait(self.limit / 4):
-                self.tell(_encode(["wait", None]))  # perhaps in the middle of a step
+                self.tell(_encode(["wait", None]))  # None: a step may be running, with no digest
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:
-    """Let the collectives that are compiled into programs run in this group."""
-    with contextlib.suppress(RuntimeError):  # of an engine before this one, or its gloo
+    """Register this group for the collectives that are compiled into programs."""
+    with contextlib.suppress(RuntimeError):  # a group of an earlier engine, or the gloo group
         c10d._unregister_process_group(GroupName(GROUP))
     c10d._register_process_group(GroupName(GROUP), group)
 
 
 def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
-    """Returns the meeting place of ranks on one machine: a socket that rank 0 has open already."""
+    """Return the store through which ranks on one machine meet: rank 0 already has its socket."""
     return c10d.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -207,14 +211,14 @@ def _encode(message: list[Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Says an array or controls in JSON."""
+    """Represent an array or controls as JSON."""
     if isinstance(value, Controls):
         return {"controls": asdict(value)}
     return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
 
 
 def _typed(said: dict[str, Any]) -> Any:
-    """Turns an object of JSON into what `_plain` said; controls' tuples have become lists."""
+    """Restore a value from the object of `_plain`; JSON has turned controls' tuples into lists."""
     if "array" in said:
         return np.array(said["array"], said["dtype"])
     if "controls" in said:
@@ -225,10 +229,11 @@ def _typed(said: dict[str, Any]) -> Any:
 
 
 class Silence:
-    """Holds back standard error: compiled code writes there what it throws, which we say in a line.
+    """A context manager that holds back standard error, where compiled code writes its exceptions.
 
-    What is written meanwhile is passed on in the end, for other threads may log. If the work fails,
-    compiled code's lines are left out. Any thread may enter; the last one to leave passes it on.
+    What other threads logged meanwhile is written at the end. If the block fails, the lines of
+    compiled code are dropped, since the raised error says the same in one line. Several threads may
+    be inside; the last one to leave writes the output.
     """
 
     def __init__(self) -> None:
@@ -263,5 +268,5 @@ _SILENCE = Silence()
 
 
 def silent() -> Silence:
-    """Returns this process's `Silence`."""
+    """Return this process's `Silence`."""
     return _SILENCE

@@ -1,8 +1,8 @@
 """NCCL without torch: the communicator in which a TensorRT engine's collectives run.
 
-Its library is called directly, as PyTorch for CPUs, which ranks have for their messages, has none.
-NCCL waits on the GPU, for ever if another rank is gone; so the host asks while it waits, and aborts
-(`nccl.py` does the same for PyTorch's communicators).
+The library is called directly, because PyTorch for CPUs, which ranks need for their messages, comes
+without NCCL. NCCL waits on the GPU, for ever if another rank is gone; so the host checks for errors
+while it waits, and aborts (`nccl.py` does the same for PyTorch's communicators).
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.cuda import Device
 
 LIBRARY, WHEEL = "libnccl.so.2", "nvidia.nccl"
-# Prompts are not captured and share the communicator with captured steps. NCCL's default lets them;
-# a machine that is tuned for graphs alone may not.
+# Prompts are not captured and share the communicator with captured steps. NCCL's default allows
+# this, but a machine's own settings may not.
 SETTINGS = {"NCCL_GRAPH_MIXING_SUPPORT": "1"}
-CAPSULE = b"ncclComm_t"  # the name that TensorRT's bindings look for
+CAPSULE = b"ncclComm_t"  # the capsule's name that TensorRT's bindings expect
 ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """Is NCCL's ncclUniqueId: rank 0 makes it, all ranks meet by it."""
+    """NCCL's ncclUniqueId, which rank 0 creates and all ranks use to join."""
 
     _fields_ = (("bytes", ctypes.c_byte * ID_BYTES),)
 
 
 def nccl_library() -> Any:
-    """NCCL, as TensorRT finds it: the loader's, or that of NVIDIA's wheel.
+    """Load NCCL by its name, else from NVIDIA's wheel.
 
-    Once it is loaded TensorRT's own search by name gives the same one.
+    TensorRT loads it by name too, and then gets this library.
     """
     names = [LIBRARY]
     with contextlib.suppress(ModuleNotFoundError):
@@ -54,20 +54,20 @@ def nccl_library() -> Any:
 
 
 class Communicator:
-    """Is this rank's end of what connects the GPUs. All ranks make it at the same time."""
+    """This rank's NCCL communicator; all ranks create it together."""
 
     def __init__(self, library: Any, rank: int, ranks: int) -> None:
         self._nccl, self._rank, self._ranks = library, rank, ranks
         self._handle = ctypes.c_void_p()
 
     def invite(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Rank 0's id for all, as bytes."""
+        """Create the unique id that all ranks need, as bytes; for rank 0."""
         name = UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(name))
         return np.frombuffer(bytes(name), np.uint8).copy()
 
     def meet(self, device: Device, name: bytes) -> None:
-        """Join the others on this rank's GPU; waits for them."""
+        """Join the communicator with this rank's GPU; waits for the other ranks."""
         device.use()
         handle, unique = ctypes.byref(self._handle), UniqueId.from_buffer_copy(name)
         ranks, rank = ctypes.c_int(self._ranks), ctypes.c_int(self._rank)
@@ -75,7 +75,7 @@ class Communicator:
 
     @property
     def capsule(self) -> object:
-        """Returns the communicator as TensorRT's bindings take it."""
+        """The communicator as a PyCapsule, for TensorRT's bindings."""
         make = ctypes.pythonapi.PyCapsule_New
         make.restype = ctypes.py_object
         make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -83,20 +83,20 @@ class Communicator:
         return made
 
     def failed(self) -> bool:
-        """Tells whether NCCL has found a rank gone: collectives then end early, with any result."""
+        """Return whether NCCL has lost a rank: collectives then end early, results undefined."""
         error = ctypes.c_int()
         self._call("ncclCommGetAsyncError", self._handle, ctypes.byref(error))
         return error.value != 0
 
     def abort(self) -> None:
-        """Wait for no rank; whatever the GPU still waits for ends."""
+        """Abort all collectives without waiting for other ranks."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             with contextlib.suppress(RuntimeError):
                 within(ABORTING, partial(self._call, "ncclCommAbort", handle))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call NCCL; raises EngineError with what it says."""
+        """Call NCCL; raises EngineError with its error text."""
         if code := int(getattr(self._nccl, name)(*arguments)):
             self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
             reason = self._nccl.ncclGetErrorString(ctypes.c_int(code))
@@ -104,11 +104,11 @@ class Communicator:
 
 
 def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Communicator:
-    """Connect this rank's GPU with the others'. All ranks call it, at the same time."""
+    """Connect this rank's GPU with the others'; all ranks call it together."""
     communicator = Communicator(library(), channel.rank, channel.ranks)
     with channel.unbroken():
         own = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()
-        name = channel.gather(own)[0].tobytes()  # a rank without GPU or NCCL has left by now
+        name = channel.gather(own)[0].tobytes()  # fails here if a rank has no GPU or no NCCL
         with environment(SETTINGS):
             within(channel.patience, partial(communicator.meet, device, name))
         channel.leaving.append(communicator.abort)

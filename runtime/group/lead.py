@@ -1,8 +1,8 @@
-"""Rank 0 leads: what is called of its programs, the other ranks' programs do too.
+"""Programs of a multi-rank engine: rank 0 sends each call to the other ranks, which repeat it.
 
-A call that runs a program, and fails on one rank, leaves the ranks apart: nothing can be done then.
-Any other call is the host's work for one request. All ranks tell each other how it ended, so that
-all of them drop what one of them failed at.
+If a call that runs a program fails on one rank, the ranks are in different states and the engine
+has failed. Any other call is host work for one request: the ranks exchange how it ended, and if one
+failed, only that request fails.
 """
 
 import itertools
@@ -23,27 +23,27 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
 
 RUNS = frozenset({"prefill", "step", "launch", "land"})  # calls that run programs
-DONE, REFUSED, FAILED = range(3)  # how the host's work ended: also with False, or by raising
+DONE, REFUSED, FAILED = range(3)  # how host work ended; REFUSED: with False, FAILED: by raising
 
-LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
+LoadRank: TypeAlias = Callable[..., Programs]  # (rank's folder, manifest, channel=..) -> Programs
 
 
 class Calls:
-    """Makes calls of a rank's own programs, by name: rank 0's user's, and what others are told.
+    """Calls of a rank's own programs by name, on rank 0 and on the ranks that repeat its calls.
 
-    Besides those of `Programs` there are `launch`, which numbers the step, and `land`, which reads
-    the step of a number; so steps overlap on all ranks alike.
+    Besides the calls of `Programs` there are `launch` with a number for the step, and `land`, which
+    reads the step with that number; so steps overlap in the same way on all ranks.
     """
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self._own, self._channel = own, channel
-        self._flights = dict[int, Callable[[], StepOutput]]()  # launched, not read
+        self._flights = dict[int, Callable[[], StepOutput]]()  # launched steps, not read yet
 
     def make(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Make a call, and keep the tokens of a step that is read."""
+        """Make a call; store the checksum of a step's tokens when it is read."""
         if name == "launch":
             number, *given = arguments
-            self._flights.pop(number - 2, None)  # its arrays are reused: nobody will read it
+            self._flights.pop(number - 2, None)  # its arrays are reused, so it can't be read later
             self._flights[number] = getattr(self._own, name)(*given)
             return None
         if name == "land":
@@ -55,9 +55,9 @@ class Calls:
         return result
 
     def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
-        """Do the host's work on all ranks; return an error if it failed on any of them.
+        """Do host work on all ranks; return an error if it failed on any of them.
 
-        Else tell whether none of them has answered False.
+        Otherwise return False if any rank returned False, else True.
         """
         failure = None
         try:
@@ -74,7 +74,7 @@ class Calls:
 
 
 class LeadingPrograms:
-    """Are rank 0's programs; each call is told to the other ranks first."""
+    """Rank 0's programs; each call is sent to the other ranks first."""
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
@@ -83,7 +83,7 @@ class LeadingPrograms:
         self._channel, self._calls = channel, Calls(own, channel)
         self._numbers = itertools.count()
         channel.ready()
-        self.close = weakref.finalize(self, channel.close)  # at the latest when this is dropped
+        self.close = weakref.finalize(self, channel.close)  # called at garbage collection at latest
 
     @property
     def failure(self) -> str | None:
@@ -130,13 +130,13 @@ class LeadingPrograms:
         return output
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        """Launch and read the same steps on all ranks, if rank 0's own programs overlap."""
+        """Launch a step on all ranks; the result reads it on all of them."""
         number = next(self._numbers)
         self._call("launch", number, active, rows)
         return partial(self._call, "land", number)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        call = self._channel.encode(name, *arguments)  # if this raises, nobody has been told
+        call = self._channel.encode(name, *arguments)  # if this raises, no rank has received it
         with self._channel.unbroken():
             self._channel.tell(call)
             if name in RUNS:
@@ -148,7 +148,7 @@ class LeadingPrograms:
 
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
-    """Rank 0's programs, of an engine whose files were checked."""
+    """Load rank 0's programs of an engine whose files were checked."""
     if rank := own_rank(folder, manifest):
         raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.follow)")
     *_, (own_folder, own) = own_folders(folder, manifest)
@@ -161,13 +161,13 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
 
 
 def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
-    """Do what rank 0 does, from beginning to end."""
+    """Load another rank's programs and repeat rank 0's calls until it ends."""
     rank = own_rank(folder, manifest)
     if rank == 0:
         raise UsageError("rank 0 is the engine: Engine.load")
     channel = Channel(rank, manifest.build.tp)
     try:
-        for own_folder, own in own_folders(folder, manifest):  # in the group: a failure is noticed
+        for own_folder, own in own_folders(folder, manifest):  # the others notice if this fails
             check_files(own_folder, own)
         _repeat(load(own_folder, own, channel=channel), channel)
     finally:
@@ -175,11 +175,11 @@ def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
 
 
 def _repeat(own: Programs, channel: Channel) -> None:
-    """Make the calls that rank 0 makes, until it ends."""
+    """Repeat rank 0's calls until it sends `end`."""
     channel.ready()
     calls = Calls(own, channel)
     while (call := channel.receive())[0] != "end":
         if call[0] in RUNS:
             calls.make(*call)
         elif call[0] != "wait":
-            calls.work(*call)  # if it failed, rank 0 knows
+            calls.work(*call)  # its result is gathered on all ranks, so rank 0 handles a failure

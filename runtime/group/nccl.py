@@ -1,7 +1,7 @@
-"""Sums between the GPUs that share a model: each rank takes one, and NCCL connects them.
+"""The NCCL group of the GPUs that share a model, one for each rank.
 
-What rank 0 tells the others goes over gloo, as on CPUs (`channel.py`). NCCL waits on the GPU, for
-ever if another rank is gone; so the host asks while it waits, and aborts.
+Rank 0's messages are sent with gloo, as on CPUs (`channel.py`). NCCL waits on the GPU, for ever if
+another rank is gone; so the host checks for errors while it waits, and aborts.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 SETTINGS = {
-    # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it
-    # also frees a host that is stuck in a full queue of launches. Nothing is dumped.
+    # 2: NCCL's watchdog aborts a collective that hangs, but not the process, as torchrun's default
+    # would. This also frees a host that is blocked by a full launch queue. Nothing is dumped.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Else the host waits for each collective by asking for its event, which can't be captured.
+    # 1 would make the host query an event after each collective, which can't be captured.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # A prompt's collectives are not captured and may be queued behind a captured step, on the same
-    # communicator: NCCL's default lets them, a machine that is tuned for graphs alone may not.
+    # A prompt's collectives are not captured and may be queued after a captured step, on the same
+    # communicator. NCCL's default allows this, but a machine's own settings may not.
     "NCCL_GRAPH_MIXING_SUPPORT": "1",
 }
 T = TypeVar("T")
@@ -40,7 +40,7 @@ ABORTING = 10.0  # seconds, at most
 
 
 class Peers:
-    """Is the group of all ranks' GPUs. All ranks make it at the same time."""
+    """The process group of all ranks' GPUs; all ranks create it together."""
 
     backend = "nccl"
 
@@ -49,36 +49,36 @@ class Peers:
         group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        self._kept: Any = None  # memory that ranks share lives as long
+        self._kept: Any = None  # keeps shared memory alive
 
     def share(self, size: int) -> tuple[Tensor, list[int]]:
-        """Makes bytes on this GPU that all see; says where this one sees each rank's."""
+        """Allocate bytes that all GPUs can access; return them and the address of each rank's."""
         from torch.distributed import _symmetric_memory as symmetric
 
         with torch.cuda.device(self._device):
             memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
             handle = symmetric.rendezvous(memory, self.group)
         self._kept = memory, handle
-        inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # a piece of an allocation
+        inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # offset in the allocation
         return memory, [address + inside for address in handle.buffer_ptrs]
 
     def failed(self) -> bool:
-        """Tells whether NCCL has found a rank gone: then sums end early, and hold anything."""
+        """Return whether NCCL has lost a rank: sums then end early with undefined results."""
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
-        """Wait for no rank; whatever a GPU still waits for ends."""
-        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: it is gone already
+        """Abort all collectives without waiting for other ranks."""
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: no group any more
             within(ABORTING, partial(_abort_process_group, self.group))
 
 
 def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
-    """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum.
+    """Connect all ranks' GPUs; a first sum creates NCCL's communicator, the only one.
 
-    It is the only one. torch and NCCL read the settings until it is there.
+    The settings are needed until then, since torch and NCCL read them at its creation.
     """
     with channel.unbroken(), environment(SETTINGS):
-        dist.barrier()  # a rank without a GPU has left: NCCL would wait for it
+        dist.barrier()  # fails here if a rank found no GPU; NCCL would wait for it
         peers = make_peers(gpu.device, channel.limit)
         channel.leaving.append(peers.abort)
         use_in_programs(peers.group)
@@ -94,17 +94,17 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
 
 
 class Connected(Protocol):
-    """Declares what connects GPUs, as far as it is asked while they compute."""
+    """The part of a GPU connection that is polled while GPUs compute."""
 
     def failed(self) -> bool: ...
 
 
 def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
-    """Returns what to call while a GPU computes: it raises if a rank is gone or time is over."""
+    """Return a check to call while a GPU computes; it raises if a rank is lost or at timeout."""
     end = time.monotonic() + channel.patience
 
     def alive() -> None:
-        if channel.failure:  # rank 0's other thread has noticed
+        if channel.failure:  # found by rank 0's keep-alive thread
             raise RankError(channel.failure)
         if time.monotonic() > end:
             raise RuntimeError("timed out")
@@ -115,7 +115,7 @@ def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Do work for which NCCL has no time limit, or raise RuntimeError; its thread is then left."""
+    """Run work that NCCL gives no time limit; at timeout raise RuntimeError, leaving its thread."""
     done = Future[T]()
 
     def run() -> None:

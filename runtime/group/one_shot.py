@@ -1,7 +1,7 @@
-"""Lets GPUs sum by memory that all of them see, beside NCCL: `--allreduce-strategy one-shot`.
+"""One-shot all-reduce through memory that all GPUs share: `--allreduce-strategy one-shot`.
 
-A kernel waits for the other ranks, for ever if one is gone; so the host, which asks while it waits,
-tells it in their place (docs/distributed.md).
+A kernel waits for the signals of the other ranks, for ever if one of them is gone. The host notices
+this while it waits for the GPU and sets the signals itself (docs/distributed.md).
 """
 
 import contextlib
@@ -18,14 +18,15 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, within
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
-FAR = 1 << 30  # calls, which nobody makes before a rank leaves
+FAR = 1 << 30  # calls ahead; no rank makes so many before it leaves
 ADVICE = "build it with --allreduce-strategy nccl"
 
 
 def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
-    """Returns what programs with one-shot sums are told, [ranks + 1] int64, on the GPU.
+    """Share memory between the ranks' GPUs; all ranks call it together.
 
-    All ranks call it at the same time.
+    Returns the constant for one-shot sums, [ranks + 1] int64 on the GPU: the address of each
+    rank's memory, then this rank's number.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(channel.ranks)))
     if here < channel.ranks:
@@ -39,20 +40,20 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
         raise EngineError(
             f"one-shot sums need GPUs that see each other's memory ({reason}): {ADVICE}"
         ) from None
-    gpu.run(partial(release, memory))  # once, so that its code is loaded when it matters
+    gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
     gpu.run(memory.zero_)
     gpu.settle(lambda: None)
     with channel.unbroken():
-        dist.barrier()  # nobody tells anybody anything before all are zeros
+        dist.barrier()  # no rank may signal before all memories are zeros
     channel.leaving.append(partial(_free, gpu, memory))
     return torch.tensor([*addresses, channel.rank], device=gpu.device)
 
 
 def release(memory: Tensor) -> None:
-    """Tell all kernels of this rank, in every rank's place, of calls far ahead."""
+    """Set the signals of all ranks far ahead in this rank's memory, so that no kernel waits."""
     signals = memory[:CALLS].view(torch.int32).view(PROGRAMS, RANKS)
     calls = memory[CALLS:BLOCKS].view(torch.int32)[:, None]
-    torch.add(calls.expand_as(signals), FAR, out=signals)  # takes no memory, which might wait
+    torch.add(calls.expand_as(signals), FAR, out=signals)  # no allocation: that might block
 
 
 def _free(gpu: Gpu, memory: Tensor) -> None:

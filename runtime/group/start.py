@@ -1,8 +1,8 @@
-"""The processes that share an engine of several ranks: which one this is, how they begin and end.
+"""Start and end of the processes that share a multi-rank engine, and this process's rank.
 
-Rank 0 is the engine that its user sees. The others follow it: they run what it runs, each on its
-share of the weights, and nobody talks to them. `torchrun` starts all of them, or rank 0 starts the
-others itself (`started`). They meet through torch.distributed (`channel.py`).
+Rank 0 is the engine that the user sees. The others follow it: they run the same programs, each on
+its share of the weights, and take no requests. `torchrun` starts all of them, or rank 0 starts the
+others itself (`started`). They connect through torch.distributed (`channel.py`).
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from mtpbuild.runtime.contract.sums import GROUP as GROUP
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
 from mtpbuild.runtime.targets import find_target
 
-LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
+LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `started`
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
-PER_CORE = 4  # more ranks than this on a core are a mistake
+PER_CORE = 4  # more ranks per core than this are taken for a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
-FLAGS = (  # of a command that builds ranks
+FLAGS = (  # flags of `mtpbuild build` in the command that builds missing ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
     *("target", "tp", "ep"),
 )
-LOST = 3  # exit code of a follower that ended because another rank did
+LOST = 3  # exit code of a follower that ended because another rank had ended
 
 
 def in_group() -> bool:
-    """Tells whether this process was started as one of several."""
+    """Return whether this process was started as one of several ranks."""
     return "RANK" in os.environ
 
 
 def time_limit() -> float:
-    """Seconds after which a rank that does not answer is given up; raises UsageError."""
+    """Return the seconds after which a silent rank counts as lost; raises UsageError."""
     text = os.environ.get(TIMEOUT, str(SECONDS))
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) <= 86400:
@@ -53,7 +53,7 @@ def time_limit() -> float:
 
 
 def own_rank(folder: Path, manifest: Manifest) -> int:
-    """This process's number in its group; raises EngineError if that is not the engine's."""
+    """Return this process's rank; raises EngineError if the group does not fit the engine."""
     tp = manifest.build.tp
     if not in_group():
         raise EngineError(
@@ -70,7 +70,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
 
 
 def own_gpu() -> int:
-    """Returns the number of the GPU that this rank takes; raises EngineError if nobody says."""
+    """Return the index of this rank's GPU; raises EngineError if LOCAL_RANK does not say it."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
         raise EngineError(
@@ -81,7 +81,7 @@ def own_gpu() -> int:
 
 
 def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """Lists the folders that this process reads, the engine's and its rank's, with manifests."""
+    """Yield the folders that this process reads, the engine's and its rank's, with manifests."""
     yield folder, manifest
     if manifest.split:
         rank = own_rank(folder, manifest)
@@ -90,7 +90,7 @@ def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manife
 
 
 def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
-    """Raise EngineFileError that names those which are not here, and the command that helps."""
+    """Raise EngineFileError if ranks are missing, with the command that builds them."""
     missing = sorted(set(ranks) - set(ranks_here(folder, manifest)))
     if missing:
         names = ", ".join(map(str, missing))
@@ -103,7 +103,7 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
-    """Returns the command that builds one rank of an engine, or all that are missing."""
+    """Return the command that builds one rank of an engine, or with None all missing ones."""
     target = find_target(manifest.target.name)
     known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
     values: dict[str, object] = {name: known[name] for name in FLAGS}
@@ -114,7 +114,7 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
 
 
 class Follower:
-    """Is a rank that this process starts on this machine."""
+    """A process of another rank that this process started on this machine."""
 
     def __init__(self, folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> None:
         self._name = f"rank {rank}"
@@ -125,11 +125,11 @@ class Follower:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is rank 0's
+            start_new_session=True,  # Ctrl-C reaches rank 0 alone
         )
 
     def reason(self) -> str | None:
-        """Says why it ended by itself; None if it runs, or another rank's end has ended it."""
+        """Return why it failed; None if it runs, ended well, or ended because another rank did."""
         code = self._process.poll()
         if code in (None, 0, LOST):
             return None
@@ -141,21 +141,21 @@ class Follower:
         return said if said.startswith(self._name) else f"{self._name}: {said}"
 
     def end(self, patience: float) -> None:
-        """Wait so many seconds for its end, then kill it."""
+        """Wait up to `patience` seconds for its end, then kill it."""
         try:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # also where it is stopped
+            self._process.kill()  # SIGKILL also ends a stopped process
             self._process.wait()
         self._errors.close()
 
 
 @contextlib.contextmanager
 def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
-    """Make this process rank 0 of an engine's ranks, all on this machine, while the block runs.
+    """Start an engine's other ranks on this machine and be rank 0 while the block runs.
 
-    None of the others outlives it. Raises RankError that says which rank failed, and why;
-    UsageError for more ranks than the machine has cores or GPUs for.
+    All of them end with the block. Raises RankError with the rank that failed and why; UsageError
+    if the machine has too few cores or GPUs for the ranks.
     """
     tp, cores = manifest.build.tp, os.cpu_count() or 1
     if tp > PER_CORE * cores:
@@ -167,7 +167,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
         _require_gpus(folder, manifest, tp)
     time_limit()
     require_ranks(folder, manifest, range(tp))
-    list(engine_folders(folder, manifest))  # sees a rank of another build before anything runs
+    list(engine_folders(folder, manifest))  # raises if a rank belongs to another build
     with socket.create_server(("127.0.0.1", 0)) as listener:
         group = {
             "WORLD_SIZE": str(tp),
@@ -204,12 +204,12 @@ def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
 
 
 def _numbers(rank: int) -> dict[str, str]:
-    """Returns the variables that tell a rank its number, where all are on one machine."""
+    """Return the environment variables of a rank, if all ranks are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
-    """Wait a little for the words of the rank that failed first."""
+    """Return the reason of the first failed rank; wait up to `patience` seconds for it."""
     end = time.monotonic() + patience
     while True:
         for follower in followers:
@@ -222,7 +222,7 @@ def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """Change the environment while the block runs."""
+    """Set environment variables while the block runs."""
     before = {name: value for name, value in os.environ.items() if name in changes}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Loads the programs of an engine: those of its target, and for ranks what leads or follows."""
+"""Loading of an engine's programs: those of its target, for one process or for ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ from mtpbuild.runtime.targets import find_target
 def load_programs(
     folder: Path, manifest: Manifest, *, threads: int | None = None, **options: Any
 ) -> Programs:
-    """Load the programs of an engine that was checked; of one that ranks share, rank 0's.
+    """Load the programs of a checked engine; of a multi-rank engine, rank 0's.
 
-    threads: None lets the target choose. options: those of the engine's target at load; None and
-    False are as if they were not given. Raises UsageError for an option that the target lacks.
+    threads: None lets the target choose. options: load options of the engine's target; None and
+    False mean that an option was not given. Raises UsageError for an option that the target lacks.
     """
     load = _loader(manifest, threads, options)
     if not manifest.split:
@@ -30,7 +30,7 @@ def load_programs(
 
 
 def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
-    """Load another rank's programs and let them do what rank 0's do, until it ends."""
+    """Load another rank's programs and repeat rank 0's calls until it ends."""
     load = _loader(manifest, threads, {})
     with find_target(manifest.target.name).importing():
         from mtpbuild.runtime.group.lead import follow
@@ -41,7 +41,7 @@ def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None
 def _loader(
     manifest: Manifest, threads: int | None, options: dict[str, Any]
 ) -> Callable[..., Programs]:
-    """Returns the target's `load`, with its options."""
+    """Return the target's `load`, with its options."""
     target = find_target(manifest.target.name)
     given = {name: value for name, value in options.items() if value not in (None, False)}
     own = make_options(target.name, given, load_options)

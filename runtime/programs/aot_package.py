@@ -1,4 +1,4 @@
-"""Programs that AOTInductor compiled: how one is opened and run, and the machine it needs."""
+"""Packages compiled by AOTInductor: opening and running them, and the machine they need."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -13,27 +13,27 @@ from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.contract.sums import PEERS
 from mtpbuild.runtime.errors import EngineError
 
-HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
+HARDWARE = "x86-64 CPU with AVX2"  # what the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
 
 
 class Runner(Protocol):
-    """Declares a program that can be run."""
+    """A program that can be run."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take inputs in the manifest's order and write over the state; return other outputs."""
+        """Run on inputs in the manifest's order, update state in place, return other outputs."""
         ...
 
 
-# A device, and `peers` for one-shot sums -> name -> program.
+# (device, peers for one-shot sums) -> name -> program
 Opener: TypeAlias = Callable[..., Callable[[str], Runner]]
 
 
 class Package:
-    """Is one compiled program, with the constants of its own and the weights that it shares.
+    """One compiled program, with its own constants and the weights that programs share.
 
-    device: such as cuda:0. rank: which one of the ranks that share a model runs it. peers: what
-    its one-shot sums are told.
+    device: such as cuda:0. rank: this process's, among those that share the model. peers: the
+    constant for one-shot sums (`one_shot.share`).
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Package:
         rank: int = 0,
         peers: torch.Tensor | None = None,
     ) -> None:
-        # Kept: the runner holds pointers to them, and they are never copied.
+        # Kept alive: the runner holds pointers to them.
         self._weights = weights
         try:
-            # One caller at a time: no pool of runners, no locks.
+            # One runner, single-threaded: there is one caller at a time.
             index = torch.device(device).index
             runner = torch._C._aoti.AOTIModelPackageLoader(
                 str(path), "model", True, 1, -1 if index is None else index
@@ -60,7 +60,7 @@ class Package:
                     self._own[name] = peers
             named = {f"model.{name}": weight for name, weight in weights.items()} | self._own
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
-            runner.load_constants(wanted, False, True, True)  # all, and managed by us
+            runner.load_constants(wanted, False, True, True)  # check all; we own the memory
         except (RuntimeError, SafetensorError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise EngineError(f"{path}: torch can't load it ({reason}); rebuild it") from None
@@ -71,7 +71,7 @@ class Package:
 
 
 def open_packages(folder: Path, manifest: Manifest) -> Opener:
-    """Give what loads an engine's weights onto a device, and then opens programs by name."""
+    """Return an opener, which loads the weights onto a device and then opens programs by name."""
 
     def on(device: str, peers: torch.Tensor | None = None) -> Callable[[str], Runner]:
         weights = load_file(folder / WEIGHTS, device=device)  # memory-mapped on a CPU
@@ -82,7 +82,7 @@ def open_packages(folder: Path, manifest: Manifest) -> Opener:
 
 
 def this_machine() -> str:
-    """Names this hardware, which an engine's `target.hardware` must equal to run here."""
+    """Return this hardware's name, which must equal an engine's `target.hardware`."""
     if platform.machine() != "x86_64":
         return f"{platform.machine()} CPU"
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"

@@ -1,7 +1,7 @@
-"""Attention-DP: a rank has requests and caches of its own, and all share the routed experts.
+"""Attention-DP: each rank has its own requests and caches, and all ranks share the routed experts.
 
-Experts see the tokens of all ranks at once, equally many of each. So all ranks make the same calls,
-for the slots of all, which are numbered rank by rank; what is another's is padding here.
+The experts get the tokens of all ranks at once, equally many of each. So all ranks make the same
+calls, for the slots of all ranks, which are numbered rank by rank. Other ranks' slots are padding.
 """
 
 from collections import deque
@@ -17,30 +17,30 @@ from mtpbuild.runtime.programs.slots import Slots
 
 
 class AttentionDP(Slots):
-    """Knows whose slots are meant, and which program all ranks run, whatever the target.
+    """A mixin for any target that maps slots to ranks and chooses one program for all ranks.
 
-    It stands before a rank's own programs among the bases of a class.
+    It must come before the class of a rank's programs in the list of bases.
     """
 
     _channel: Channel
 
     def _join(self, channel: Channel, manifest: Manifest) -> None:
-        """Count the ranks; to be called before the first request, and before a step is captured."""
+        """Set up the ranks' slots; must be called before the first request and before captures."""
         self._rank, ranks, slots = channel.rank, manifest.build.tp, manifest.build.max_batch
         self._every_active = np.zeros((ranks, slots), np.bool_)
         self._every_mixed = np.zeros((ranks, slots), np.bool_)
         self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
 
     def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
-        """Fill in a chunk of a prompt of this rank's."""
+        """Run prefill on a chunk of a prompt of this rank."""
         raise NotImplementedError
 
     def _fill_nothing(self, chunk: int) -> None:
-        """Run a prefill of so many tokens whose results nobody reads."""
+        """Run a padding prefill of `chunk` tokens, whose results are not used."""
         raise NotImplementedError
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        """Wait until the next step or move, so that ranks fill in their prompts together."""
+        """Queue a chunk until the next step or move, so that ranks run their prefills together."""
         rank, own = divmod(slot, self._batch)
         self._chunks[rank].append((own, start, tokens))
 
@@ -69,7 +69,7 @@ class AttentionDP(Slots):
             super().clear(own)
 
     def _fill(self) -> None:
-        """Run the chunks that wait, at once those that are next on their rank and of one length."""
+        """Run the queued chunks; the ranks' next chunks of the same length run together."""
         while any(self._chunks):
             size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
             for rank, chunks in enumerate(self._chunks):
@@ -82,19 +82,19 @@ class AttentionDP(Slots):
                     self._fill_own(*chunk)
 
     def _own(self, active: Bools) -> Bools:
-        """This rank's slots of those that a step is for, once their prompts are filled in."""
+        """Run the queued chunks, then return which of this rank's slots are active in a step."""
         self._fill()
         self._every_active[:] = active.reshape(self._every_active.shape)
         return self._every_active[self._rank]
 
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
-        """Chooses the program of a step in which any rank has active slots: one for all ranks."""
+        """Choose one program and number of slots for all ranks, as any of them needs it."""
         some = np.logical_or.reduce  # over the ranks' slots with the same number
         every = self._every_active
         return super()._choose(some(every), some(every & self._every_mixed))
 
     def _gathered(self, own: StepOutput) -> StepOutput:
-        """Joins a step of all ranks' slots: each has computed its own, and is told the others'."""
+        """Gather the step output of all ranks' slots; each rank has computed its own."""
         given = {f.name: getattr(own, f.name) for f in fields(own)}
         arrays = {name: array for name, array in given.items() if array is not None}
         packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])

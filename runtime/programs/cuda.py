@@ -1,4 +1,4 @@
-"""The part of CUDA that programs use: memory of one GPU, copies, one stream, captured graphs."""
+"""The part of CUDA that programs use: one GPU, its memory, one stream, copies, captured graphs."""
 
 import ctypes
 import math
@@ -22,7 +22,7 @@ Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """Is a contiguous tensor in the GPU's memory."""
+    """A contiguous tensor in the GPU's memory."""
 
     address: int
     shape: tuple[int, ...]
@@ -33,21 +33,21 @@ class DeviceArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, slots: slice) -> "DeviceArray":
-        """[last - first, ..]: entries of the first dimension, in place."""
+        """Return a view [last - first, ..] of entries of the first dimension."""
         first, last, _ = slots.indices(self.shape[0])
         size = self.nbytes // self.shape[0]
         return DeviceArray(self.address + first * size, (last - first, *self.shape[1:]), self.dtype)
 
 
 class Device:
-    """Is a visible GPU, as a rule the first one, and all that was allocated on it.
+    """A visible GPU and everything that was allocated on it.
 
-    Calls that take effect in order are queued on `stream`; `synchronise` waits for them. Each
-    raises EngineError with what CUDA says. Any thread may call, one at a time.
+    Work is queued on `stream` in order; `synchronise` waits for it. Calls raise EngineError with
+    CUDA's error text. Any thread may call, one at a time.
     """
 
     def __init__(self, group: str, index: int = 0) -> None:
-        """group: the dependency group that a user without CUDA's package is told to install."""
+        """group: the dependency group that the error names if CUDA's package is missing."""
         self._cuda = _bindings(group)
         error, count = self._cuda.cudaGetDeviceCount()
         if int(error) or not count:
@@ -63,18 +63,18 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        """Returns what the GPU is capable of, such as 12.0."""
+        """The GPU's compute capability, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
         found = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
         return ".".join(map(str, found))
 
     def free_memory(self) -> int:
-        """Returns the bytes that nobody has taken."""
+        """Return the number of free bytes."""
         return int(self._call("cudaMemGetInfo")[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: "str | np.dtype[Any]") -> DeviceArray:
-        """Allocate on the GPU; programs want multiples of 256 bytes, and so it comes.
+        """Allocate zeros on the GPU, aligned to 256 bytes by CUDA, as programs require.
 
         dtype: NumPy's, or as a manifest spells it.
         """
@@ -85,7 +85,7 @@ class Device:
         return DeviceArray(address, shape, array.dtype)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """Allocate on the host, at an address that a captured copy may use."""
+        """Allocate pinned zeros on the host, which captured copies may use."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         address = int(self._call("cudaMallocHost", max(size, 1)))
         self._owned.append(partial(self._cuda.cudaFreeHost, address))
@@ -95,7 +95,7 @@ class Device:
         return array
 
     def copy(self, source: Place, target: Place) -> None:
-        """Copies all of `source` to where `target` begins; one of them at least is on the GPU."""
+        """Queue a copy of `source` to the beginning of `target`; at least one is on the GPU."""
         assert source.nbytes <= target.nbytes, "a copy would overrun"
         kinds = self._cuda.cudaMemcpyKind
         kind = {
@@ -107,7 +107,7 @@ class Device:
         self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
 
     def host(self, array: DeviceArray) -> NDArray[Any]:
-        """Returns a copy, once all that is queued is done."""
+        """Return a copy after all queued work is done."""
         found = np.empty(array.shape, array.dtype)
         self.copy(array, found)
         self.synchronise()
@@ -117,24 +117,24 @@ class Device:
         self._call("cudaStreamSynchronize", self.stream)
 
     def settle(self, alive: Callable[[], None]) -> None:
-        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+        """Wait for all queued work and poll `alive` meanwhile, which may raise."""
         self.use()
         not_ready = int(self._cuda.cudaError_t.cudaErrorNotReady)
         while int(error := self._cuda.cudaStreamQuery(self.stream)[0]) == not_ready:
             alive()
-            time.sleep(0)  # other threads' turn
+            time.sleep(0)  # let other threads run
         self._check("cudaStreamQuery", error)
-        alive()  # what a rank has lost may end early
+        alive()  # after the loss of a rank the work may have ended early
 
     def use(self) -> None:
-        """Let this thread's calls be for this GPU; those of other libraries too."""
+        """Make this GPU current for this thread, also for other libraries."""
         if not getattr(self._here, "used", False):
             (error,) = self._cuda.cudaSetDevice(self.index)
             self._check("cudaSetDevice", error)
             self._here.used = True
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet."""
+        """Capture the work in a CUDA graph and return a function that queues it; none runs yet."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:
@@ -163,7 +163,7 @@ class Device:
 
 
 def visible_gpus(group: str) -> int:
-    """Counts the GPUs that this process can use; raises MissingDependencyError without CUDA."""
+    """Count the GPUs that this process can use; raises MissingDependencyError without CUDA."""
     error, count = _bindings(group).cudaGetDeviceCount()
     return 0 if int(error) else int(count)
 

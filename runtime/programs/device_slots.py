@@ -1,4 +1,4 @@
-"""Slots in a GPU's memory, which keep their place: a step's program is bound to them once."""
+"""Slots in a GPU's memory, at fixed addresses, to which a step's program is bound once."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class DeviceSlots(Slots):
         super().__init__(manifest, memory, caches)
         self._state: dict[str, Array] = caches.tensors | self._carries[0]
         self._given = self._state | self._controls | {"active": self._active}  # to a step
-        # Prefill has copies of what its slot carries: their own places are not aligned enough.
+        # Prefill works on copies of its slot's carried state: a slot's view is not aligned enough.
         self._prompt: dict[str, Array] = {}
         sizes = {"chunk": manifest.build.prefill_chunk}
         for t in self._programs[PREFILL].inputs:
@@ -41,12 +41,12 @@ class DeviceSlots(Slots):
             copy(result, self._state[name][slot : slot + 1])
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> Mapping[str, Array]:
-        """Queue the program on what `prefill` has filled in; gives what the slot then carries."""
+        """Queue the program on the inputs in `_prompt`; return the slot's new carried state."""
         raise NotImplementedError
 
 
 class Gpu(Protocol):
-    """Declares a GPU, as far as it is looked at before anything is loaded onto it."""
+    """The part of a GPU that is checked before an engine is loaded."""
 
     @property
     def compute_capability(self) -> str: ...
@@ -56,10 +56,10 @@ class Gpu(Protocol):
 def check_gpu(
     folder: Path, manifest: Manifest, gpu: Gpu, advice: str, held: str, size: int
 ) -> None:
-    """Refuse an engine for another GPU, or one that needs more memory than is free.
+    """Raise EngineError for an engine for another GPU, or one that needs more memory than is free.
 
-    advice: how to build for this GPU. held: what takes `size` bytes besides caches, state and the
-    programs' intermediate results.
+    advice: how to build for this GPU. held: the name of what takes `size` bytes besides caches,
+    state and the programs' intermediate results.
     """
     target, here = manifest.target, gpu.compute_capability
     if here not in target.compute_capabilities:

@@ -1,4 +1,4 @@
-"""Slots in the host's memory, whose caches have only the rows in use."""
+"""Slots in the host's memory, with caches laid out for the rows in use."""
 
 import contextlib
 import mmap
@@ -24,15 +24,15 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.slots import Caches, Slots, finite, own_outputs
 
-ROW_STEP = 128  # a program's caches are given in multiples of this many rows
-GROWTH = 1.25  # of the rows of several slots, when one of them outgrows them
-LARGE = 1 << 24  # bytes of a cache from which on it gives back memory that it left
-FILLING = (PREFILL, SCORE)  # programs of a prompt's chunk
-HUGE_PAGES = 1 << 22  # bytes from which on NumPy asks for huge pages, and so does this
+ROW_STEP = 128  # programs get caches with a multiple of this many rows
+GROWTH = 1.25  # factor by which the rows grow with several slots, if one outgrows them
+LARGE = 1 << 24  # bytes from which a cache returns unused memory to the system
+FILLING = (PREFILL, SCORE)  # programs that run on a chunk of a prompt
+HUGE_PAGES = 1 << 22  # bytes from which to ask for huge pages, as NumPy does
 
 
 class HostMemory:
-    """Makes NumPy arrays; bfloat16 is held as bits."""
+    """The host's memory as NumPy arrays; bfloat16 is held as bits."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, host_type(dtype))
@@ -66,7 +66,10 @@ class HostSlots(Slots):
         return drafts
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
-        """A draft that is certain has all of its row's probability, as one that was drawn so."""
+        """Set a slot's token mask and replace its drafts after the first `kept` ones.
+
+        A replaced draft gets probability 1 in its row of `draft_probs`.
+        """
         self._controls[ALLOWED][slot] = constraint.allowed
         carries, kept, count = self._carries[self._now], constraint.kept, len(constraint.drafts)
         carries["num_drafts"][slot] = count
@@ -102,7 +105,7 @@ class HostSlots(Slots):
                 carries[name][slot] = array
 
     def discard(self, number: int) -> None:
-        self._saved.pop(number, None)  # its file may never have been read
+        self._saved.pop(number, None)  # absent if it was never read from its file
 
     def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
         return self._saved[number]
@@ -113,22 +116,22 @@ class HostSlots(Slots):
     def _run_chunk(
         self, program: str, slot: int, given: dict[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
-        """Runs a program of a prompt's chunk; returns its outputs, which the next run may reuse."""
+        """Run a program on a chunk of a prompt; the next run may overwrite the returned outputs."""
         raise NotImplementedError
 
     def _activate(self, active: Bools) -> tuple[str, int]:
-        """Returns the program of this step, and how many slots it computes."""
+        """Set this step's active slots; return its program and the number of slots it computes."""
         self._active[:] = active
         return self._choose(active, self._mixed)
 
 
 def rounded(rows: int, capacity: int) -> int:
-    """Returns how many rows a program is given that wants `rows` of them."""
+    """Round rows up to a multiple of ROW_STEP, at most `capacity`."""
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
 class Pages:
-    """Zeros [rows, width] in memory that comes as it is written to, and can be given back."""
+    """Zeros [rows, width] in memory that is allocated when written to and can be given back."""
 
     def __init__(self, shape: tuple[int, int], dtype: str) -> None:
         kind = np.dtype(host_type(dtype))
@@ -136,12 +139,12 @@ class Pages:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, shape[0] * self._row, flags=private)
         if len(self._memory) >= HUGE_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(self._memory, kind).reshape(shape)
 
     def give_back(self, start: int, end: int) -> None:
-        """Let go of whole pages in rows `start` to `end`, which are zeros from then on."""
+        """Free the whole pages in rows `start` to `end`, which then read as zeros."""
         first = -(-start * self._row // mmap.PAGESIZE) * mmap.PAGESIZE
         length = end * self._row // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
@@ -151,10 +154,10 @@ class Pages:
 class PackedCaches(Caches):
     """Caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
 
-    A graph takes contiguous tensors. So of the slots that a step computes, the first `packed` ones,
-    the first `rows` rows are adjacent at the beginning of an allocation of B * S rows. The others
-    are parked: slot b has the S rows from b * S on, where no step and no other prompt reaches it.
-    Where neither is, a large cache has no memory.
+    Graphs take contiguous tensors. An allocation has B * S rows. The first `packed` slots, which
+    steps compute, are packed: their first `rows` rows are adjacent at the beginning of the
+    allocation. The other slots are parked: slot b has the S rows from b * S on, which no step and
+    no other prompt writes to. A large cache has no memory for rows outside both.
     """
 
     device = "cpu"
@@ -164,16 +167,16 @@ class PackedCaches(Caches):
         self._batch = max(s.sizes["batch"] for s in specs)
         self._capacity = max(s.sizes["rows"] for s in specs)
         self.rows = self.packed = 0
-        self._parked = [0] * self._batch  # rows in use of a slot that is parked
-        self._reserved = 0  # rows of an allocation that were written to
-        # Zeros: a masked row weighs next to nothing, but of an uninitialised NaN that is a NaN.
+        self._parked = [0] * self._batch  # rows in use of each parked slot
+        self._reserved = 0  # leading rows of an allocation that have been written to
+        # Zeros: masked rows have weight 0, but 0 * NaN of uninitialised memory would be NaN.
         flat = ((s, (self._batch * self._capacity, s.sizes["width"])) for s in specs)
         pages = {s.name: Pages(shape, s.dtype) for s, shape in flat}
         self._flat = {name: held.array for name, held in pages.items()}
         self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Returns all slots, packed for it."""
+        """Pack all slots and return their caches."""
         rows = max(self.rows, *self._parked)
         if rows != self.rows:
             self._lay_out(rows)
@@ -181,7 +184,7 @@ class PackedCaches(Caches):
         return self.views(0, self._batch)
 
     def views(self, first: int, count: int) -> dict[str, NDArray[Any]]:
-        """Shows caches [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
+        """Return views [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1
         rows = self.rows if packed else rounded(self._parked[first], self._capacity)
@@ -192,16 +195,16 @@ class PackedCaches(Caches):
         }
 
     def start(self, slot: int) -> int:
-        """Say where a slot's rows begin in each allocation."""
+        """Return the row of the allocations at which a slot begins."""
         return slot * (self.rows if slot < self.packed else self._capacity)
 
     def pointers(self) -> dict[str, int]:
-        """Returns the address of each cache in the memory of `device`."""
+        """Return the address of each cache in the memory of `device`."""
         return {name: flat.ctypes.data for name, flat in self._flat.items()}
 
     def fit(self, rows: int) -> bool:
         wanted = rounded(rows, self._capacity)
-        if self._batch > 1:  # moving slots costs: grow by more than is asked for, shrink late
+        if self._batch > 1:  # moving slots is expensive: grow by more than needed, shrink late
             if wanted > self.rows:
                 wanted = max(wanted, rounded(int(GROWTH * self.rows), self._capacity))
             elif wanted * 2 > self.rows:
@@ -212,11 +215,11 @@ class PackedCaches(Caches):
         return True
 
     def pack(self, count: int) -> None:
-        """Let the first `count` slots be adjacent, for a step."""
+        """Pack the first `count` slots for a step."""
         self._reserve(count * self.rows)
         if count <= self.packed:
             return
-        # Upwards: a slot's rows move down, where only slots are that have moved already.
+        # In ascending order: rows move down, over the places of slots that have moved already.
         self._relocate(
             [(b * self._capacity, b * self.rows) for b in range(self.packed, count)], self.rows
         )
@@ -224,7 +227,7 @@ class PackedCaches(Caches):
         self._give_back()
 
     def park(self, slot: int, rows: int) -> None:
-        """Let a slot, and those above it, be in places of their own; it has so many rows."""
+        """Park a slot, and the packed slots after it; the slot has `rows` rows in use."""
         self._unpack(slot)
         self._parked[slot] = rows
 
@@ -244,9 +247,9 @@ class PackedCaches(Caches):
             return all(finite(flat[start:end]).all() for flat in self._flat.values())
 
     def clear(self, slot: int) -> None:
-        """Leave no NaN where no slot has rows: a later one may read it behind its own, masked.
+        """Empty a slot and remove NaNs outside all slots' rows, as masked rows are still read.
 
-        Only blocks that have some are written to, so that the others go on taking no memory.
+        Only blocks that contain some are written to, so that the others still take no memory.
         """
         self._unpack(0)
         self._parked[slot] = 0
@@ -260,12 +263,12 @@ class PackedCaches(Caches):
                             block[~finite(block)] = 0
 
     def rows_of(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
-        """Copy rows start .. stop - 1 of a slot."""
+        """Return copies of rows start .. stop - 1 of a slot."""
         at = self.start(slot)
         return {name: flat[at + start : at + stop].copy() for name, flat in self._flat.items()}
 
     def fill(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
-        """Park a slot, whose first rows become so many of each piece from its first one on."""
+        """Park a slot and fill its first rows with pieces: (arrays, first row, number of rows)."""
         self.park(slot, sum(count for _, _, count in pieces))
         start = self.start(slot)
         for arrays, first, count in pieces:
@@ -288,7 +291,7 @@ class PackedCaches(Caches):
         parked[first], parked[second] = parked[second], parked[first]
 
     def _lay_out(self, rows: int) -> None:
-        """Change the number of rows that packed slots have; until the next step none is."""
+        """Change the number of rows of packed slots; all slots are parked until the next step."""
         self._unpack(0)
         self._give_back()
         self.rows = rows
@@ -298,13 +301,13 @@ class PackedCaches(Caches):
         slots = range(first, self.packed)
         for slot in slots:
             self._parked[slot] = self.rows
-        # Downwards: a slot's rows move up, where only slots are that have moved already.
+        # In descending order: rows move up, over the places of slots that have moved already.
         places = [(slot * self.rows, slot * self._capacity) for slot in reversed(slots)]
         self._relocate(places, self.rows)
         self.packed = min(self.packed, first)
 
     def _relocate(self, places: Sequence[tuple[int, int]], rows: int) -> None:
-        """Copy so many rows from one place to another, pair by pair."""
+        """Copy `rows` rows from the first to the second row of each pair, in order."""
         if moved := [(old, new) for old, new in places if old != new]:
             with self._on_host():
                 for flat in self._flat.values():
@@ -312,7 +315,7 @@ class PackedCaches(Caches):
                         flat[new : new + rows] = flat[old : old + rows]
 
     def _give_back(self) -> None:
-        """Free the memory of large caches between the packed slots and the parked ones."""
+        """Free the memory of large caches outside the rows of packed and parked slots."""
         self._reserved = min(self._reserved, self.packed * self.rows)
         start = self.packed * self.rows
         for slot in range(self.packed, self._batch + 1):
@@ -322,14 +325,14 @@ class PackedCaches(Caches):
                 start = slot * self._capacity + rounded(self._parked[slot], self._capacity)
 
     def _on_host(self) -> contextlib.AbstractContextManager[None]:
-        """While rows are copied in the host's arrays."""
+        """Return a context in which the host's arrays are current and may be changed."""
         return contextlib.nullcontext()
 
     def _reserve(self, rows: int) -> None:
-        """Write to memory that no step has reached, a block at a time, and change nothing.
+        """Touch the memory of rows that no step has written to, without changing them.
 
-        Else the system would find a page for each cache whenever a step first writes to one, all
-        threads waiting: up to 1 ms, every 13 tokens of deepseek-tiny.
+        Otherwise a step would wait for page faults whenever it is the first to write to a page: up
+        to 1 ms, every 13 tokens of deepseek-tiny.
         """
         if rows > self._reserved:
             for flat in self._flat.values():

@@ -1,4 +1,4 @@
-"""Target inductor: what can't run here, and which programs run an engine that can."""
+"""Loading of engines of target inductor, after a check that they can run here."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,12 +31,12 @@ def load(
     find_gpu: Callable[[int], Gpu] = Gpu,
     peers: type[Peers] = Peers,
 ) -> Programs:
-    """Loads the programs of a checked engine, or of one rank; refuses what can't run here.
+    """Load the programs of a checked engine, or of one rank; raises EngineError if it can't run.
 
-    threads: of the CPU's programs. channel: between the ranks that share an engine, whose folder
-    and manifest are then this rank's. no_cuda_graphs: a GPU's steps are launched kernel by kernel;
-    of ranks, as rank 0 says. The others are the machine, and a test has its own: what opens
-    programs, finds a GPU by its number, and joins the ranks' GPUs.
+    threads: for programs on a CPU. channel: between the ranks of an engine; folder and manifest are
+    then this rank's. no_cuda_graphs: launch a GPU's steps kernel by kernel; rank 0's choice holds
+    for all ranks. The other arguments are replaced in tests: they open programs, find a GPU by its
+    index, and connect the ranks' GPUs.
     """
     target = manifest.target
     if (built := target.versions.get("torch")) != TORCH:

@@ -1,4 +1,4 @@
-"""Runs an engine's AOTInductor programs on a CPU; all state is in place, weights are shared."""
+"""AOTInductor programs on a CPU; state is updated in place, programs share weights."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from mtpbuild.runtime.threads import default_threads
 
 
 class InductorPrograms(HostSlots):
-    """Holds the compiled programs that advance slots; each writes its results over the state."""
+    """An engine's compiled programs on a CPU, which update the slots' state in place."""
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
         super().__init__(manifest, PackedCaches(manifest.state))
@@ -35,7 +35,7 @@ class InductorPrograms(HostSlots):
         self._fit(rows)
         program, slots = self._activate(active)
         self._caches.pack(slots)
-        for name, array in self._judged.items():  # the step writes over them
+        for name, array in self._judged.items():  # before the step overwrites them
             array[:] = self._carries[0][name]
         if (program, slots) not in self._bindings:
             asked = self._controls | {"active": self._active}
@@ -50,19 +50,19 @@ class InductorPrograms(HostSlots):
     def _bind(
         self, program: str, first: int, slots: int, given: dict[str, NDArray[Any]]
     ) -> list[torch.Tensor]:
-        """Lists the program's inputs: the state of some slots, sharing memory, and `given`."""
+        """Return the program's inputs: the state of some slots, sharing memory, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given
         return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if program not in self._packages:  # one that few need is loaded by the first of them
+        if program not in self._packages:  # rarely needed ones are loaded at their first use
             self._packages[program] = self._open(program)
-        torch.set_num_threads(self._threads)  # each thread that calls has a number of its own
+        torch.set_num_threads(self._threads)  # the setting is per calling thread
         return self._packages[program].run(inputs)
 
 
 def shared(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
-    """Returns the same memory as torch sees it."""
+    """Return a tensor that shares the array's memory."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor

@@ -1,4 +1,4 @@
-"""Runs an engine's AOTInductor programs on a GPU: state stays there, a step is one CUDA graph."""
+"""AOTInductor programs on a GPU: state stays there, a step is one CUDA graph."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,13 +21,13 @@ from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 
-ALIGNMENT = 16  # bytes: what compiled code assumes of its inputs' addresses
+ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
 
 
 class Report:
-    """Is a step's report to the host: tensors one behind the other, which one copy brings over.
+    """The tensors that a step reports to the host, adjacent in memory so that one copy suffices.
 
-    It has two pages on the host, so that a step can fill one while the other is read.
+    There are two pages on the host, so that a step can fill one while the other is read.
     """
 
     def __init__(self, gpu: Gpu, specs: Iterable[StateSpec | TensorSpec], slots: int) -> None:
@@ -37,7 +37,7 @@ class Report:
         self._memory = gpu.zeros((layout.itemsize,), "uint8")
         self.tensors = {}
         for name, dtype, shape in sizes:
-            at = cast(Any, layout.fields)[name][1]  # bytes from the beginning
+            at = cast(Any, layout.fields)[name][1]  # offset in bytes
             own = self._memory[at : at + layout[name].itemsize]
             self.tensors[name] = own.view(getattr(torch, dtype)).view(shape)
         self._pages = [gpu.pinned(layout.itemsize) for _ in range(2)]
@@ -46,17 +46,17 @@ class Report:
         self._turn = 0
 
     def send(self) -> dict[str, NDArray[Any]]:
-        """Queue the copy to the next page, and give its arrays."""
+        """Queue the copy to the next page and return its arrays."""
         self._turn = 1 - self._turn
         self._gpu.copy(self._memory, self._pages[self._turn])
         return self._arrays[self._turn]
 
 
 class CudaPrograms(DeviceSlots):
-    """Holds the programs that advance slots. The host queues work and waits for reports alone.
+    """An engine's programs on a GPU; the host queues work and waits only for reports.
 
-    How much of the caches a step reads is decided on the GPU, by each slot's length. So a step's
-    graph depends on its program and the number of slots alone.
+    The GPU decides by each slot's length how many cache rows a step reads. So a step's graph
+    depends only on its program and the number of slots.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CudaPrograms(DeviceSlots):
         super().__init__(manifest, gpu)
         self.features |= {Feature.OVERLAP}
         self._gpu, programs = gpu, manifest.programs
-        self._active_now = np.zeros(self._batch, np.bool_)  # as the host last said
+        self._active_now = np.zeros(self._batch, np.bool_)  # the GPU's current `active`
         judged = [s for s in manifest.state if s.name in JUDGED]
         self._reports = {
             name: Report(gpu, [*judged, *own_outputs(programs[name])], self._batch)
@@ -83,7 +83,7 @@ class CudaPrograms(DeviceSlots):
         return {name: self._prompt[name] for name in self._prompt.keys() & self._state.keys()}
 
     def _fill_rows(self, caches: dict[str, Tensor], chunk: int) -> None:
-        """Queue the program of a prompt's chunk, which fills in rows of caches [1, 1, rows, C]."""
+        """Queue prefill of a chunk of a prompt, with caches [1, 1, rows, C]."""
         given = self._prompt | caches
         given["tokens"] = given["tokens"][:, :chunk]
         inputs = aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
@@ -113,7 +113,7 @@ class CudaPrograms(DeviceSlots):
         mark()
 
     def _work(self, program: str, slots: int) -> Work:
-        """Returns a step of the first slots, and its report on the GPU."""
+        """Return a function that queues a step of the first slots and fills in its report."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
         inputs = aligned([self._given[t.name][:slots] for t in spec.inputs])
@@ -121,7 +121,7 @@ class CudaPrograms(DeviceSlots):
         judged = [(self._state[name], report.tensors[name]) for name in JUDGED]
 
         def work() -> None:
-            for tensor, told in judged:  # the step writes over them
+            for tensor, told in judged:  # before the step overwrites them
                 told.copy_(tensor)
             for told, result in zip(outputs, package.run(inputs), strict=True):
                 told[:slots].copy_(result)
@@ -129,7 +129,7 @@ class CudaPrograms(DeviceSlots):
         return work
 
     def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
-        """Give what queues each step, by its program and number of slots."""
+        """Return (program, number of slots) -> function that queues the step."""
         return {
             (name, slots): self._prepare(self._work(name, slots), graphs)
             for name in (PLAIN, MIXED)
@@ -137,7 +137,10 @@ class CudaPrograms(DeviceSlots):
         }
 
     def _prepare(self, work: Work, graphs: bool) -> Work:
-        """Give what queues it. The run before the capture changes nothing: no slot is active."""
+        """Return a function that queues the work, as a CUDA graph if `graphs`.
+
+        The run before the capture changes nothing, since no slot is active.
+        """
         if not graphs:
             return partial(self._gpu.run, work)
         self._gpu.run(work)
@@ -146,7 +149,7 @@ class CudaPrograms(DeviceSlots):
 
 
 def aligned(inputs: list[Tensor]) -> list[Tensor]:
-    """Require addresses that AOTInductor takes; it would copy others, and lose what is written."""
+    """Assert aligned addresses: AOTInductor would copy other inputs and lose what it writes."""
     assert not any(tensor.data_ptr() % ALIGNMENT for tensor in inputs), "a program would copy it"
     return inputs
 
@@ -158,7 +161,7 @@ def load(
     opener: Opener,
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
-    """Loads the programs of an engine for a GPU; refuses another kind, or too little memory."""
+    """Load an engine's programs for a GPU; EngineError for a wrong GPU or too little memory."""
     size = manifest.files[WEIGHTS].size
     check_gpu(folder, manifest, gpu, "build it on this machine (--force)", "weights", size)
     try:

@@ -1,4 +1,4 @@
-"""Runs a rank of an `inductor` engine that has requests of its own, on a CPU or a GPU."""
+"""Programs of an `inductor` engine's rank with attention-DP, on a CPU or a GPU."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
 class AttentionDPPrograms(AttentionDP, RankPrograms):
-    """Holds the programs of one rank on a CPU."""
+    """The programs of one attention-DP rank on a CPU."""
 
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
@@ -42,7 +42,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
 
 
 class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
-    """Holds a rank's programs on a GPU, whose results are gathered when the host reads them."""
+    """The programs of one attention-DP rank on a GPU; results are gathered when they are read."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
         self._join(channel, manifest)
         most = manifest.build.prefill_chunk
         rows = rounded(most, manifest.build.capacity)
-        self._nowhere = {  # the rows of a prompt that is filled in for no request
+        self._nowhere = {  # the caches of a padding prefill, which belongs to no request
             s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
             for s in manifest.state
             if s.role == "rows"

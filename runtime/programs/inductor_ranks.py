@@ -1,4 +1,4 @@
-"""Runs a rank's AOTInductor programs, on a CPU or a GPU, beside those of the other ranks."""
+"""AOTInductor programs of one of several ranks, on a CPU or a GPU."""
 
 import contextlib
 import os
@@ -23,11 +23,11 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.threads import default_threads
 
 T = TypeVar("T")
-AHEAD = 2  # pieces of work that a rank's GPU is given beyond the one that its host has seen done
+AHEAD = 2  # pieces of work that may be queued on a GPU before the host waits for the oldest
 
 
 class RankPrograms(InductorPrograms):
-    """Holds the programs of one rank on a CPU."""
+    """The programs of one rank on a CPU."""
 
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
@@ -42,11 +42,11 @@ class RankPrograms(InductorPrograms):
 
 
 class CudaRankPrograms(CudaPrograms):
-    """Holds the programs of one rank on a GPU.
+    """The programs of one rank on a GPU.
 
-    NCCL's collectives are captured with the steps, and NCCL wants from all ranks the same captures
-    and the same launches in the same order, on one communicator. Ranks make the same calls, on one
-    stream each, so that is what it gets; whether steps are captured at all rank 0 says.
+    NCCL's collectives are captured with the steps. NCCL requires that all ranks capture and launch
+    the same collectives in the same order on a communicator. This holds because ranks make the same
+    calls, on one stream each. Rank 0 decides whether steps are captured at all.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CudaRankPrograms(CudaPrograms):
         return self._in_turn(partial(super().launch, active, rows))
 
     def _in_turn(self, work: Callable[[], T]) -> T:
-        """Queue it. The host is never far ahead: each wait for its GPU has the time limit."""
+        """Queue work; wait if more than AHEAD pieces are queued, each wait with the time limit."""
         with self._channel.unbroken(), silent():
             queued = work()
             self._queued.append(self._gpu.mark())
@@ -87,11 +87,11 @@ class CudaRankPrograms(CudaPrograms):
 
     def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
         with self._channel.unbroken(), silent():
-            dist.barrier()  # the first run waits for all ranks, and some still read their weights
+            dist.barrier()  # the first run needs all ranks, and some may still read their weights
             return super()._prepare_all(self._channel.share(graphs))
 
 
 def _come_to_rest(gpu: Gpu, channel: Channel, peers: Peers) -> None:
-    """Let a step end that was launched on all ranks and that nobody reads."""
+    """Wait for a step that was launched on all ranks but not read."""
     with contextlib.suppress(EngineError, RuntimeError):
         gpu.settle(watch(channel, peers))

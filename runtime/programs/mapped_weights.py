@@ -1,4 +1,4 @@
-"""An engine's weights, mapped: the system reads what is used, and nothing is copied."""
+"""Memory-mapped weights of an engine: only used pages are read, and nothing is copied."""
 
 import os
 from pathlib import Path
@@ -21,9 +21,9 @@ DTYPES = {
 
 
 def mapped(path: Path) -> dict[str, NDArray[Any]]:
-    """Map the tensors of a safetensors file; bfloat16 comes as its bits, in uint16.
+    """Map the tensors of a safetensors file; bfloat16 is returned as its bits, in uint16.
 
-    Raises EngineFileError if the file is not what its header says.
+    Raises EngineFileError if the file does not fit its header.
     """
     try:
         check_regular(path)
@@ -42,7 +42,7 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def fetch_ahead(path: Path) -> None:
-    """Ask the system to read a file before it is used, where it takes such a wish."""
+    """Ask the system to read a file before it is used, if it has posix_fadvise."""
     if not hasattr(os, "posix_fadvise"):
         return
 

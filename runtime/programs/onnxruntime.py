@@ -1,7 +1,7 @@
-"""Runs an engine's ONNX programs; caches are in place, one buffer bound as input and output.
+"""ONNX programs of an engine; caches are updated in place, bound as both input and output.
 
-On CUDA the caches stay on the device; what a step takes and gives besides (window, lengths, one
-hidden row per slot) is a few kB, which onnxruntime copies there and back.
+On CUDA the caches stay on the device. A step's other inputs and outputs (window, lengths, one
+hidden row per slot) are a few kB, which onnxruntime copies to the device and back.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default; read at import
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
@@ -27,16 +27,16 @@ from mtpbuild.runtime.programs.slots import own_outputs, reported
 from mtpbuild.runtime.threads import default_threads
 
 Carries = dict[str, NDArray[Any]]
-BFLOAT16 = 16  # as ONNX numbers it; NumPy has its bits
+BFLOAT16 = 16  # ONNX's number of the type; NumPy arrays hold its bits
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class DeviceCaches(PackedCaches):
-    """Keeps caches on the device; in the host's arrays slots are moved, else they hold nothing.
+    """Caches on a device, with arrays on the host in which slots are moved.
 
-    Python's onnxruntime copies whole tensors between host and device, and nothing on the device.
-    So whatever moves takes all caches through the host. With one slot nothing does, and with
-    several it happens when a request begins or ends beside another one, or outgrows the layout.
+    onnxruntime's Python API copies whole tensors between host and device, and can't copy on the
+    device. So moving a slot takes all caches through the host. With one slot this never happens;
+    with several, when a request begins or ends beside another one, or outgrows the layout.
     """
 
     def __init__(self, state: Sequence[StateSpec], device: str) -> None:
@@ -62,7 +62,7 @@ class DeviceCaches(PackedCaches):
         return super().arrays()
 
     def _reserve(self, rows: int) -> None:
-        """The host's arrays are not what a step writes to."""
+        """Do nothing: a step does not write to the host's arrays."""
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class DeviceCaches(PackedCaches):
 
 
 class OnnxPrograms(HostSlots):
-    """Holds sessions that advance slots; a step reads one copy of the carries, fills the other."""
+    """An engine's sessions; a step reads one copy of the carried state and writes the other."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class OnnxPrograms(HostSlots):
         self._threads = threads or default_threads()
         packed = manifest.build.cpu_layout
         self._library = None if packed is None else library_for(packed, folder)
-        # All sessions read one mapping; onnxruntime by itself would map the file for each.
+        # All sessions share one mapping; by itself onnxruntime would map the file for each session.
         self._weights = {} if packed is None else _weights(folder / WEIGHTS)
         names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
-        with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
+        with ThreadPoolExecutor() as pool:  # onnxruntime uses one core to prepare a graph
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
-        self._slots = 0  # of the last step; from there on both copies are equal
+        self._slots = 0  # computed by the last step; both copies are equal from this slot on
 
     def _run_chunk(
         self, program: str, slot: int, given: dict[str, NDArray[Any]]
@@ -153,8 +153,8 @@ class OnnxPrograms(HostSlots):
         given: dict[str, NDArray[Any]],
         results: dict[str, NDArray[Any]],
     ) -> Any:
-        """Binds slots' caches, what their program reads of `given`, where it writes its results."""
-        if program not in self._sessions:  # one that few need is loaded by the first of them
+        """Bind the slots' caches, the program's inputs from `given`, and its `results`."""
+        if program not in self._sessions:  # rarely needed ones are loaded at their first use
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
         held = {t.name for t in self._programs[program].inputs}
@@ -163,7 +163,7 @@ class OnnxPrograms(HostSlots):
             binding.bind_ortvalue_input(name, value)
         for name, array in results.items():
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:count]))
-        # Rows in use are bound where they are: the graph writes over what it reads.
+        # The rows in use are bound as input and output: the graph updates them in place.
         pointers, device = self._caches.pointers(), self._caches.device
         for name, view in self._caches.views(first, count).items():
             if name not in held:
@@ -178,17 +178,17 @@ class OnnxPrograms(HostSlots):
     def _session(self, program: str) -> Any:
         path = self._folder / self._programs[program].file
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised, and said once
-        # Rows and slots differ from step to step. A plan of memory for each shape makes no step
-        # faster, and takes 0.15 GB more with 8 requests of 8,192 tokens.
+        options.log_severity_level = 4  # errors are raised, so do not log them as well
+        # Rows and slots vary from step to step. A memory plan for each shape makes no step faster
+        # and takes 0.15 GB more with 8 requests of 8,192 tokens.
         options.enable_mem_pattern = False
         if self._library is not None:
             options.register_custom_ops_library(str(self._library))
         for name, value in self._weights.items():
             options.add_initializer(name, value)
         options.intra_op_num_threads = self._threads
-        # Each session has threads of its own. After a run they would spin for some 50 ms, in the
-        # way of the next session's: a prompt's behind its first steps.
+        # Each session has its own threads. After a run they would spin for some 50 ms and slow down
+        # the next session: the first steps after a prompt.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         names = dict.fromkeys([PROVIDERS[self._provider], PROVIDERS["cpu"]])
         try:
@@ -198,7 +198,7 @@ class OnnxPrograms(HostSlots):
             raise EngineError(
                 f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
             ) from None
-        if PROVIDERS[self._provider] not in session.get_providers():  # it only warns
+        if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
             raise EngineError(
                 f"onnxruntime finds no GPU that it can use: --provider {self._provider} needs the "
                 "NVIDIA driver, CUDA and cuDNN that its release names"
@@ -207,21 +207,21 @@ class OnnxPrograms(HostSlots):
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    """Map an engine's weights, under the names that its graphs have for them."""
+    """Map an engine's weights; return them by their names in the graphs."""
     fetch_ahead(path)
     arrays = mapped(path).items()
     return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
 
 
 def new_state(carries: Carries) -> Carries:
-    """Under the names that programs give what they return of their state."""
+    """Return the arrays by the names of a program's outputs for new state."""
     return {f"{name}.out": array for name, array in carries.items()}
 
 
 def load(
     folder: Path, manifest: Manifest, threads: int | None, provider: str | None = None
 ) -> OnnxPrograms:
-    """Loads the programs of a checked engine; provider: a key of PROVIDERS, by default cpu."""
+    """Load the programs of a checked engine; provider: a key of PROVIDERS, by default cpu."""
     provider = provider or "cpu"
     if provider not in PROVIDERS:
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")

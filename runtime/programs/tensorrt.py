@@ -1,4 +1,4 @@
-"""Both TensorRT targets: what can't run here, and which programs run an engine that can."""
+"""Loading of engines of both TensorRT targets, after a check that they can run here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def visible_gpus() -> int:
-    """Says how many GPUs the ranks of an engine can take here."""
+    """Count the GPUs that an engine's ranks can use here."""
     return cuda.visible_gpus("tensorrt")
 
 
 def held_bytes(folder: Path, manifest: Manifest) -> int:
-    """Count what programs hold on the GPU: weights that they share once, others in each."""
+    """Return the bytes of programs and weights on the GPU; shared weights count once."""
     weights = mapped(folder / WEIGHTS) if WEIGHTS in manifest.files else {}
     every, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
     for name, program in manifest.programs.items():
         size += manifest.files[program.file].size
         given = shared_weights(folder, name)
-        if CONSTANTS.format(name) in manifest.files:  # its own weights are put back
+        if CONSTANTS.format(name) in manifest.files:  # its own weights are restored by refit
             size += every - sum(weights[each].nbytes for each in given)
         shared |= set(given)
     return size + sum(weights[each].nbytes for each in shared)
@@ -44,10 +44,10 @@ def load(
     *,
     nccl: Callable[[], object] | None = None,
 ) -> TensorRtPrograms:
-    """Loads the programs of a checked engine, or of one rank; refuses what can't run here.
+    """Load the programs of a checked engine, or of one rank; raises EngineError if it can't run.
 
-    channel: between the ranks that share an engine, whose folder and manifest are then this rank's.
-    nccl: gives NCCL's library, if it is not this machine's.
+    channel: between the ranks of an engine; folder and manifest are then this rank's. nccl: loads
+    NCCL's library, for tests.
     """
     target = manifest.target
     trt = tensorrt_api(target.name)

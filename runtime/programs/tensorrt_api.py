@@ -1,4 +1,4 @@
-"""TensorRT's Python API in its two flavours, the logger that both want, and engines' weights."""
+"""TensorRT's Python API in its two flavours, their logger, and the refit of engines' weights."""
 
 from functools import cache
 from importlib import import_module
@@ -14,13 +14,13 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import mapped
 
-# By target; the dependency groups have the same names.
+# target -> module; the dependency groups are named like the targets.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
-BITS = (np.uint8, np.uint16)  # hold values whose type NumPy does not have: quantised, bfloat16
+BITS = (np.uint8, np.uint16)  # stand for types that NumPy lacks: quantised values, bfloat16
 
 
 def tensorrt_api(target: str) -> ModuleType:
-    """Returns the module, with the library that it binds; raises MissingDependencyError."""
+    """Import the module of a target; raises MissingDependencyError."""
     try:
         return import_module(MODULES[target])
     except ImportError as error:
@@ -30,13 +30,13 @@ def tensorrt_api(target: str) -> ModuleType:
 
 
 def dtype_name(trt: ModuleType, dtype: Any) -> str:
-    """TensorRT's type as a manifest spells it."""
+    """Return the name of a TensorRT type as manifests spell it."""
     return "bfloat16" if dtype == trt.bfloat16 else np.dtype(trt.nptype(dtype)).name
 
 
 @cache
 def errors_of(trt: ModuleType) -> Any:
-    """Returns the logger, which keeps errors and shows none; the library takes one per process."""
+    """Return a logger that keeps errors and prints none; TensorRT takes one per process."""
 
     class Errors(trt.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -48,14 +48,14 @@ def errors_of(trt: ModuleType) -> Any:
                 self.errors.append(text)
 
         def first(self) -> str:
-            """Returns the first error since they were cleared, in one line."""
+            """Return the first error since they were cleared, in one line."""
             return " ".join(self.errors[0].split()) if self.errors else "no reason is given"
 
     return Errors()
 
 
 def shared_weights(folder: Path, program: str) -> list[str]:
-    """Returns the names of weights that a program is given, as other programs are."""
+    """Return the names of the weights that a program shares with others, as its inputs."""
     path = folder / SHARED.format(program)
     names: list[str] = read_json(path) if path.exists() else []
     return names
@@ -70,7 +70,7 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
     log = errors_of(trt)
     log.errors.clear()
     refitter = trt.Refitter(engine, log)
-    own = mapped(folder / WEIGHTS) | mapped(path)  # must live until they are taken
+    own = mapped(folder / WEIGHTS) | mapped(path)  # must live until the refit
     weights = {name: values.ravel() for name, values in own.items()}
     for name in refitter.get_all_weights():
         given = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))
@@ -81,9 +81,9 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
 
 
 def as_stored(trt: ModuleType, values: NDArray[Any] | None, prototype: Any) -> Any:
-    """Bits as the type that the engine has them for: quantised values, or bfloat16.
+    """Return values held as bits with the engine's type for them: quantised, or bfloat16.
 
-    None: they do not fit.
+    Other values are returned as they are. Returns None if the sizes differ.
     """
     if values is None or values.dtype not in BITS:
         return values

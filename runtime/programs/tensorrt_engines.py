@@ -1,4 +1,4 @@
-"""Runs an engine's TensorRT programs: all state stays on the GPU, a decode step is one launch."""
+"""TensorRT programs of an engine: all state stays on the GPU, a decode step is one launch."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -29,9 +29,9 @@ from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit,
 
 
 class Compiled:
-    """Is one program: a TensorRT engine, its execution context and where its tensors are.
+    """One program: a TensorRT engine and its execution context, bound to tensors.
 
-    caches: which tensors are written where they are read. weights: those that it shares.
+    caches: the tensors that are updated in place. weights: those that programs share.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Compiled:
         if self._engine is None:
             raise EngineError(f"{path}: TensorRT can't load it ({log.first()}); rebuild the engine")
         self._path = path
-        if (path.parent / CONSTANTS.format(path.stem)).exists():  # it is stripped
+        if (path.parent / CONSTANTS.format(path.stem)).exists():  # compiled without its weights
             refit(trt, self._engine, path.parent, path.stem)
         given = {WEIGHT.format(name) for name in shared_weights(path.parent, path.stem)}
         own = {name: array for name, array in weights.items() if name in given}
@@ -66,7 +66,10 @@ class Compiled:
         caches: Collection[str],
         weights: Mapping[str, DeviceArray],
     ) -> None:
-        """Require the manifest's tensors and its weights alone, and caches written in place."""
+        """Raise EngineError unless its tensors are the manifest's and its shared weights.
+
+        Caches must be updated in place: their outputs must be aliases of their inputs.
+        """
         engine, aliases = self._engine, {f"{name}.out": name for name in caches}
         wanted, found = dict[str, Any](), dict[str, Any]()
         for t in (*spec.inputs, *spec.outputs):
@@ -86,7 +89,7 @@ class Compiled:
             )
 
     def share(self, scratch: DeviceArray) -> None:
-        """Take memory for intermediate results; programs run in turn, so one piece does for all."""
+        """Set the memory for intermediate results; programs run in turn and share one piece."""
         self._context.set_device_memory(scratch.address, scratch.nbytes)
 
     def bind(self, tensors: Mapping[str, DeviceArray]) -> None:
@@ -99,7 +102,7 @@ class Compiled:
             raise self._failed(f"takes no {name} of {list(shape)}")
 
     def join(self, communicator: object) -> None:
-        """Let its collectives run in that NCCL communicator, which is a PyCapsule."""
+        """Set the NCCL communicator, a PyCapsule, for the program's collectives."""
         if not self._context.set_communicator(communicator):
             raise self._failed("refuses NCCL's communicator")
 
@@ -113,10 +116,10 @@ class Compiled:
 
 
 class TensorRtPrograms(DeviceSlots):
-    """Holds the programs that advance slots, and what the slots hold, on the GPU.
+    """An engine's programs, with the slots' caches and state on the GPU.
 
-    A step is captured once: what the host gives, the program, its results as the next step's
-    state, what the host is told. So between steps nothing moves but a few words.
+    A step is captured once: the copy of the host's inputs, the program, the copies of its results
+    to the next step's state and to the host. So a step transfers only a few words.
     """
 
     def __init__(
@@ -127,12 +130,12 @@ class TensorRtPrograms(DeviceSlots):
         device: Device,
         communicator: object = None,
     ) -> None:
-        """communicator: NCCL's, between the ranks that share the model."""
+        """communicator: NCCL's, a PyCapsule, if several ranks share the model."""
         super().__init__(manifest, device)
         self._device, specs = device, manifest.programs
-        self._after = _same(device, self._carries[0])  # what a step leaves, before it is copied
+        self._after = _same(device, self._carries[0])  # a step's new state, before it is copied
         carried = self._prompt.keys() & self._state.keys()
-        self._filled = _same(device, {name: self._prompt[name] for name in carried})  # by prefill
+        self._filled = _same(device, {name: self._prompt[name] for name in carried})  # of prefill
         results = self._zeros(own_outputs(specs[MIXED]))
         told = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in told.items()}
@@ -159,7 +162,7 @@ class TensorRtPrograms(DeviceSlots):
         for name in (PLAIN, MIXED):
             self._results[name] = {t.name: results[t.name] for t in own_outputs(specs[name])}
             work = partial(self._queue_step, name)
-            work()  # warm-up: with no active slot a step changes nothing
+            work()  # warm-up: without active slots a step changes nothing
             self._wait()
             self._launch[name] = device.capture(work)
 
@@ -174,7 +177,7 @@ class TensorRtPrograms(DeviceSlots):
         return self._filled
 
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
-        """Returns one slot's caches, which prefill writes where it reads them."""
+        """Return one slot's caches by the names of prefill's inputs and outputs: in place."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | outs(caches)
 
@@ -191,13 +194,13 @@ class TensorRtPrograms(DeviceSlots):
         return reported({name: self._pages[name] for name in told}, self._batch)
 
     def _activate(self, active: Bools) -> str:
-        """Tell the next step its slots, and name its program."""
+        """Set the next step's active slots; return the name of its program."""
         self._asked[:] = active
         program, _ = self._choose(active, self._mixed)
         return program
 
     def _wait(self) -> None:
-        """Wait for programs that were queued."""
+        """Wait for the queued programs."""
         self._device.synchronise()
 
     def _queue_step(self, name: str) -> None:
@@ -213,7 +216,7 @@ class TensorRtPrograms(DeviceSlots):
 
 
 def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[str, DeviceArray]:
-    """Copy the weights that programs share to the GPU, once; by the names of their inputs."""
+    """Copy the weights that programs share to the GPU; return them by input name."""
     given = dict[str, DeviceArray]()
     names = sorted({name for program in programs for name in shared_weights(folder, program)})
     held = mapped(folder / WEIGHTS) if names else {}
@@ -226,10 +229,10 @@ def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[s
 
 
 def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
-    """Memory of the same shapes."""
+    """Allocate arrays of the same shapes and types."""
     return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}
 
 
 def outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
-    """Memory by the names that a program gives the new values of state tensors."""
+    """Return the arrays by the names of a program's outputs for new state."""
     return {f"{name}.out": array for name, array in state.items()}

@@ -1,4 +1,4 @@
-"""Runs a rank's TensorRT engines beside those of the other ranks: NCCL connects their GPUs."""
+"""TensorRT programs of one of several ranks, whose GPUs NCCL connects."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +18,10 @@ from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 
 
 class RankPrograms(TensorRtPrograms):
-    """Holds the programs of one rank: a step is one CUDA graph, its collectives in it.
+    """The programs of one rank; a step is one CUDA graph that includes its collectives.
 
-    All ranks load, warm up and capture the same programs in the same order, as NCCL asks of those
-    that share a communicator. A rank waits for its GPU as long as the others are there.
+    All ranks load, warm up and capture the same programs in the same order, as NCCL requires on a
+    communicator. Waiting for the GPU ends with an error if another rank is lost.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RankPrograms(TensorRtPrograms):
 
 
 class AttentionDPPrograms(AttentionDP, RankPrograms):
-    """Is the same where each rank has requests of its own."""
+    """The programs of one rank with attention-DP: each rank has its own requests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
     ) -> None:
         super().__init__(channel, folder, manifest, trt, device, library)
         self._join(channel, manifest)
-        # A prompt that nobody reads has caches of its own: slots may all be taken.
+        # A padding prefill writes to caches of its own, since all slots may be in use.
         self._nobodys = {
             spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
             for spec in manifest.state

@@ -1,4 +1,4 @@
-"""The part of torch.cuda that programs use: one stream, what is queued on it in order, graphs."""
+"""The part of torch.cuda that programs use: one GPU, one stream, copies, captured graphs."""
 
 import time
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from torch import Tensor
 from mtpbuild.runtime.errors import EngineError
 
 Work = Callable[[], Any]
-Alive = Callable[[], None]  # asked while the host waits; raises when that is of no use
+Alive = Callable[[], None]  # polled while the host waits; raises if waiting is pointless
 
 
 class Wait(Protocol):
-    """Waits for what was queued before a mark."""
+    """A function that waits for the work queued before a mark."""
 
     def __call__(self, alive: Alive | None = None) -> None: ...
 
 
 class Gpu:
-    """Is a visible GPU, as a rule the first, and its memory. Work is queued on one stream.
+    """A visible GPU and its memory; work is queued on one stream.
 
-    Any thread may call, one at a time: the stream is named by each call, not the thread's own.
+    Any thread may call, one at a time: each call sets the stream, whatever the thread's own is.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -33,19 +33,19 @@ class Gpu:
         if index >= found:
             raise EngineError(f"GPU {index} is asked for, torch finds {found} (numbered from 0)")
         self.device = torch.device("cuda", index)
-        torch.cuda.set_device(self.device)  # else this thread would take memory of the first one
-        # Products in bfloat16 sum in fp32, as everywhere else; cuBLAS may join its splits in bf16.
+        torch.cuda.set_device(self.device)  # else this thread would allocate on the first GPU
+        # Sum bfloat16 products in fp32, as on other targets: cuBLAS may reduce split-K in bf16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._stream = torch.cuda.Stream(self.device)
-        self._pool = torch.cuda.graph_pool_handle()  # of intermediate results, for all graphs
+        self._pool = torch.cuda.graph_pool_handle()  # all graphs share it for intermediate results
 
     @property
     def compute_capability(self) -> str:
-        """Returns what the GPU is capable of, such as 9.0."""
+        """The GPU's compute capability, such as 9.0."""
         return ".".join(map(str, torch.cuda.get_device_capability(self.device)))
 
     def free_memory(self) -> int:
-        """Returns the bytes that nobody has taken."""
+        """Return the number of free bytes."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -53,17 +53,17 @@ class Gpu:
             return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def pinned(self, size: int) -> Tensor:
-        """Returns the bytes of the host that the GPU writes to while the host goes on."""
+        """Allocate pinned bytes on the host, which the GPU writes to asynchronously."""
         with torch.cuda.device(self.device):
             return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: Tensor | NDArray[Any], target: Tensor) -> None:
-        """Equal in shape. What lies in pageable memory is read before this returns."""
+        """Queue a copy between equal shapes; a source in pageable memory is read at once."""
         with torch.cuda.stream(self._stream):
             target.copy_(torch.as_tensor(source), non_blocking=True)
 
     def host(self, array: Tensor) -> NDArray[Any]:
-        """Returns a copy, once all that is queued is done; bfloat16 as bits."""
+        """Return a copy after all queued work is done; bfloat16 as bits."""
         self.synchronise()
         return as_host(array.cpu())
 
@@ -72,26 +72,26 @@ class Gpu:
             work()
 
     def aside(self, work: Work) -> None:
-        """Do it now, whatever the stream still waits for."""
+        """Queue work on another stream, so that it does not wait for the main one."""
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             work()
 
     def capture(self, work: Work) -> Work:
-        """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet.
+        """Capture the work in a CUDA graph and return a function that queues it; nothing runs yet.
 
-        The work was run before (it may load code), and keeps no tensor that it makes. Other threads
-        may use the GPU meanwhile: NCCL's watchdog asks for its events.
+        The work must have run before, as it may load code, and must not keep tensors that it
+        allocates. Other threads may use the GPU meanwhile: NCCL's watchdog queries its events.
         """
         graph, own = torch.cuda.CUDAGraph(), "thread_local"
         with (
-            torch.cuda.device(self.device),  # which is waited for, whatever this thread's was
+            torch.cuda.device(self.device),  # `graph` synchronises the current device
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=own),
         ):
             work()
         return lambda: self.run(graph.replay)
 
     def mark(self) -> Wait:
-        """The result waits until everything queued so far is done; `alive` is asked meanwhile."""
+        """Return a function that waits for everything queued so far and polls `alive` meanwhile."""
         event = self._event()
 
         def wait(alive: Alive | None = None) -> None:
@@ -100,13 +100,13 @@ class Gpu:
                 return
             while not event.query():
                 alive()
-                time.sleep(0)  # other threads' turn
-            alive()  # what a rank has lost may end early
+                time.sleep(0)  # let other threads run
+            alive()  # after the loss of a rank the work may have ended early
 
         return wait
 
     def settle(self, alive: Alive) -> None:
-        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+        """Wait for all queued work and poll `alive` meanwhile, which may raise."""
         self.mark()(alive)
 
     def _event(self) -> torch.cuda.Event:
@@ -123,5 +123,5 @@ def visible_gpus() -> int:
 
 
 def as_host(tensor: Tensor) -> NDArray[Any]:
-    """Returns a CPU's tensor as NumPy holds it: bfloat16 as bits."""
+    """Return a CPU tensor as a NumPy array; bfloat16 as bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

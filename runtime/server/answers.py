@@ -1,4 +1,4 @@
-"""Collects a request's chunks into the answer to its client: choices, pieces and usage."""
+"""The answer to a client, collected from its requests' chunks: choices, pieces and usage."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ CALL = {"name": "call", "arguments": "call"}
 
 @dataclass(eq=False)
 class Block:
-    """Is a part of an answer as far as it has come: a thought, a text, or a call of a tool."""
+    """A part of an answer received so far: reasoning, text, or a tool call."""
 
     kind: str  # reasoning, content or call
     id: str  # of a call
@@ -30,7 +30,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Join the text so far; a call's are its arguments."""
+        """The text so far; for a call, its arguments."""
         self._parts[:] = ["".join(self._parts)]
         return self._parts[0]
 
@@ -40,20 +40,20 @@ class Block:
 
 @dataclass(eq=False)
 class Choice:
-    """Is one of a request's answers, as far as it has come."""
+    """One of the choices of an answer, received so far."""
 
     index: int
     ids: list[int]  # the prompt
     params: SamplingParams
     splitter: ThinkingSplitter | None = None
     calls: ToolCalls | None = None
-    echo: str = ""  # the prompt, where the answer repeats it
+    echo: str = ""  # the prompt, if the answer repeats it
     blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # where each token's text begins
+    starts: list[int] = field(default_factory=list)  # offset of each token's text
     chars: int = 0  # of the content
-    told: int = 0  # log-probabilities of tokens that a stream has told
+    told: int = 0  # number of log-probabilities that a stream has sent
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     metrics: RequestMetrics | None = None
     reason: str | None = None
@@ -61,7 +61,7 @@ class Choice:
     reasoning_tokens: int = 0
 
     def take(self, chunk: Chunk) -> list[Piece]:
-        """Take a chunk; returns the pieces of the answer that are certain."""
+        """Add a chunk and return the pieces of the answer that are now final."""
         self.reasoning_tokens = chunk.reasoning_tokens
         self.token_ids += chunk.token_ids
         self.starts += chunk.starts
@@ -86,7 +86,7 @@ class Choice:
         return pieces
 
     def said(self, kind: str) -> str:
-        """Join the texts of one kind."""
+        """Join the texts of the blocks of one kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
@@ -95,11 +95,11 @@ class Choice:
 
     @property
     def end(self) -> dict[str, Any]:
-        """Returns the fields that say why the choice has ended."""
+        """The fields with the reason why the choice ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
     def _keep(self, piece: Piece) -> Piece:
-        """Add a piece to its block, which it may begin."""
+        """Add a piece to the current block, or to a new one; return it with its block's index."""
         kind = CALL.get(piece.kind, piece.kind)
         if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(Block(kind, f"call_{uuid.uuid4().hex[:24]}"))
@@ -112,12 +112,12 @@ class Choice:
 
 
 def finite(logprob: float) -> float:
-    """Give a log-probability as JSON can say it: that of a token that is ruled out too."""
+    """Return a log-probability that JSON can represent: -inf becomes -9999."""
     return max(logprob, -9999.0)
 
 
 def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Give each choice its settings: the seeds count up, and after 2**64 - 1 comes 0."""
+    """Return the settings of each choice; seeds count up from the request's, modulo 2**64."""
     if params.seed is None:
         return [params] * count
     return [params.with_seed((params.seed + i) % 2**64) for i in range(count)]
@@ -126,9 +126,9 @@ def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 async def merged(
     streams: Sequence[AsyncGenerator[Chunk, None]],
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Yield the chunks of several streams as they come, with the stream's number.
+    """Yield the chunks of several streams as they arrive, each with its stream's index.
 
-    An error ends all streams, and so does closing this one.
+    An error in one stream, or closing this generator, ends all streams.
     """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:
@@ -164,10 +164,10 @@ async def merged(
 
 @dataclass(eq=False)
 class Answer:
-    """Has what the answers of all routes have in common."""
+    """The base class of the answers of all routes."""
 
     kind: ClassVar[str]  # the prefix of its id
-    ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream says behind its events
+    ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream sends after its events
 
     model: str
     choices: list[Choice]
@@ -175,12 +175,12 @@ class Answer:
     tokenizer: Tokenizer | None = None
     with_logprobs: bool = False
     with_ids: bool = False
-    ids_as_texts: bool = False  # whether log-probabilities name tokens by their ids
+    ids_as_texts: bool = False  # log-probabilities name tokens by their ids
     created: int = field(default_factory=lambda: int(time.time()))
     id: str | None = None
-    reasoning: bool = True  # whether it shows its thoughts
-    usage_in: Literal["never", "last", "always"] = "never"  # which of a stream's events have it
-    form_field: str = ""  # which asks for the form of the answer
+    reasoning: bool = True  # the answer includes the reasoning
+    usage_in: Literal["never", "last", "always"] = "never"  # the stream's events with the usage
+    form_field: str = ""  # the field that asks for structured output
     requests: list[Request] = field(default_factory=list)  # one for each choice
 
     def __post_init__(self) -> None:
@@ -195,11 +195,11 @@ class Answer:
         raise NotImplementedError
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Return a step's event; None if nothing of the step is certain yet."""
+        """Return a step's event; None if no text of the step is final yet."""
         raise NotImplementedError
 
     def trailer(self) -> dict[str, Any]:
-        """Return the event behind the last one, with the tokens and times of the request."""
+        """Return the event after the last one, with the usage and times of the request."""
         raise NotImplementedError
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -220,7 +220,7 @@ class Answer:
             yield self.trailer()
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the event that ends a stream too early."""
+        """Return the event that ends a stream after an error."""
         return error.body()
 
     def _used_so_far(self, choice: Choice) -> dict[str, Any]:
@@ -229,19 +229,16 @@ class Answer:
         return {"usage": self.usage(choice) if self.usage_in == "always" else None}
 
     def said(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an object of OpenAI's kind `what` with these choices."""
+        """Return an OpenAI object of type `what` with these choices."""
         head = {"id": self.id, "object": what, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
     def used(self) -> dict[str, Any]:
-        """Return the fields that say what the request used."""
+        """Return the fields with the request's usage and times."""
         return {"usage": self.usage(), "metrics": self.metrics()}
 
     def usage(self, choice: Choice | None = None) -> dict[str, Any]:
-        """Count the tokens so far, of all choices or of one.
-
-        A prompt counts once, however many choices it has.
-        """
+        """Count the tokens so far, of all choices or of one; a prompt counts once."""
         choices = [choice] if choice else self.choices
         firsts = choices[:: self.n]
         prompt = sum(len(choice.ids) for choice in firsts)
@@ -257,7 +254,7 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any] | None:
-        """Give vLLM's metrics of a request; None if it has several choices."""
+        """Return vLLM's metrics of a request; None if it has several choices."""
         told = self.choices[0].metrics
         if len(self.choices) > 1 or told is None or told.ttft_s is None:
             return None
@@ -274,9 +271,9 @@ class Answer:
         }
 
     def of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """Give a prompt's log-probabilities as vLLM does, if they are asked for.
+        """Return the field with a prompt's log-probabilities as in vLLM, if requested.
 
-        One entry per token, of which the first has none.
+        It has one entry per token; the first entry is None.
         """
         if choice.params.prompt_logprobs is None:
             return {}
@@ -297,7 +294,7 @@ class Answer:
         return {"prompt_logprobs": told}
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
-        """Give a token's text for logprobs, and its bytes; a special token has none."""
+        """Return a token's text for logprobs, and its bytes; a special token has no bytes."""
         raw = self.tokenizer.token_bytes(token) if self.tokenizer else b""
         if self.tokenizer is None or self.ids_as_texts:
             return f"token_id:{token}", list(raw) or None

@@ -1,4 +1,4 @@
-"""Defines the routes that OpenAI's clients, vLLM's dashboards and a browser use."""
+"""The server's routes, for clients of OpenAI and Anthropic, vLLM's dashboards and browsers."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ FEW: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (40
 
 
 def make_app(service: Service) -> FastAPI:
-    """Make the server's application, which answers 503 until the service has an engine."""
+    """Return the server's application, which answers 503 until the service has an engine."""
     app = FastAPI(
         title="mtpbuild",
         version=version("mtpbuild"),
@@ -198,7 +198,7 @@ def _add_tokens(bodies: APIRouter, service: Service) -> None:
 
 
 async def _answer(service: Service, read: Read, body: StreamedBody, request: Request) -> Response:
-    """Return the response, which reads the body's prompts when it is sent."""
+    """Return a response that reads the body's prompts and runs them when it is sent."""
     service.admit(body.count)
     kind, headers = (Events, NOT_KEPT) if body.stream else (Held, {})
     return kind(service, Asked(read, body, long=request.state.long), **headers)
@@ -220,7 +220,7 @@ async def _events(
 
 
 class Held(Response):
-    """Is a response that holds its choices' places until it is sent or its client goes away."""
+    """A response that counts its choices as open until it is sent or its client disconnects."""
 
     def __init__(self, service: Service, asked: Asked, **headers: str) -> None:
         super().__init__(headers=headers)
@@ -232,13 +232,13 @@ class Held(Response):
             await _race(self._begin(engine, scope, receive, send), receive)
 
     async def _begin(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make the requests, and send what they give."""
+        """Create the engine requests and send their answer."""
         self._answer = answer = await self._asked.answer(self._service, engine)
         self._chunks = merged([self._service.stream(engine, r) for r in answer.requests])
         await self._send(scope, receive, send)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer as one object; an error decides the status."""
+        """Send the answer as one object; an error sets the status."""
         async with contextlib.aclosing(self._chunks) as chunks:
             async for number, chunk in chunks:
                 self._answer.choices[number].take(chunk)
@@ -246,9 +246,10 @@ class Held(Response):
 
 
 class Events(Held):
-    """Is the answer as server-sent events; an error is the last one before [DONE], the status 200.
+    """The answer as server-sent events.
 
-    An event that has a type is sent under it as its name.
+    An error becomes the last event before [DONE]; the status is 200 even then. An event with a
+    `type` is sent with the type as its event name.
     """
 
     media_type = "text/event-stream"
@@ -267,7 +268,7 @@ class Events(Held):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _encoded(self) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        """Yield the events as JSON, and their names; whatever is raised becomes the last one."""
+        """Yield the events as JSON with their names; any exception becomes the last event."""
         try:
             async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
                 async for event in events:
@@ -283,7 +284,7 @@ class Events(Held):
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
-    """Do the work, and cancel it once the client has gone."""
+    """Do the work, and cancel it if the client disconnects."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -301,7 +302,7 @@ async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    """Answers by the error object of the route's API, whatever was raised."""
+    """Answer any exception with the error object of the route's API."""
     match error:
         case ApiError():
             return error.response(request.url.path)
@@ -316,7 +317,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
-    # A part of the place may be the kind of value that was tried: str, list[int].
+    # pydantic's path may contain the type of a union that was tried: str, list[int].
     parts = [str(part) for part in first["loc"][1:]]
     kinds = ("str", "int", "bool")
     place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))

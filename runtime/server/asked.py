@@ -1,4 +1,4 @@
-"""What a request asks for: its body becomes requests to the engine, off the event loop."""
+"""Conversion of a request's body into engine requests, off the event loop if it takes long."""
 
 import json
 import logging
@@ -14,23 +14,23 @@ from mtpbuild.runtime.server.sampled import field_error
 from mtpbuild.runtime.server.service import Service
 
 log = logging.getLogger("mtpbuild")
-FEW = 4  # choices that are made on the event loop
+FEW = 4  # choices up to which the body is converted on the event loop
 Read = Callable[[Service, Engine, Any], Answer]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A body, and how to read its prompts and settings."""
+    """A body, and the function that reads its prompts and settings."""
 
     read: Read
     body: StreamedBody
-    long: bool  # its prompts take time
+    long: bool  # the body is long, so tokenising takes time
 
     async def answer(self, service: Service, engine: Engine) -> Answer:
-        """Make the answer and its requests; raises ApiError.
+        """Create the answer and its engine requests; raises ApiError.
 
-        Prompts are read in one pool and forms compiled in another, so that nobody's form keeps a
-        prompt waiting.
+        Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
+        the grammar of another request.
         """
         if self.long or self.body.count > FEW:
             answer = await service.reading.run(object(), self._begin, service, engine)
@@ -54,7 +54,7 @@ class Asked:
 
 
 def _prepare(engine: Engine, answer: Answer) -> None:
-    """Make the requests of an answer."""
+    """Create the engine requests of an answer."""
     try:
         answer.requests = [engine.prepare(each.ids, each.params) for each in answer.choices]
     except (RequestError, MissingDependencyError) as error:

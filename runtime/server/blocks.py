@@ -1,4 +1,4 @@
-"""Has what the APIs share that are translated into chats and stream an answer block by block."""
+"""Shared parts of the APIs that are translated into chats and stream answers block by block."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}
 
 
 def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
-    """Makes a chat's body of these fields and of those that only the server's own API knows.
+    """Return a chat's body with these fields and the body's extra fields.
 
-    kwargs: of the chat template, which ignores those that it does not read.
+    kwargs: for the chat template, which ignores those that it does not read.
     """
     given = dict(body.model_extra or {})
     given |= {name: value for name, value in fields.items() if value is not None}
@@ -43,9 +43,9 @@ def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
 def told_in_words_of(
     body: StreamedBody, names: Mapping[str, str], places: Callable[[], Sequence[str]]
 ) -> Iterator[None]:
-    """Let errors name the fields that the client has sent.
+    """Rename the fields in errors raised by the block to those that the client sent.
 
-    names: a chat's fields by what the API calls them. places: where each message's content stood.
+    names: chat field -> the API's field. places: gives the path of each message's content.
     """
 
     def renamed(place: str) -> str:
@@ -76,26 +76,26 @@ def told_in_words_of(
 
 
 class BlockAnswer(Answer):
-    """Is an answer whose blocks follow one another: each is opened, grows and is closed."""
+    """An answer that is streamed block by block: each one is opened, grows and is closed."""
 
     ends = None
-    index = -1  # of the newest block that the stream has shown
+    index = -1  # of the newest block in the stream
     _open: Block | None = None
 
     def opened(self, block: Block) -> Iterator[Json]:
-        """Yields the events that show an empty block."""
+        """Yield the events that start an empty block."""
         raise NotImplementedError
 
     def grown(self, block: Block, text: str) -> Json:
-        """Returns the event of a block's next text."""
+        """Return the event with a block's next text."""
         raise NotImplementedError
 
     def closed(self, block: Block) -> Iterator[Json]:
-        """Yields the events that end a block."""
+        """Yield the events that end a block."""
         raise NotImplementedError
 
     def ended(self) -> Iterator[Json]:
-        """Yields the events behind the last block."""
+        """Yield the events after the last block."""
         raise NotImplementedError
 
     @property
@@ -104,7 +104,7 @@ class BlockAnswer(Answer):
 
     @property
     def blocks(self) -> list[Block]:
-        """Returns the blocks that the client is shown."""
+        """The blocks that are shown to the client."""
         return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
 
     def events(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Iterator[Json]:

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: strict JSON within limits, in a thread if a body is long."""
+"""Parsing of request bodies: strict JSON within limits, in a thread if a body is long."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.pool import Pool
 
 LONG = 16 * 1024  # bytes of a body that is read in a thread
-MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects, which take most memory and time
+MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects take the most memory and time
 DEEPEST = 128
-MOST_DIGITS = 309  # of a whole number: as many as a float can have
+MOST_DIGITS = 309  # of an integer: as many as the largest float has
 NO_JSON = "the body is not JSON"
 
 
 def route_of(pool: Pool) -> type[APIRoute]:
-    """Make the routes whose functions take a `body` and the request: long ones are read in a pool.
+    """Return a route class that passes `body` and `request`; long bodies are parsed in the pool.
 
-    FastAPI would read a body on the event loop, and collect the errors of all its parts.
+    FastAPI itself would parse a body on the event loop and collect the errors of all its parts.
     """
 
     class BodyRoute(APIRoute):
@@ -48,7 +48,7 @@ def route_of(pool: Pool) -> type[APIRoute]:
 
 
 def read_body(raw: bytes, kind: TypeAdapter[Any]) -> Any:
-    """Return a body of this kind; raises ApiError or RequestValidationError."""
+    """Parse and validate a body; raises ApiError or RequestValidationError."""
     given = read_json(raw)
     try:
         return kind.validate_python(given)
@@ -57,13 +57,13 @@ def read_body(raw: bytes, kind: TypeAdapter[Any]) -> Any:
 
 
 def first_error(error: ValidationError) -> list[dict[str, Any]]:
-    """Return the first error as FastAPI has it, without the value that is wrong."""
+    """Return the first error in FastAPI's format, without the wrong value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return [{**first, "loc": ("body", *first["loc"])}]
 
 
 def read_json(raw: bytes) -> Any:
-    """Return the value that UTF-8 says in JSON; raises ApiError for one that is too much."""
+    """Parse JSON in UTF-8; raises ApiError if it is invalid or beyond the limits."""
     if not json.detect_encoding(raw).startswith("utf-8"):
         raise ApiError(400, f"{NO_JSON}: it must be UTF-8")
     _check_size(raw)
@@ -74,11 +74,11 @@ def read_json(raw: bytes) -> Any:
 
 
 def _check_size(raw: bytes) -> None:
-    """Count values and levels before any is made: lists of one number take 30 times their text."""
+    """Count values and levels before parsing: lists of one number take 30 times their text."""
     if sum(map(raw.count, (b",", b"[", b"{"))) <= DEEPEST:
         return
     code = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    code = code[np.cumsum(code == ord('"'), dtype=np.uint8) & 1 == 0]  # what is in no string
+    code = code[np.cumsum(code == ord('"'), dtype=np.uint8) & 1 == 0]  # outside strings
     opened, closed = ((code == ord(one)) | (code == ord(two)) for one, two in ("[{", "]}"))
     if np.count_nonzero(opened) > MOST_LISTS:
         raise ApiError(400, f"the body has more than {MOST_LISTS} lists and objects")

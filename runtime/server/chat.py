@@ -1,4 +1,4 @@
-"""Serves POST /v1/chat/completions: messages become prompts, and chunks become messages."""
+"""POST /v1/chat/completions: messages become a prompt, chunks become messages."""
 
 import json
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ CHUNK = "chat.completion.chunk"
 
 
 def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
-    """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
+    """Create the answer for a body; ApiError names the wrong field."""
     return read_as(ChatAnswer, service, engine, body)
 
 
 def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> T:
-    """Does what `read_chat` does, for answers of another kind."""
+    """Create an answer of class `kind` for a chat's body; ApiError names the wrong field."""
     form = _form(service, engine, body)
     ids = prompt_ids(engine, body)
     most, names = body.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
@@ -82,7 +82,7 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
 
 
 def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
-    """Returns how the model writes calls; None if it is given no tools."""
+    """Return the form of the model's tool calls; None if the request allows none."""
     if not body.tools:
         if body.tool_choice == "auto" and body.tools is not None:
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
@@ -105,13 +105,13 @@ def _written_form(engine: Engine) -> str | None:
 
 
 def _template(engine: Engine) -> str:
-    """Returns the text of the model's chat templates."""
+    """Return the text of the model's chat templates."""
     templates = engine.tokenizer.chat_template if engine.tokenizer else None
     return templates.text if templates else ""
 
 
 def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
-    """Returns the token ids of a conversation; raises ApiError."""
+    """Return the token ids of a conversation; raises ApiError."""
     check_refused(body)
     options: ChatOptions = {
         "documents": body.documents,
@@ -136,7 +136,7 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
             limited = isinstance(error, TemplateLimitError)
             if limited or not any("tool_calls" in message for message in messages):
                 raise
-            return engine.chat_prompt(messages, **options)  # a template that wants texts
+            return engine.chat_prompt(messages, **options)  # templates that want JSON text
 
     special = bool(body.add_special_tokens)
     try:
@@ -149,7 +149,7 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
 
 
 def _message(number: int, message: Json) -> Json:
-    """Returns the message with its content as one text, as vLLM gives it to templates."""
+    """Return the message with its content as one string, as vLLM passes it to templates."""
     content = message.get("content")
     if content is None:
         return message | {"content": ""}
@@ -169,7 +169,7 @@ def _message(number: int, message: Json) -> Json:
 
 
 def _with_objects(message: Json) -> Json:
-    """Returns the message with the arguments of its calls as objects, as most templates want."""
+    """Return the message with its calls' arguments parsed into objects, as most templates want."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -191,12 +191,12 @@ def _object_call(call: Any) -> Any:
 
 
 def call_of(id: str, name: str, arguments: str) -> Json:
-    """Returns a call of a tool as messages have it."""
+    """Return a tool call in the form that messages have."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatAnswer(Answer):
-    """Is an answer as messages."""
+    """An answer as chat messages."""
 
     kind = "chatcmpl"
 
@@ -206,7 +206,7 @@ class ChatAnswer(Answer):
         return self.said("chat.completion", choices) | prompt | self.used()
 
     def prompt(self) -> Json:
-        """Returns the prompt's token ids, if they are asked for."""
+        """Return the field with the prompt's token ids, if requested."""
         return {"prompt_token_ids": self.choices[0].ids} if self.with_ids else {}
 
     def _choice(self, choice: Choice) -> Json:
@@ -262,7 +262,7 @@ class ChatAnswer(Answer):
         return self.said(CHUNK, [told])
 
     def _add_call(self, calls: list[Json], choice: Choice, piece: Piece) -> None:
-        """Adds a piece of a call; clients join pieces, so only the first has id, type and name."""
+        """Add a piece of a call; only its first piece has id, type and name: clients join them."""
         if piece.kind == "name":
             id = choice.blocks[piece.block].id
             calls.append({"index": piece.call} | call_of(id, piece.text, ""))

@@ -1,4 +1,4 @@
-"""Defines the command `serve`; its Ray application has some of the same flags."""
+"""The command `serve`, and the flags that it shares with the Ray application."""
 
 import contextlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFlags:
-    """Holds the flags that concern requests, or how the engine is loaded."""
+    """The flags that concern requests or the loading of the engine."""
 
     served_model_name: str | None = flag(None, "The model's name to clients.")
     api_key: Path | None = flag(
@@ -48,7 +48,7 @@ class ReplicaFlags:
     threads: int | None = flag(None, THREADS, parser=parse_threads)
 
     def prefixes(self) -> dict[str, Any]:
-        """Says what `Engine.load` is told of earlier prompts."""
+        """Return the arguments of `Engine.load` for the prefix cache."""
         return {
             "prefix_cache": not self.no_prefix_cache,
             "prefix_cache_bytes": self.prefix_cache_bytes,
@@ -56,7 +56,7 @@ class ReplicaFlags:
         }
 
     def settings(self, **others: Any) -> "Settings":
-        """Makes the service's settings; raises UsageError if the file of the key can't be read."""
+        """Return the service's settings; raises UsageError if the key's file can't be read."""
         from mtpbuild.runtime.server.server import read_key
         from mtpbuild.runtime.server.service import Settings
 
@@ -107,7 +107,7 @@ def serve(
     _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
     _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
-    manifest = read_manifest(engine)  # a folder that is no engine is refused before we listen
+    manifest = read_manifest(engine)  # fails before listening if the folder is not an engine
     settings = own.settings(log_requests=log_requests, access_log=not no_access_log)
 
     def load() -> Engine:
@@ -119,7 +119,7 @@ def serve(
             **own.prefixes(),
             **changed(load_flags),
         )
-        # The first grammar reads the vocabulary, which may take a second; no request waits for it.
+        # The first grammar reads the vocabulary, up to a second: do it before the first request.
         with contextlib.suppress(MtpbuildError):
             loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
         return loaded

@@ -1,4 +1,4 @@
-"""Serves POST /v1/completions, which continues prompts as they are."""
+"""POST /v1/completions, which continues prompts without a chat template."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ KIND = "text_completion"
 
 
 def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "CompletionAnswer":
-    """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
+    """Create the answer for a body; ApiError names the wrong field."""
     if body.suffix:
         raise ApiError(400, "suffix is not supported", "suffix")
     if body.best_of not in (None, 1, body.n):
@@ -60,7 +60,7 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
 
 
 def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
-    """Returns a prompt's token ids; an empty text has those that begin each text."""
+    """Return a prompt's token ids; an empty text has only the special tokens (such as BOS)."""
     special = body.add_special_tokens is not False
     try:
         if prompt == "":
@@ -73,7 +73,7 @@ def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[
 
 
 def _echo(engine: Engine, prompt: str | list[int], choice: Choice) -> str:
-    """Returns the prompt as text; token ids become the text that they would be in an answer."""
+    """Return the prompt as text; token ids are decoded as in an answer."""
     if isinstance(prompt, str):
         return prompt
     if engine.tokenizer is None:
@@ -90,7 +90,7 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionAnswer(Answer):
-    """Is an answer as texts."""
+    """An answer as plain text."""
 
     kind = "cmpl"
 
@@ -110,7 +110,7 @@ class CompletionAnswer(Answer):
         return self.said(KIND, told) | self.used()
 
     def opening(self, choice: Choice) -> Json | None:
-        """Returns the prompt, if it is to be repeated; else the first text opens the stream."""
+        """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
         return self.said(KIND, [self._told(choice, choice.echo, None, [], first=True)])
@@ -132,16 +132,16 @@ class CompletionAnswer(Answer):
     def _told(
         self, choice: Choice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
-        """Returns a choice; the `first` event of one also has the prompt's ids."""
+        """Return a choice's object; the `first` one of a choice also has the prompt's ids."""
         told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if not self.with_ids:
             return told
         return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
     def _certain_logprobs(self, choice: Choice, *, last: bool) -> Json | None:
-        """Returns what a stream has not told yet; None if it is nothing.
+        """Return the log-probabilities that a stream has not sent yet; None if there are none.
 
-        A token whose text may be cut off, as a part of a stop string, waits.
+        A token whose text may be the start of a stop string is held back.
         """
         if not self.with_logprobs:
             return None
@@ -157,7 +157,7 @@ class CompletionAnswer(Answer):
         return self._logprobs(choice.logprobs[told:until], starts, end)
 
     def _prompt_starts(self, choice: Choice) -> Iterator[int]:
-        """Yields where in the repeated prompt the text of each of its tokens begins."""
+        """Yield the offset in the echoed prompt at which each token's text begins."""
         assert self.tokenizer is not None
         at, utf8 = 0, getincrementaldecoder("utf-8")("replace")
         for id in choice.ids:
@@ -170,10 +170,11 @@ class CompletionAnswer(Answer):
     def _logprobs(
         self, tokens: Sequence[TokenLogprobs], starts: Sequence[int], length: int
     ) -> Json:
-        """Returns four lists with an entry per token.
+        """Return the log-probabilities as four lists with an entry per token.
 
-        starts: where the tokens' texts begin in the choice's text, which has this length: a stop
-        string is cut off. The first token of a prompt has no log-probability.
+        starts: offsets of the tokens' texts in the choice's text. length: of that text; offsets
+        are capped at it, because a stop string is cut off. The first token of a prompt has no
+        log-probability: NaN.
         """
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, start in zip(tokens, starts, strict=True):
@@ -183,7 +184,7 @@ class CompletionAnswer(Answer):
             told["token_logprobs"].append(None if first else finite(token.logprob))
             top: dict[str, float] = {}
             for id, logprob in ((token.token_id, token.logprob), *token.top):
-                # Of others with the same text the most probable one counts.
+                # If several tokens have the same text, the most probable one is kept.
                 top.setdefault(self.token_text(id)[0], finite(logprob))
             told["top_logprobs"].append(None if first else top)
             told["text_offset"].append(min(start, length))

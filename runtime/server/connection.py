@@ -1,4 +1,4 @@
-"""Adds time limits to uvicorn's connections, and gives their errors our shape."""
+"""Connections of uvicorn with time limits, and with errors in the API's format."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Settings
 
-access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line of each request to it
+access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each request to it
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
 class PathAlone(logging.Filter):
-    """Keeps queries out of the log: a client may have put its key there."""
+    """A log filter that drops query strings, which may contain a client's key."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -29,11 +29,11 @@ access.addFilter(PathAlone())
 
 
 def limited(settings: Settings) -> type[H11Protocol]:
-    """Make uvicorn's protocol for HTTP/1.1 with time limits, for `uvicorn.Config(http=..)`.
+    """Return uvicorn's HTTP/1.1 protocol with time limits, for `uvicorn.Config(http=..)`.
 
-    A request's headers must be complete `header_timeout` seconds after the connection was made, or
-    after their first byte on one that is used again. A client counts as gone if it reads nothing
-    for `send_timeout` seconds while 64 KiB or the end of an answer wait for it.
+    A request's headers must be complete `header_timeout` seconds after the connection was made, or,
+    on a reused connection, after their first byte. The connection is dropped if the client reads
+    nothing for `send_timeout` seconds while 64 KiB or the end of an answer wait for it.
     """
 
     class Connection(H11Protocol):
@@ -48,7 +48,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             if not self.flow.write_paused:
-                self._stop("sending")  # a client that asks for more reads
+                self._stop("sending")  # a client that sends a request also reads
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._stop("headers")
@@ -74,7 +74,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            """Answer bytes that are no request by an error in our shape."""
+            """Answer bytes that are not HTTP with an error in the API's format."""
             long = ApiError(431, f"the headers are longer than {HEADERS} bytes")
             found = len(self.conn.trailing_data[0])
             self._refuse(long if found > HEADERS else ApiError(400, "this is not HTTP"))
@@ -100,7 +100,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
                 self._timers["sending"] = late
 
         def _look_again(self, before: int) -> None:
-            """Keep the connection if the client has taken some of these bytes, however slowly."""
+            """Abort unless the client has read some of the `before` bytes that were waiting."""
             del self._timers["sending"]
             left = self.transport.get_write_buffer_size()
             if left >= before > 0:
@@ -109,7 +109,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
                 self._await_reader()
 
         def _refuse(self, error: ApiError | None) -> None:
-            """Send the reason, if an answer can still be sent, and close."""
+            """Send the error, if a response can still be sent, and close."""
             if error and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 body = json.dumps(error.body()).encode()
                 kind = [(b"Content-Type", b"application/json"), (b"Connection", b"close")]

@@ -1,4 +1,4 @@
-"""Makes the error that a client gets: OpenAI's error object, with the right status."""
+"""Errors as clients get them: a status with OpenAI's or Anthropic's error object."""
 
 import json
 from typing import Any
@@ -31,22 +31,22 @@ ANTHROPIC = {
 
 
 def as_json(content: Any) -> bytes:
-    """Writes JSON; half a surrogate pair, which a client may have sent, becomes an escape."""
+    """Encode as JSON in UTF-8; a lone surrogate, which a client may have sent, is escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
 class Told(JSONResponse):
-    """Is an object as JSON."""
+    """A JSON response encoded by `as_json`."""
 
     def render(self, content: Any) -> bytes:
         return as_json(content)
 
 
 class ApiError(Exception):
-    """Is a request that gets an error as its answer; `param` is the field that is wrong.
+    """An error that is sent to the client; `param` names the wrong field.
 
-    retry: whether the same request may succeed later; clients otherwise go by the status alone.
+    retry: False tells the client not to retry, which it would otherwise decide by the status.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ApiError(Exception):
             self.headers["x-should-retry"] = "false"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """Returns the error as the API of the path has it."""
+        """Return the error object of the path's API."""
         if path.startswith("/v1/messages"):
             kind = ANTHROPIC.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -73,10 +73,10 @@ class ApiError(Exception):
 
 
 class TooLongError(ApiError):
-    """A prompt that leaves no room for its answer, in the words by which clients know it."""
+    """The error for a prompt that leaves no room for its answer, in words that clients parse."""
 
     def __init__(self, param: str, limit: int, prompt: int | None, most: int | None = None) -> None:
-        """limit, prompt and most: tokens of both together, of the prompt and of the answer.
+        """limit: tokens of prompt and answer together. prompt, most: tokens of each.
 
         prompt None: more than the limit.
         """
@@ -92,7 +92,7 @@ class TooLongError(ApiError):
         )
         self.code = "context_length_exceeded"
         self._anthropic = f"prompt is too long: {prompt + (most or 0)} tokens > {limit} maximum"
-        if most is not None:  # clients that read this ask again for fewer
+        if most is not None:  # clients parse this and retry with fewer tokens
             self._anthropic += (
                 f" (input length and `max_tokens` exceed context limit: {prompt} + {most} > "
                 f"{limit}, decrease input length or `max_tokens` and try again)"

@@ -1,4 +1,4 @@
-"""Checks every request first: its size, its key and its origin."""
+"""The check of every request before its route: host, key, origin, size and time."""
 
 import asyncio
 import hmac
@@ -15,9 +15,9 @@ FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
 
 class Gate:
-    """Refuses a request that lacks the key, is too long, or does not arrive.
+    """Middleware that refuses requests without the key, from other pages, too long or too slow.
 
-    Every body is read as JSON, whatever its client calls it: curl calls it a form.
+    Every body is treated as JSON, whatever its Content-Type is: curl's default is a form.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -32,7 +32,7 @@ class Gate:
         refusals: list[ApiError] = []
 
         async def unless_refused(message: Message) -> None:
-            """Pass on the application's answer, unless the body was refused."""
+            """Forward the application's answer, unless the body was refused."""
             if not refusals:
                 await send(message)
 
@@ -61,7 +61,7 @@ class Gate:
             raise self._too_large()
 
     def _check_host(self, host: str) -> None:
-        """Refuse a name that is not ours: a page could have let its own name point to us."""
+        """Refuse unknown names in the header Host: protects from DNS rebinding by a web page."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -70,20 +70,20 @@ class Gate:
             raise ApiError(403, f"this server is not called {name:.60} (--allowed-hosts)")
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Refuse pages of other origins: CORS alone keeps them from reading, not from asking."""
+        """Refuse POST from pages of other origins: CORS prevents reading, but not sending."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         site = headers.get(b"sec-fetch-site")
         foreign = site in (b"cross-site", b"same-site")
-        if site is None and origin:  # an old browser, or a program that says what it is
+        if site is None and origin:  # an old browser, or a program that sends Origin
             foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
         if foreign and not {origin, "*"} & set(self._settings.cors):
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
-        """Limit the size and the time of the body that `receive` gives.
+        """Wrap `receive` so that a body's size and time are limited.
 
-        A body beyond the limits raises the error that is also added to `refusals`.
+        A body beyond the limits raises an ApiError, which is also added to `refusals`.
         """
         seen, whole = 0, False
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Serves POST /v1/messages, Anthropic's API: bodies become chats, and answers messages."""
+"""POST /v1/messages, Anthropic's API: bodies become chats, answers become its messages."""
 
 import json
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(StreamedBody):
-    """Is the body of POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -72,14 +72,14 @@ class MessagesPrompt(StreamedBody):
 
 
 class MessagesBody(MessagesPrompt):
-    """Is the body of POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: int
     stop_sequences: Many[str] | None = None
 
 
 def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
-    """Makes the answer that a body asks for; raises ApiError."""
+    """Create the answer for a body; raises ApiError."""
     with _in_its_words(body):
         answer = read_as(MessagesAnswer, service, engine, chat_of(body))
     answer.form_field = NAMES.get(answer.form_field, answer.form_field)
@@ -87,7 +87,7 @@ def read_message(service: Service, engine: Engine, body: MessagesBody) -> "Messa
 
 
 def counted(service: Service, body: MessagesPrompt) -> Json:
-    """Counts a prompt's tokens; raises ApiError."""
+    """Count a prompt's tokens; raises ApiError."""
     engine = service.admit(0)
     service.check_model(body.model)
     with _in_its_words(body):
@@ -99,7 +99,7 @@ def _in_its_words(body: MessagesPrompt) -> AbstractContextManager[None]:
 
 
 def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
-    """Returns the messages of a chat, each with the place of its content; raises ApiError."""
+    """Return the chat messages, each with the path of its content in the body; raises ApiError."""
     system = [("system", {"role": "system", "content": body.system})] if body.system else []
     turns = [
         (f"messages.{number}.content", message)
@@ -110,7 +110,7 @@ def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
 
 
 def chat_of(body: MessagesPrompt) -> ChatBody:
-    """Translates a body into a chat's; raises ApiError for what a chat can't say."""
+    """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
     messages = [message for _, message in _conversation(body)]
     fields: Json = {"messages": messages}
     if isinstance(body, MessagesBody):
@@ -137,7 +137,7 @@ def chat_of(body: MessagesPrompt) -> ChatBody:
 
 
 def _turn(number: int, turn: Turn) -> list[Json]:
-    """Returns a turn as messages: what tools gave stands before what the user says."""
+    """Return a turn as chat messages; tool results come before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     given: list[Json] = []
@@ -163,7 +163,7 @@ def _turn(number: int, turn: Turn) -> list[Json]:
 
 
 def _result(content: Any, *, failed: bool) -> Any:
-    """Returns what a tool gave; chat templates have no other place to say that it failed."""
+    """Return a tool's result; a failure is marked in the text, as chat templates have no flag."""
     if not failed:
         return content
     if isinstance(content, list):
@@ -180,7 +180,7 @@ def _tool(number: int, tool: Tool) -> Json:
 
 
 class MessagesAnswer(BlockAnswer):
-    """Is an answer as Anthropic's message."""
+    """An answer as Anthropic's message."""
 
     kind = "msg"
 
@@ -232,7 +232,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
     def _usage(self) -> Json:
-        """Returns Anthropic's counts, where the tokens of the input are those not cached."""
+        """Return Anthropic's counts, in which input_tokens excludes cached tokens."""
         usage = self.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -249,5 +249,5 @@ def _shown(block: Block) -> Json:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "content":
             return {"type": "text", "text": block.text}
-    asked = json.loads(block.text or "{}")  # ToolCalls makes every call's arguments an object
+    asked = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": asked}

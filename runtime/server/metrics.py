@@ -1,4 +1,4 @@
-"""Makes the text of `/metrics`, under vLLM's names, so that dashboards for vLLM work."""
+"""Prometheus metrics for `/metrics`, under vLLM's names, so that dashboards for vLLM work."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
@@ -41,7 +41,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """Counts requests and their times; the engine's own counts are read on demand."""
+    """Counters and histograms of requests; the engine's own counts are read on demand."""
 
     def __init__(self, model: str, build: BuildInfo, stats: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ class Metrics:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def text(self) -> tuple[bytes, str]:
-        """Give the exposition and its media type."""
+        """Return Prometheus's text format and its media type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
@@ -110,7 +110,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Reads the engine's own counts."""
+    """A collector that reads the engine's own counts."""
 
     def __init__(self, stats: Callable[[], EngineStats], labels: list[str]) -> None:
         self._stats, self._labels = stats, labels
@@ -169,6 +169,6 @@ class EngineCollector(Collector):
 
 
 def _sizes(most: int) -> list[float]:
-    """List 1, 2, 5, 10, .. up to `most`."""
+    """Return the buckets 1, 2, 5, 10, .. up to `most`."""
     sizes = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     return [float(size) for size in sizes if size <= most]

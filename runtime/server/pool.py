@@ -1,4 +1,4 @@
-"""Runs what takes long in threads of its own, while the event loop goes on."""
+"""Thread pools for long work, so that the event loop is not blocked."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -12,20 +12,20 @@ R = TypeVar("R")
 
 
 class Pool:
-    """A few threads for jobs of one kind, and a limit of how many of these run or wait.
+    """A few threads for jobs of one kind, with a limit on the jobs that run or wait.
 
-    A job whose caller has gone is dropped, unless a thread has begun it. Jobs with the same key
-    count once: the first one does the work of the others.
+    If its caller is cancelled, a job that has not started is dropped. Jobs with the same key count
+    once towards the limit, since the first one does the work (and caches it) for the others.
     """
 
     def __init__(self, name: str, threads: int, limit: int, busy: str) -> None:
-        """busy: what a client is told whose job is one too many."""
+        """busy: the error message for a client whose job exceeds the limit."""
         self._executor = ThreadPoolExecutor(threads, name)
         self._limit, self._busy = limit, busy
         self._jobs: dict[Future[Any], Hashable] = {}
 
     async def run(self, key: Hashable, call: Callable[P, R], *args: P.args, **kw: P.kwargs) -> R:
-        """Return what the call returns; raises ApiError if too many jobs are there already."""
+        """Return what the call returns; raises ApiError if the limit is reached."""
         keys = set(self._jobs.values())
         if key not in keys and len(keys) >= self._limit:
             raise ApiError(429, self._busy)

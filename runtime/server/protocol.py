@@ -1,6 +1,7 @@
-"""Defines the bodies of requests as OpenAI and vLLM name their fields.
+"""Request bodies, with the field names of OpenAI and vLLM.
 
-A field that nobody knows is ignored; one that would change the answer elsewhere is refused.
+Unknown fields are ignored. Fields that change the answer on other servers, but that this server
+does not implement, are refused.
 """
 
 import reprlib
@@ -17,7 +18,7 @@ TOKEN = "a token id, which is a whole number from 0"
 FORM = "structured_outputs has it as `{}`"
 KWARGS = "chat_template_kwargs has it as `{}`"
 TRIED = "no sampler of that name is there"
-REFUSED = {  # what a client means who sends it, or what does it here
+REFUSED = {  # field: why it is refused, or which field takes its place
     "audio": "an answer is text",
     "best_of": "n is how many answers there are",
     "chat_template": "an engine has its model's own template",
@@ -75,7 +76,7 @@ REFUSED = {  # what a client means who sends it, or what does it here
     "web_search_options": "the server has no tools of its own",
     "xtc_probability": TRIED,
 }
-NOTHING: dict[str, Any] = {  # values that ask for nothing; null does so everywhere
+NOTHING: dict[str, Any] = {  # values of refused fields that change nothing; null never does
     "best_of": 1,
     "dry_multiplier": 0,
     "dynatemp_range": 0,
@@ -102,20 +103,20 @@ NOTHING: dict[str, Any] = {  # values that ask for nothing; null does so everywh
 
 
 class Body(BaseModel):
-    """Is a part of a request; a value must have its JSON type: "1" is no number."""
+    """A part of a request; types are strict: "1" is not accepted as a number."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class StreamedBody(Body):
-    """Is the body of a request whose answer may come in pieces."""
+    """The body of a request whose answer may be streamed."""
 
     model: str | None = None
     stream: bool | None = None
 
     @property
     def count(self) -> int:
-        """Count the choices that the body asks for."""
+        """The number of choices that the body asks for."""
         return 1
 
 
@@ -125,7 +126,7 @@ class StreamOptions(Body):
 
 
 def _describe(schema: dict[str, Any]) -> None:
-    """Adds the settings to the fields in a body's JSON schema."""
+    """Add the sampling settings to the fields in a body's JSON schema."""
     hints = get_type_hints(SamplingParams)
     for name, setting in http_settings().items():
         known = TypeAdapter(hints[name]).json_schema() if name in hints else {}
@@ -133,7 +134,7 @@ def _describe(schema: dict[str, Any]) -> None:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Tell whether a field that is refused asks for something; false is no 0."""
+    """Return whether a refused field has an effective value; false does not count as 0."""
     nothing = NOTHING.get(name)
     return value is not None and (
         value != nothing or isinstance(value, bool) is not isinstance(nothing, bool)
@@ -141,9 +142,9 @@ def _asks(name: str, value: Any) -> bool:
 
 
 class Sampled(StreamedBody):
-    """Holds the fields that chats and completions share. Null stands for the default.
+    """The fields that chats and completions share; null means the default.
 
-    A body also has the fields of `http_settings`.
+    The fields of `http_settings` are accepted as well, as extra fields.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
@@ -166,7 +167,7 @@ class Sampled(StreamedBody):
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
-        """Says which of a stream's events have the usage."""
+        """Which events of a stream include the usage."""
         options = self.stream_options or StreamOptions()
         if not options.include_usage:
             return "never"
@@ -174,13 +175,13 @@ class Sampled(StreamedBody):
 
     @property
     def refused(self) -> tuple[str, str] | None:
-        """Returns a field that the server refuses and that asks for something, with the reason."""
+        """The first refused field with an effective value, and the reason; None if none."""
         given = (self.model_extra or {}).items()
         return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _asks(n, v)), None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that the body gives, not yet checked."""
+        """The sampling settings in the body, unchecked."""
         return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
 
 
@@ -200,7 +201,7 @@ class Tool(Body):
 
 
 class ChatBody(Sampled):
-    """Is the body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Many[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -219,13 +220,13 @@ class ChatBody(Sampled):
 
 
 class ChatTokensBody(ChatBody):
-    """Is the body of POST /tokenize for a conversation."""
+    """The body of POST /tokenize for a conversation."""
 
     return_token_strs: bool | None = None
 
 
 class TextTokensBody(Body):
-    """Is the body of POST /tokenize for a text."""
+    """The body of POST /tokenize for a text."""
 
     model: str | None = None
     prompt: str
@@ -234,14 +235,17 @@ class TextTokensBody(Body):
 
 
 class TokensBody(Body):
-    """Is the body of POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Many[Id]
 
 
 def _first_wrong_item(prompt: Any) -> Any:
-    """Say what is wrong with a prompt; the types of a union would each say why they do not fit."""
+    """Check a prompt and name its first wrong item.
+
+    Without this, pydantic would report one error for each type of the union.
+    """
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
@@ -266,7 +270,7 @@ def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
 
 
 class CompletionBody(Sampled):
-    """Is the body of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[
         str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_first_wrong_item)

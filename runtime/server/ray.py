@@ -1,4 +1,4 @@
-"""Replicas by Ray Serve: `serve run examples/serve/ray.yaml`, the dependency group `ray`."""
+"""Replicas under Ray Serve (dependency group `ray`): `serve run examples/serve/ray.yaml`."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from mtpbuild.runtime.target_options import load_options, option_flags
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:
-    """Returns the types and defaults of a group of flags."""
+    """Return the types and defaults of a group of flags."""
     hints = get_type_hints(kind)
     return {entry.name: (hints[entry.name], entry.default) for entry in fields(kind)}
 
@@ -38,7 +38,7 @@ Arguments: Any = create_model(
 
 
 class Named:
-    """Says in a header of each answer which replica gave it: host and process."""
+    """Middleware that adds a header with the replica's host and process to each answer."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
         self._app, self._header = app, (b"x-replica", name.encode())
@@ -60,7 +60,7 @@ class Named:
 )
 @serve.ingress()
 class Replica:
-    """Is an engine, and the server's routes over it, in a process that Ray Serve starts."""
+    """An engine and the server's routes, in a process that Ray Serve starts."""
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
@@ -82,12 +82,12 @@ class Replica:
         return made
 
     def check_health(self) -> None:
-        """Ray Serve replaces a replica whose engine can't go on."""
+        """Raise the engine's failure; Ray Serve then replaces this replica."""
         if self._service.failed is not None:
             raise self._service.failed
 
 
 def app(arguments: Arguments) -> Any:
-    """Returns the application of a configuration file's `import_path`."""
-    deployment: Any = Replica  # what the decorators made of it
+    """Return the application for a configuration file's `import_path`."""
+    deployment: Any = Replica  # the decorators turned the class into a deployment
     return deployment.bind(arguments)

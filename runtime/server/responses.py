@@ -1,4 +1,4 @@
-"""Serves POST /v1/responses, OpenAI's newer API, without a memory of earlier responses."""
+"""POST /v1/responses, OpenAI's newer API; no responses are stored between requests."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,7 +41,7 @@ class Text(Body):
 
 
 class ResponsesBody(StreamedBody):
-    """Is the body of POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -57,7 +57,7 @@ class ResponsesBody(StreamedBody):
 
 
 def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
-    """Makes the answer that a body asks for; an ApiError names the field that is wrong."""
+    """Create the answer for a body; ApiError names the wrong field."""
     with told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
         answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
     answer.form_field = NAMES.get(answer.form_field, answer.form_field)
@@ -66,7 +66,7 @@ def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "Res
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
-    """Translates a body into a chat's; raises ApiError for what a chat can't say."""
+    """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
     extra = body.model_extra or {}
     for name, reason in REFUSED.items():
         if extra.get(name):
@@ -91,7 +91,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
 
 
 def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
-    """Returns the messages of a chat, each with the place of its content; raises ApiError."""
+    """Return the chat messages, each with the path of its content in the body; raises ApiError."""
     said: list[tuple[str, Json]] = []
     if body.instructions:
         said.append(("instructions", {"role": "system", "content": body.instructions}))
@@ -103,7 +103,10 @@ def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
 
 
 def _add(said: list[tuple[str, Json]], number: int, item: Json) -> None:
-    """Adds an item to the conversation; thoughts, a text and calls are one message."""
+    """Add an item to the conversation.
+
+    Consecutive reasoning, text and function calls of the assistant become one message.
+    """
     last = said[-1][1] if said else {}
     turn = last if last.get("role") == "assistant" else None
     begun = turn is not None and "content" not in turn
@@ -135,16 +138,16 @@ def _add(said: list[tuple[str, Json]], number: int, item: Json) -> None:
 
 
 def _texts(parts: Any) -> str:
-    """Joins the texts of a thought; one that no client can read has none."""
+    """Join the texts of a reasoning item; an encrypted item has none."""
     each = parts if isinstance(parts, list) else []
     return "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
 
 
 def _tools(body: ResponsesBody) -> list[Json]:
-    """Returns the tools of a body; raises ApiError for one that is neither function nor namespace.
+    """Return the tools of a body and of its items of type `additional_tools`.
 
-    Those of an item `additional_tools` are what the client has, not what it wants: of these others
-    are left out.
+    Raises ApiError if an entry of `tools` is neither a function nor a namespace. In
+    `additional_tools`, which lists what the client has, other kinds are skipped later.
     """
     for number, tool in enumerate(body.tools or ()):
         if (kind := tool.get("type")) not in ("function", "namespace"):
@@ -156,7 +159,7 @@ def _tools(body: ResponsesBody) -> list[Json]:
 
 
 def _functions(tools: Iterable[Json]) -> Iterator[Json]:
-    """Yields the functions among tools and in their namespaces."""
+    """Yield the functions among the tools, including those in namespaces."""
     for tool in tools:
         match tool:
             case {"type": "function"}:
@@ -166,7 +169,7 @@ def _functions(tools: Iterable[Json]) -> Iterator[Json]:
 
 
 def _namespaces(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
-    """Yields the names of functions with those of their namespaces."""
+    """Yield the name of each function in a namespace, with the namespace's name."""
     for tool in tools:
         if tool.get("type") == "namespace":
             for function in _functions([tool]):
@@ -195,11 +198,11 @@ def _format(form: Json) -> Json:
 
 
 class ResponsesAnswer(BlockAnswer):
-    """Is an answer as a response, whose output is a list of items."""
+    """An answer as a response object, whose output is a list of items."""
 
     kind = "resp"
     asked: ResponsesBody
-    namespaces: dict[str, Any]  # of functions that have one
+    namespaces: dict[str, Any]  # by function name
     _events = 0
 
     def whole(self) -> Json:
@@ -236,12 +239,12 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event(response["status"], response=response)
 
     def failure(self, error: ApiError) -> Json:
-        """Returns the event with OpenAI's fields, and the object that its package raises."""
+        """Return the error event with OpenAI's fields and the error object its client raises."""
         told = {"code": str(error.status), "message": error.message, "param": error.param}
         return self._event("error", None, **told, **error.body()) | {"type": "error"}
 
     def _event(self, kind: str, block: Block | None = None, /, **fields: Any) -> Json:
-        """Returns an event; one that belongs to a block says which."""
+        """Return the next event; with a block, include the item's id and indices."""
         place: Json = {}
         if block is not None:
             place = {"item_id": _item_id(block), "output_index": self.index}
@@ -251,7 +254,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": f"response.{kind}", "sequence_number": number} | place | fields
 
     def _item(self, block: Block, complete: bool | None) -> Json:
-        """Returns a block as an item; complete None: it has only begun."""
+        """Return a block as an output item; complete None: it has just started."""
         status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
         head = {"id": _item_id(block), "status": status}
         parts = [] if complete is None else [_part(block.kind, block.text)]

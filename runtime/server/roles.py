@@ -1,4 +1,4 @@
-"""Gives a chat template messages of roles that it knows, so that no instruction is lost."""
+"""Messages with the role `developer`, adapted to the chat template so that none is lost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ INSTRUCTIONS = ("system", "developer")
 
 
 def with_known_roles(messages: list[Json], render: Render) -> list[Json]:
-    """Return the messages with those of the role `developer` as the template shows them.
+    """Return the messages in the first variant of which the template shows all instructions.
 
-    They stay, become those of `system`, or become one with the system message that they follow. A
-    template that shows none of these gets `system`.
+    The variants: role `developer` stays; it becomes `system`; the leading system messages are also
+    joined into one. If the template shows none of them, the second variant is returned.
     """
     if not any(message.get("role") == "developer" for message in messages):
         return messages
@@ -33,7 +33,7 @@ def _others(messages: list[Json]) -> Iterator[list[Json]]:
 
 
 def _shows(messages: list[Json], render: Render) -> bool:
-    """Tell whether a template shows the texts of all instructions."""
+    """Return whether the rendered template contains the texts of all instructions."""
     marked, marks = [], []
     for number, message in enumerate(messages):
         if message.get("role") in INSTRUCTIONS and message.get("content"):

@@ -1,4 +1,4 @@
-"""Makes SamplingParams from a body; a missing field has the model's default, else vLLM's."""
+"""SamplingParams from a request's body; defaults are the model's, then vLLM's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,13 +30,13 @@ def read_sampled(
     names: Mapping[str, str] | None = None,
     **own: Any,
 ) -> SamplingParams:
-    """Makes the settings of a request; raises ApiError for one that the engine can't do.
+    """Return the SamplingParams of a request; raises ApiError for those the engine can't serve.
 
-    prompt: the number of its tokens. most: how many tokens the answer may have; None: `usual`, or
-    as many as the engine has room for. prompt_logprobs: where the body has none of its own. calls:
-    the form of an answer that must be tool calls. markers: texts that the answer must show, even
-    where they are special tokens. names: settings by the fields that ask for them. own: fields of
-    SamplingParams that no client gives.
+    prompt: its number of tokens. most: the answer's token limit; None: `usual`, capped by the room
+    that the context has left. prompt_logprobs: the default if the body does not set it. calls: the
+    grammar of an answer that must be tool calls. markers: texts that the answer must show even if
+    they are special tokens. names: setting -> the body's field that sets it, where they differ.
+    own: further fields of SamplingParams, which clients can't set.
     """
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -65,7 +65,7 @@ def read_sampled(
     try:
         limit = min(room, usual or room) if most is None else most
         params = SamplingParams(max_tokens=limit, logprobs=logprobs, **asked, **own)
-        engine.check(params, form=False)  # the form is compiled once the request is prepared
+        engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
         raise field_error(error, named) from None
     return params
@@ -79,7 +79,7 @@ def check_refused(body: Sampled) -> None:
 
 
 def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Return the client's error for a setting; names: settings by the fields that ask for them."""
+    """Return the client's error for a setting; names: setting -> the field that sets it."""
     message, setting = str(error), field_of(str(error))
     if setting is None:
         return ApiError(400, message)
@@ -88,7 +88,7 @@ def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
 
 
 def field_of(message: str) -> str | None:
-    """Return the field that a message begins with, if it is one."""
+    """Return the field's name with which a message begins; None if it begins otherwise."""
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
     return first if first.partition(".")[0] in fields else None

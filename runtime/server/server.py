@@ -1,4 +1,4 @@
-"""Runs the server process: it listens, loads the engine, and ends on signals."""
+"""The server process: it listens, loads the engine, serves, and shuts down on signals."""
 
 import asyncio
 import contextlib
@@ -30,39 +30,39 @@ ENDED_AT_ONCE = 130
 
 @dataclass(frozen=True)
 class Address:
-    """Says where the server listens, and how long it takes to end."""
+    """The address to listen on, and the time limit for draining."""
 
     host: str
     port: int
-    drain: float  # seconds in which running requests may end
+    drain: float  # seconds that running requests have to finish at shutdown
 
 
 class Listener(uvicorn.Server):
-    """Is uvicorn without its signals: this process decides itself when to end."""
+    """A uvicorn server without signal handlers: this process decides when to shut down."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def stop(self) -> None:
-        """Stops listening, and lets `serve` return."""
+        """Stop listening and let `serve` return."""
         self.should_exit = True
 
     def drop(self) -> None:
-        """Ends the connections of clients that do not read their answers."""
+        """Abort the connections of clients that do not read their answers."""
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
 
 
 def listen(address: Address) -> socket.socket:
-    """Opens the socket; raises UsageError if the address can't be had."""
+    """Open the socket; raises UsageError if the address is not available."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is TCP; accepted ones inherit it.
+    # asyncio sets TCP_NODELAY only on sockets with the protocol TCP; accepted sockets inherit it.
     own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((address.host, address.port))
-        own.listen(BACKLOG)  # a client that comes from now on waits, and is not refused
+        own.listen(BACKLOG)  # from now on clients wait instead of being refused
     except OSError as error:
         own.close()
         where = f"{address.host}:{address.port}"
@@ -71,7 +71,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Reads sampling defaults from the model's generation_config.json, as vLLM does."""
+    """Read sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
         said = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
 
 
 def engine_defaults(folder: Path) -> dict[str, float | int]:
-    """Returns the model's settings that its engine can apply, and warns of one that it can't."""
+    """Return the sampling defaults that the engine can apply; warn of one that it can't."""
     defaults = generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
     if repetition != 1 and Feature.PENALISE not in read_manifest(folder).features:
@@ -96,7 +96,7 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
 
 
 def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
-    """Serves until a signal comes. Raises the loading error, or EngineError if the engine fails."""
+    """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
     hosts = (*settings.hosts, address.host)
     settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
     own = listen(address)
@@ -111,7 +111,7 @@ def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address:
 
 
 def configuration(service: Service) -> uvicorn.Config:
-    """Configures uvicorn with this server's limits; its warnings go to standard error."""
+    """Return uvicorn's configuration with this server's limits; warnings go to stderr."""
     return uvicorn.Config(
         make_app(service),
         http=limited(service.settings),
@@ -139,7 +139,7 @@ async def _serve(
         listener.stop()
 
     def signalled() -> None:
-        """Lets running requests end at the first signal, and ends at once at the second."""
+        """Drain at the first signal; exit at once at the second."""
         if endings:
             os._exit(ENDED_AT_ONCE)
         endings.append(asyncio.create_task(end()))
@@ -166,7 +166,7 @@ async def _serve(
 
 
 def _in_a_thread(load: Callable[[], Engine]) -> asyncio.Future[Engine]:
-    """Loads while the server answers; a process that ends does not wait for it."""
+    """Load the engine in a daemon thread, so that exiting does not wait for it."""
     future = Future[Engine]()
 
     def run() -> None:
@@ -186,13 +186,13 @@ def _url(own: socket.socket) -> str:
 
 
 def outlive_signals() -> None:
-    """Ignores signals in a rank that follows: launchers send them to all ranks, rank 0 ends it."""
+    """Ignore signals in a rank other than 0: launchers signal all ranks, rank 0 ends the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def read_key(file: Path | None) -> str | None:
-    """Reads the API key: a file's first line, or MTPBUILD_API_KEY; None: no key."""
+    """Read the API key from a file's first line, else from MTPBUILD_API_KEY; None: no key."""
     if file is None:
         return os.environ.get("MTPBUILD_API_KEY") or None
     try:
@@ -206,7 +206,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call it in the loop's thread at SIGTERM and Ctrl-C; on Windows loops take no handlers."""
+    """Run `call` in the loop's thread at SIGTERM and SIGINT; Windows loops take no handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         try:
             loop.add_signal_handler(number, call)

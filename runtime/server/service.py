@@ -1,4 +1,4 @@
-"""The engine behind the server: it admits requests, counts them, and notices failures."""
+"""The service between the routes and the engine: admission, metrics, failures and draining."""
 
 import asyncio
 import contextlib
@@ -25,54 +25,54 @@ from mtpbuild.runtime.server.pool import Pool
 log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
 READERS, COMPILERS = 4, 2  # threads
-FORMS = 32  # forms that are compiled or wait for it
+FORMS = 32  # output grammars that are being compiled or queued for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
-CUT = 0.5  # seconds in which clients may read that their requests were cut off
+CUT = 0.5  # seconds that clients have to read the error after their requests were cut off
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the flags of `mtpbuild serve` that concern requests."""
+    """The flags of `mtpbuild serve` that concern requests."""
 
     model: str | None = None  # its name to clients; None: the engine's
     api_key: str | None = None
     max_queue: int = 256
     request_timeout: float | None = None
     max_body: int = 8 * 1024 * 1024
-    header_timeout: float = 30.0  # seconds, as are those below
+    header_timeout: float = 30.0  # seconds, like the next two
     body_timeout: float = 60.0
     send_timeout: float = 60.0
     cors: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()  # names that requests may give the server; "*": any
-    thinking: bool = True  # thoughts are a field of their own
+    hosts: tuple[str, ...] = ()  # accepted names in the header Host; "*": any
+    thinking: bool = True  # put reasoning into a field of its own
     tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
     log_requests: bool = False
     access_log: bool = False  # a line for each request: who asked, method, path and status
-    defaults: dict[str, float | int] = field(default_factory=dict)  # of generation_config.json
+    defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
 
 
 class Service:
-    """Admits requests to an engine while it works.
+    """Admission of requests to an engine.
 
-    It is ready from when the engine is loaded until it drains or the engine fails.
+    The service is ready once the engine is loaded, until it drains or the engine fails.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.engine: Engine | None = None
         self.draining = False
-        self.failed: EngineError | None = None  # why the engine can't go on
+        self.failed: EngineError | None = None  # why the engine can't continue
         self.on_failure: Callable[[], None] = lambda: None
-        self.open = 0  # choices that were let in and have not been answered
+        self.open = 0  # admitted choices that have not been answered
         self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
-        self._limits: set[asyncio.Timeout] = set()  # of the chunks that are waited for
-        self._cut = False  # requests are over, however far they have come
+        self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
+        self._cut = False  # the drain timeout has passed: unfinished requests fail
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
-        """Take the engine, now that it is loaded."""
+        """Start serving a loaded engine."""
         self.model = self.settings.model or engine.manifest.model.name
         self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
         self.engine = engine
@@ -82,7 +82,7 @@ class Service:
         return self.engine is not None and not self.draining and self.failed is None
 
     def admit(self, count: int) -> Engine:
-        """Give the engine for so many more requests; raises ApiError if it takes none now."""
+        """Return the engine if it can take `count` more choices; raises ApiError if not."""
         if self.engine is None:
             raise ApiError(503, "the engine is being loaded")
         if self.failed is not None:
@@ -99,13 +99,13 @@ class Service:
         return self.engine
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request is for another model."""
+        """Raise ApiError if a request names another model."""
         if name not in (None, self.model):
             raise ApiError(404, f"The model `{name}` does not exist.", "model")
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[Engine]:
-        """Count so many choices as open while the block runs; raises ApiError as `admit` does."""
+        """Count `count` choices as open while the block runs; raises ApiError as `admit` does."""
         engine = self.admit(count)
         self.open += count
         try:
@@ -114,7 +114,7 @@ class Service:
             self.open -= count
 
     async def stream(self, engine: Engine, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Yield a request's chunks; leaving the stream ends the request. Raises ApiError."""
+        """Yield a request's chunks; closing the stream aborts the request. Raises ApiError."""
         began, last = time.perf_counter(), 0.0
         reason, m = "abort", self.metrics
         try:
@@ -136,7 +136,7 @@ class Service:
             raise ApiError(408, late, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
-        except (NotFiniteError, RequestFailedError) as error:  # its own: the engine goes on
+        except (NotFiniteError, RequestFailedError) as error:  # only this request failed
             reason = "error"
             raise ApiError(500, str(error)) from None
         except EngineError as error:
@@ -147,7 +147,7 @@ class Service:
             m.ended("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
-        """Get the next chunk, or None after the last; TimeoutError once the time is over."""
+        """Return the next chunk, None after the last; TimeoutError after the request's time."""
         most = self.settings.request_timeout
         left = None if most is None else began + most - time.perf_counter()
         async with asyncio.timeout(0 if self._cut else left) as limit:
@@ -158,9 +158,10 @@ class Service:
                 self._limits.discard(limit)
 
     async def drained(self, timeout: float) -> bool:
-        """Admit nobody, and wait until all requests are answered, those too late by an error.
+        """Stop admitting requests and wait until all open ones are answered.
 
-        Returns at the latest `CUT` seconds after the time is over, and whether all are answered.
+        After `timeout` seconds the remaining requests are answered with an error. Returns at most
+        `CUT` seconds later whether all requests were answered.
         """
         self.draining = True
         await self._answered(timeout)
@@ -195,7 +196,7 @@ class Service:
             m.per_token.observe(told.tpot_s)
 
     def _probe(self, failure: EngineError) -> None:
-        """After a failed step, try whether the engine still works, unless a trial is running."""
+        """Test the engine with a small request after a failed step, unless a test is running."""
         if self._tasks or self.failed is not None:
             return
         task = asyncio.get_running_loop().create_task(self._try(failure))
@@ -210,13 +211,13 @@ class Service:
                 pass
         except (StepError, RankError) as error:
             self.fail(error)
-        except Exception:  # the trial's own, such as no memory for it: only a step fails the engine
+        except Exception:  # such as out of memory: only a failed step means that the engine failed
             log.exception("the engine could not be tried")
         else:
             log.warning("the engine goes on: %s", failure)
 
     async def watch(self, every: float = 1.0) -> None:
-        """Check every so many seconds whether the engine has failed while it was idle."""
+        """Check every `every` seconds whether the engine has failed while idle."""
         assert self.engine is not None
         while self.failed is None:
             if reason := self.engine.failure:
@@ -224,6 +225,6 @@ class Service:
             await asyncio.sleep(every)
 
     def fail(self, error: EngineError) -> None:
-        """Note that the engine can't go on."""
+        """Record that the engine has failed for good."""
         self.failed = error
         self.on_failure()

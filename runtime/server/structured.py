@@ -1,4 +1,4 @@
-"""Reads the form of an answer: response_format, structured_outputs, or forced tool calls."""
+"""Structured output of a request: response_format, structured_outputs, or forced tool calls."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,10 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
-    """Returns the form and the field that asks for it, or None; raises ApiError."""
+    """Return the field that asks for structured output, and its value; None if there is none.
+
+    Raises ApiError.
+    """
     given = {"structured_outputs": body.structured_outputs}
     if body.response_format is not None:
         given["response_format"] = _response_format(body.response_format)
@@ -41,13 +44,13 @@ def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
 
 
 def form_field(body: Sampled) -> str:
-    """Name the field that asks for the answer's form."""
+    """Return the name of the field that asks for structured output."""
     given = (name for name in ("response_format", "structured_outputs") if getattr(body, name))
     return next(given, "tool_choice")
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Translates OpenAI's response_format into vLLM's structured_outputs."""
+    """Translate OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
     if kind in ("text", "json_object"):
         for name in ("schema", "json_schema"):
@@ -67,7 +70,7 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
 def forced_calls(
     body: ChatBody, form: Form | None, tokenizer: Tokenizer | None
 ) -> StructuredOutputs | None:
-    """Returns the form of an answer that must be calls; None if tool_choice forces none.
+    """Return the grammar of an answer that must be tool calls; None if tool_choice forces none.
 
     A named function is called once; "required" allows any number of calls unless
     parallel_tool_calls is false. Raises ApiError.
@@ -99,9 +102,9 @@ def forced_calls(
 
 
 def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool) -> str:
-    """Writes a Lark grammar for calls of these tools: one call, or several unless `once`.
+    """Write a Lark grammar for calls of these tools: exactly one if `once`, else one or more.
 
-    Raises ValueError for what no grammar can say.
+    Raises ValueError for a schema that the grammar can't express.
     """
     before, between, after = form.spelled
     spell = partial(_literal, tokenizer=tokenizer)
@@ -125,7 +128,7 @@ def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, on
 
 
 def _arguments(tool: Tool, rule: str) -> str:
-    """Write the rules of a tool's arguments, which are an object; raises ApiError."""
+    """Write the rules for a tool's arguments, a JSON object; raises ApiError."""
     schema = tool.function.parameters
     try:
         asked = NO_PARAMETERS if schema is None else object_schema(schema)
@@ -135,7 +138,7 @@ def _arguments(tool: Tool, rule: str) -> str:
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Writes a text in Lark's syntax; llguidance knows added tokens only by their ids."""
+    """Write a text in Lark's syntax; llguidance needs added tokens as ids."""
     return " ".join(_parts(text, tokenizer.added_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Serves POST /tokenize and /detokenize: token ids of texts and conversations, and back."""
+"""POST /tokenize and /detokenize: texts and conversations to token ids, and token ids to text."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, Tok
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.tokenizer import Tokenizer
 
-LOOKED_AT = 4  # contexts that a text may be long whose tokens are told
+LOOKED_AT = 4  # longest text that is tokenised, in context lengths
 
 
 def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
-    """Returns the ids and their number, as vLLM does; raises ApiError."""
+    """Return the ids and their number, as vLLM does; raises ApiError."""
     tokenizer, engine = _tokenizer(service, body.model), service.admit(0)
     if isinstance(body, ChatTokensBody):
         ids = prompt_ids(engine, body)
@@ -32,7 +32,7 @@ def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[s
 
 
 def text_of(service: Service, body: TokensBody) -> dict[str, Any]:
-    """Returns the text of token ids, with the names of special tokens; raises ApiError."""
+    """Return the text of token ids, including special tokens; raises ApiError."""
     tokenizer = _tokenizer(service, body.model)
     last = service.admit(0).manifest.model.vocab_size - 1
     if max(body.tokens, default=0) > last:

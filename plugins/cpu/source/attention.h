@@ -1,19 +1,19 @@
-// Attention over cached rows, with 16 queries in the lanes: each cached number is read once for
-// all.
+// Attention over cached rows, with 16 queries in the lanes: each cached number is read once for all
+// queries.
 //
-// Positions are cut at multiples of CHUNK and SPLIT from 0 on, whoever asks. Within a split the
-// softmax is rescaled chunk by chunk, splits are folded in ascending order. Scores and values are
-// chains of fma over a row's numbers, and over rows, in ascending order. Positions that a lane does
-// not see are left out: a lane's result depends on its own query, and rows that it sees, alone. A
-// score that is infinite or NaN makes it NaN.
+// Positions are always split at multiples of CHUNK and SPLIT. Within a split the softmax is
+// rescaled chunk by chunk; splits are folded in ascending order. Scores are chains of fma over a
+// row's numbers, values over rows, in ascending order. Positions that a lane does not see are left
+// out, so a lane's result depends only on its own query and the rows that it sees. An infinite or
+// NaN score makes the result NaN.
 #pragma once
 #include "kernels.h"
 #include "maths.h"
 
 namespace {
 
-constexpr float LOWEST = -3.0e38f;    // of no score yet; finite, so that it can be subtracted
-constexpr float FLOOR = -73.682724f;  // log(1e-32): no weight is a subnormal number
+constexpr float LOWEST = -3.0e38f;    // before any score; finite, so that it can be subtracted
+constexpr float FLOOR = -73.682724f;  // log(1e-32), so that no weight is a subnormal number
 
 template <int KEYS>
 void scores(const mtp::Attention& a, const float* rows, float* out) {
@@ -27,7 +27,7 @@ void scores(const mtp::Attention& a, const float* rows, float* out) {
   for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
 }
 
-// A chunk's rows, of which lanes see so many; all that see any row see those before `common`.
+// The rows of a chunk that each lane sees. Lanes that see any position see those before `common`.
 struct Seen {
   int64_t count, common;
   Floats visible;
@@ -55,7 +55,7 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
 #pragma GCC unroll 16
     for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * stride + d]), sums[d]);
   }
-  for (; r < seen.count; r++) {  // 0 times NaN would be NaN in lanes that don't see the row
+  for (; r < seen.count; r++) {  // masked, as 0 * NaN is NaN in lanes that don't see the row
     Floats p = load(weights + 16 * r), place = same(static_cast<float>(r));
     for (int d = 0; d < VALUES; d++) {
       Floats more = fma(p, same(rows[r * stride + d]), sums[d]);
@@ -65,8 +65,8 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
   for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
 }
 
-// Positions of one chunk that lie beside each other: in the cache, among the fresh rows, or copied
-// (from bfloat16 always).
+// Returns the adjacent rows of a chunk: in the cache, among the fresh rows, or copied if the chunk
+// has both or the cache is bfloat16.
 inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
   if (end <= a.base && a.cache) return a.cache + at * a.stride;
   if (at >= a.base) return a.fresh + (at - a.base) * a.stride;
@@ -77,7 +77,7 @@ inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end,
   return copy;
 }
 
-// Scores of a chunk become weights; returns what the sums so far are to be multiplied by.
+// Turns a chunk's scores into weights; returns the factor for the sums of earlier chunks.
 inline Floats weigh(float* chunk, const Seen& seen, const mtp::Partial& out) {
   Floats before = load(out.largest), top = before, lowest = same(LOWEST);
   for (int64_t r = 0; r < seen.count; r++) {

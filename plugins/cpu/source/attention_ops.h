@@ -5,17 +5,17 @@
 namespace {
 
 // q [B, H, T, C], cache [B, 1, S, R], fresh [B, 1, F, R], base [B], first [B] -> [B, H, T, latent];
-// or, if `heads` says H, q [B, T, H * C] -> [B, T, H * latent].
+// or, if `heads` is H, q [B, T, H * C] -> [B, T, H * latent].
 //
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
-// begin at base. `written`: the fresh rows lie in the cache from base on. The cache may be
-// bfloat16, in which fresh rows are rounded already. A row has a key of C numbers for each of
-// `groups` heads, then or among them, from number `values` on, `latent` values for each. H / groups
-// query heads beside each other share one.
+// begin at base. written: the fresh rows are in the cache from base on. The cache may be bfloat16;
+// fresh rows are then rounded to it already. A row has a key of C numbers for each of `groups`
+// heads, and from number `values` on `latent` values for each, which may overlap the keys. H /
+// groups adjacent query heads share a key.
 //
-// chosen [B, T, k], which is for one group alone: of these rows a query sees those at such
-// positions, in their order. Others, as -1, are none, but NO_NUMBER makes it NaN. Its result is
-// that of attention over these rows side by side.
+// chosen [B, T, k], only for one group: a query sees only the rows at these positions, in their
+// order. Positions that do not exist, such as -1, are skipped, but NO_NUMBER makes the result NaN.
+// The result is that of attention over a cache of only these rows.
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,   ort::FLOAT,
@@ -46,7 +46,7 @@ struct Attention : Usual {
     attend(call, q, cache, fresh, base, first, call.input(5, true), y);
   }
 
-  // The same for operands that another operator has.
+  // Does the same with operands of another operator.
   void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
               const Tensor& base, const Tensor& first, const Tensor& chosen, float* y) const {
     Job job = checked(q, cache, fresh);
@@ -67,16 +67,16 @@ struct Attention : Usual {
  private:
   struct Job {
     int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
-    bool by_token;  // a token's heads are side by side
+    bool by_token;  // a token's heads are adjacent
     const float *q, *fresh;
     const void* cache;
-    bool halves;  // it is bfloat16
+    bool halves;  // the cache is bfloat16
     float* y;
-    // Of token m of all slots, where a head's query is; without `by_token`.
+    // Returns the row in q of a head of token m (of all slots), unless `by_token`.
     int64_t row(int64_t m, int64_t head) const {
       return (m / tokens * heads + head) * tokens + m % tokens;
     }
-    // Of a slot and a group: query i is token i / per_group.
+    // Returns the number of queries of a slot and a group; query i is of token i / per_group.
     int64_t queries() const { return per_group * tokens; }
     int64_t place(int64_t slot, int64_t group, int64_t query) const {
       int64_t head = group * per_group + query % per_group, token = query / per_group;
@@ -84,7 +84,7 @@ struct Attention : Usual {
       return (slot * heads + head) * tokens + token;
     }
   };
-  // 16 queries of a slot and a group.
+  // Up to 16 queries of a slot and a group.
   struct Lanes {
     int64_t slot, group, first, base, end;
     int32_t seen[LANES];
@@ -117,7 +117,7 @@ struct Attention : Usual {
     return job;
   }
 
-  // Where 16 queries look. A slot that idles may point anywhere: it is kept inside.
+  // Returns which positions 16 queries see; clamped, as an idle slot may have any base and first.
   Lanes look(const Job& job, int64_t number, const int64_t* base, const int64_t* first) const {
     int64_t sixteens = up(job.queries(), LANES), group = number / sixteens;
     Lanes lanes{group / groups, group % groups, number % sixteens * LANES, 0, 0, {}};
@@ -133,7 +133,7 @@ struct Attention : Usual {
     return lanes;
   }
 
-  // Few lanes share out their splits too, many do them one behind the other; sums are the same.
+  // Runs all lanes. Each is a task; if they are few, each split is a task. Sums are the same.
   void run(Call& call, const Job& job, const std::vector<Lanes>& lanes, int64_t work) const {
     int64_t count = static_cast<int64_t>(lanes.size()), splits = 1;
     for (const Lanes& each : lanes) splits = std::max(splits, up(each.end, mtp::SPLIT));
@@ -159,7 +159,7 @@ struct Attention : Usual {
     });
   }
 
-  // Attention to chosen rows: a token's splits are shared out as `run` does it.
+  // Runs attention to chosen rows; splits become tasks as in `run`.
   void attend_to(Call& call, const Job& job, const Tensor& base, const Tensor& chosen) const {
     NEED(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
              chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
@@ -193,7 +193,7 @@ struct Attention : Usual {
     });
   }
 
-  // All heads of a token attend to a split of its chosen rows, which are copied side by side.
+  // Runs a token's heads on a split of its chosen rows, which are copied to adjacent places.
   void attend_to(const Job& job, const Tensor& base, const Tensor& chosen, int64_t m, int64_t split,
                  float* parts) const {
     int64_t most = chosen.shape[2], begin = split * mtp::SPLIT, count = 0;
@@ -220,7 +220,7 @@ struct Attention : Usual {
     }
   }
 
-  // Copies the numbers of a row that attention reads; tells whether there is such a row.
+  // Copies the numbers of a row that attention reads; returns whether the row exists.
   bool copied(const Job& job, int64_t slot, int64_t base, int64_t at, float* to) const {
     int64_t old = written ? job.rows : base;
     if (at == NO_NUMBER) return std::fill_n(to, job.width, NAN), true;
@@ -251,7 +251,7 @@ struct Attention : Usual {
     }
   }
 
-  // A lane's result.
+  // Writes a lane's result.
   void finish(const mtp::Partial& done, int64_t lane, float* row) const {
     float total = done.total[lane], factor = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
     for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + lane] * factor;

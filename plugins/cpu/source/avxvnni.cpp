@@ -1,4 +1,4 @@
-// Kernels for AVX-VNNI: AVX2, but for the dot product.
+// Kernels for AVX-VNNI: those for AVX2 with another dot product.
 #include "lanes_avx2.h"
 //
 #include "table.h"

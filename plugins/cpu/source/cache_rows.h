@@ -1,10 +1,10 @@
-// What makes rows of a cache and writes them, for latent and grouped attention.
+// Rotation and writing of cache rows, for latent and grouped attention.
 #pragma once
 #include "op.h"
 
 namespace {
 
-// Rotate the pairs of x [2 * half]; `interleaved`: they are neighbours, else `half` apart.
+// Rotates the pairs of x [2 * half]; interleaved: pairs are adjacent, else `half` apart.
 void rotate(const float* x, const float* cos, const float* sin, int64_t half, bool interleaved,
             float* y) {
   int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
@@ -31,14 +31,14 @@ struct Angles {
   }
 };
 
-// Rows of a cache: fresh [slots, 1, tokens, width].
+// Cache rows: fresh [slots, 1, tokens, width].
 struct Fresh {
   int64_t slots, tokens, width;
 };
 
-// The result of place 2: a cache [slots, 1, S, width] with the fresh rows from row start [slots]
-// on. It is written in place if it is bound so. In bfloat16 it rounds the fresh rows, too: what a
-// step reads of them is what later ones read of the cache.
+// Result 2: a cache [slots, 1, S, width] with the fresh rows from row start [slots] on. It is
+// updated in place if input and output are bound to the same memory. With a bfloat16 cache the
+// fresh rows are rounded, too, so that a step reads the same values as later steps.
 template <class C>
 void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
                 const Fresh& size) {
@@ -63,7 +63,7 @@ void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& s
   }
 }
 
-// What a node of rows is called whose caches are of this type.
+// Returns the name of an operator whose caches have this type.
 template <class C>
 constexpr const char* name_of(const char* floats, const char* halves) {
   return std::is_same_v<C, float> ? floats : halves;

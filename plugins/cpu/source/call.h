@@ -1,4 +1,4 @@
-// What an operator is made of and called with, in a node of its own or as a step of a chain.
+// The attributes and calls of operators, which are nodes of their own or steps of a chain.
 #pragma once
 #include <map>
 
@@ -7,7 +7,7 @@
 
 namespace ort {
 
-// A node's attributes, or those of a step: whole numbers, and the bits of fp32 ones.
+// The attributes of a node or a step: integers, and the bits of fp32 numbers.
 struct Attributes {
   const Info* info = nullptr;
   std::map<std::string, int64_t> own;
@@ -67,7 +67,7 @@ constexpr Type TYPE<int32_t> = INT32;
 template <>
 constexpr Type TYPE<int64_t> = INT64;
 
-// Operands, results and threads of one call.
+// The operands, results and threads of one call.
 class Call {
  public:
   Context* const context;
@@ -96,7 +96,7 @@ struct NodeCall final : Call {
   }
 };
 
-// The operators' common ground.
+// The base class of operators.
 struct Operator {
   virtual ~Operator() = default;
   virtual void compute(Call&) const = 0;

@@ -1,9 +1,9 @@
-// Operators one behind the other in one node: what it costs onnxruntime to begin a node is saved,
-// and what one of them hands to the next never leaves.
+// A sequence of operators in one node: saves onnxruntime's cost of starting each node, and
+// intermediate values stay inside the node.
 //
-// `steps` has a line for each: "NAME OPERAND .. > RESULT .. ATTRIBUTE=NUMBER ..". Values are
-// numbered: first the node's `operands`, then each result in its turn; "-" is none. `results` are
-// the values that leave the node. An fp32 attribute is written as its bits.
+// `steps` has a line for each operator: "NAME OPERAND .. > RESULT .. ATTRIBUTE=NUMBER ..". Values
+// are numbered: first the node's `operands`, then each result in order; "-" is none. `results` are
+// the values that the node returns. An fp32 attribute is written as its bits.
 #pragma once
 #include <sstream>
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// An operator as a chain makes and checks it.
+// An operator's name, types and constructor, by which a chain creates and checks it.
 struct Kind {
   const char* name;
   const ort::Type* inputs;
@@ -42,7 +42,7 @@ struct Chain : ort::Operator {
       bool fits = value >= operands && leaves.emplace(value, leaves.size()).second;
       NEED(fits, name, "no result " + word);
     }
-    std::vector<size_t> last(count + 1);  // the step behind which nobody reads a value
+    std::vector<size_t> last(count + 1);  // the last step that uses each value
     for (size_t s = 0; s < steps.size(); s++) {
       for (int64_t value : steps[s].results) last[std::max<int64_t>(value, 0)] = s;
       for (int64_t value : steps[s].operands) last[std::max<int64_t>(value, 0)] = s;
@@ -75,9 +75,9 @@ struct Chain : ort::Operator {
   };
   int64_t operands, count;
   std::vector<Step> steps;
-  std::map<int64_t, size_t> leaves;  // a value, and the place of the node's result that it is
+  std::map<int64_t, size_t> leaves;  // value -> index of the node's result
 
-  // The value that a word names, which is below `end`.
+  // Returns the value that a word names, which must be below `end`.
   static int64_t number(const std::string& word, int64_t end) {
     if (word == "-") return NONE;
     bool digits = !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;

@@ -1,10 +1,10 @@
-// The delta rule of some columns of a head, and the convolution in front of it.
+// The delta rule for some columns of a head, and the convolution before it.
 #pragma once
 #include "maths.h"
 
 namespace {
 
-// Vectors of columns that go through a state together; there are three totals of each.
+// Vectors of columns that are computed together; each has three totals.
 #if defined(__AVX512F__)
 constexpr int TOGETHER = mtp::COLUMNS / 16;
 #else
@@ -12,9 +12,9 @@ constexpr int TOGETHER = 2;
 #endif
 static_assert(mtp::COLUMNS % (16 * TOGETHER) == 0);
 
-// Token t of some columns: what it changes of the state, what it reads of it, and in `held` what
-// the next one finds under its key. Every number has one total, to which keys add in their order. A
-// token loads a number of the state once and stores it once, which bounds it: the state of 64
+// Runs token t for some columns: updates the state, reads it for the token's query, and puts into
+// `held` what the next token's key reads. Every number has one total, to which keys add in order.
+// A token loads and stores each number of the state once, which limits its speed: the state of 64
 // columns fills a first-level cache.
 template <bool KEEPS, bool ASKS, bool GOES_ON>
 void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t reads, float* to,
@@ -69,7 +69,7 @@ void delta(const mtp::Delta& d) {
     d.queries ? delta_columns<true>(d, first) : delta_columns<false>(d, first);
 }
 
-// silu(sum over j of weight[j] * rows[j]), added in the order of j.
+// Computes silu(sum over j of weight[j] * rows[j]), added in the order of j.
 void convolve(const float* const* rows, const float* weight, int64_t taps, int64_t channels,
               float* out) {
   for (int64_t i = 0; i < channels; i += 16) {

@@ -1,6 +1,6 @@
-// The gated delta rule, token by token, and the convolution in front of it.
+// The gated delta rule, token by token, and the convolution before it.
 //
-// `begins` [B] tells which slots begin: whatever stands in their states, it counts as zeros.
+// begins [B]: slots whose request begins; their states are read as zeros.
 #pragma once
 #include "exponential.h"
 #include "op.h"
@@ -13,13 +13,13 @@ bool are_of(const Tensor& begins, int64_t slots) {
   return !begins.memory || begins.shape == std::vector<int64_t>{slots};
 }
 
-// silu of a convolution over tokens: x [B, T, C], the k - 1 inputs before them [B, k - 1, C],
-// weight [k, C], begins or none -> [B, T, C].
+// silu of a causal convolution: x [B, T, C], the k - 1 inputs before x [B, k - 1, C], weight
+// [k, C], begins or none -> [B, T, C].
 struct CausalConv : Usual {
   static constexpr const char* name = "CausalConv";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL};
   static constexpr unsigned optional = 1 << 3;
-  static constexpr int64_t TAPS = 64;  // at most
+  static constexpr int64_t TAPS = 64;  // maximum of k
   const Kernels& k;
 
   CausalConv(const Kernels& k, const Attributes&) : k(k) {}
@@ -50,8 +50,8 @@ struct CausalConv : Usual {
   }
 };
 
-// The last k inputs before token n [B] of a slot: tail [B, k, C], those before the pass; inputs
-// [B, T, C]; begins or none -> [B, k, C].
+// The last k inputs before token n [B] of each slot: tail [B, k, C] before this pass, inputs
+// [B, T, C], n, begins or none -> [B, k, C].
 struct LastInputs : Usual {
   static constexpr const char* name = "LastInputs";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::INT64, ort::BOOL};
@@ -84,8 +84,8 @@ struct LastInputs : Usual {
   }
 };
 
-// mixed [B, T, 2 G K + H V], ba [B, T, 2 H], rate [H], bias [H], state [B, H, K, V]; n [B] if
-// tokens from n on change nothing. What each of them is: plugins/delta_rule/op.py.
+// The operands, as defined in plugins/delta_rule/op.py: mixed [B, T, 2 G K + H V], ba [B, T, 2 H],
+// rate [H], bias [H], state [B, H, K, V]; n [B] if tokens from n on change nothing.
 struct DeltaJob {
   Tensor mixed, ba, rate, bias, state, n, begins;
   int64_t slots, tokens, heads, width, values, groups, each;
@@ -114,13 +114,13 @@ struct DeltaJob {
     each = heads / groups;
   }
   int64_t row() const { return mixed.shape[2]; }
-  // How many tokens of a slot count.
+  // Returns the number of a slot's tokens that change its state.
   int64_t count(int64_t slot) const {
     if (!n.memory) return tokens;
     return std::max<int64_t>(0, min(tokens, n.data<int64_t>()[slot]));
   }
 
-  // Queries and keys divided by their lengths, and what the rule makes of b and a.
+  // Computes normalised queries and keys, and decays and shares from a and b.
   void prepare(const Kernels& k, Call& call, bool asks) {
     int64_t rows = slots * tokens, size = groups * width;
     if (asks) queries = scratch<float>(rows, size);
@@ -144,7 +144,7 @@ struct DeltaJob {
     });
   }
 
-  // Outputs [B, T, H, V] and the state behind the tokens, either of which may be missing.
+  // Computes outputs [B, T, H, V] and the state after the tokens; either may be null.
   void run(const Kernels& k, Call& call, float* outputs, float* after) const {
     int64_t blocks = up(values, COLUMNS);
     int64_t work = product(slots * tokens, heads, width, values, 4);
@@ -167,7 +167,7 @@ struct DeltaJob {
       std::fill_n(held, width * COLUMNS, 0.0f);
     else if (!whole || !count)
       gather(from, values, width, some, held);
-    bool there = whole && !zero && count;  // the state's rows are read where they are
+    bool there = whole && !zero && count;  // the state is read without a copy
     int64_t size = groups * width, key = row * size + head / each * width;
     gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
            count, some, own.get());
@@ -191,7 +191,7 @@ struct DeltaJob {
       scatter(out, count, some, heads * values, outputs + (row * heads + head) * values + first);
     if (to && (!whole || !count)) scatter(held, width, some, values, to);
   }
-  // Rows of `some` numbers that lie `stride` apart, side by side and filled up with zeros.
+  // Copies rows of `some` numbers, `stride` apart, to adjacent rows of COLUMNS, padded with zeros.
   static void gather(const float* from, int64_t stride, int64_t rows, int64_t some, float* to) {
     for (int64_t i = 0; i < rows; i++) {
       std::memcpy(to + i * COLUMNS, from + i * stride, some * sizeof(float));
@@ -204,7 +204,7 @@ struct DeltaJob {
   }
 };
 
-// What each token reads of the state -> [B, T, H, V], and if asked for the state behind all.
+// The outputs of all tokens -> [B, T, H, V], and if requested the state after them.
 struct DeltaRule : Usual {
   static constexpr const char* name = "DeltaRule";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT,
@@ -212,7 +212,7 @@ struct DeltaRule : Usual {
   static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
   static constexpr unsigned optional = 1 << 5, optional_results = 1 << 1;
   const Kernels& k;
-  bool keeps;  // the second result
+  bool keeps;  // whether there is the second result
 
   DeltaRule(const Kernels& k, const Attributes& from) : k(k), keeps(from.integer("keeps") != 0) {}
 
@@ -225,7 +225,7 @@ struct DeltaRule : Usual {
   }
 };
 
-// The state [B, H, K, V] behind the first n [B] tokens; n 0 leaves it as it is.
+// The state [B, H, K, V] after the first n [B] tokens; n = 0 leaves it unchanged.
 struct DeltaAdvance : Usual {
   static constexpr const char* name = "DeltaAdvance";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,

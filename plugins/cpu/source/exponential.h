@@ -1,5 +1,5 @@
-// exp, and what a delta rule makes of its numbers by it, computed in fp64 by additions,
-// multiplications and divisions alone, so that they are the same on every machine.
+// exp, and the decay and share of a delta rule, computed in fp64 with additions, multiplications
+// and divisions only, so that they are the same on every machine.
 #pragma once
 #include <cmath>
 

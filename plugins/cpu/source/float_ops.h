@@ -1,4 +1,4 @@
-// Products with fp32 weights. Packed ones are [.., panels, K, 32], the last panel filled up.
+// Products with fp32 weights. Packed ones are [.., panels, K, 32], with the last panel padded.
 #pragma once
 #include "integer_ops.h"
 
@@ -6,9 +6,9 @@ namespace {
 
 using mtp::FloatPanels;
 
-constexpr int64_t WIDE = 4;  // panels of a task, about: what a lone row is multiplied by at once
+constexpr int64_t WIDE = 4;  // panels in a task, about as many as a single row uses at once
 
-// fp32 matrices of `outputs` outputs; [.., K, N] in engines of before, which name no outputs.
+// fp32 matrices of `outputs` outputs; [.., K, N] in older engines, which do not name `outputs`.
 struct FloatWeight {
   const float* values;
   int64_t matrices, inputs, outputs;
@@ -25,7 +25,7 @@ struct FloatWeight {
          std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
   }
   int64_t panels() const { return up(outputs, PANEL); }
-  // A matrix from one of its panels on.
+  // Returns a matrix from one of its panels on.
   FloatPanels from(int64_t matrix, int64_t panel) const {
     if (!packed)
       return {values + matrix * inputs * outputs + panel * PANEL, inputs, PANEL, outputs};
@@ -33,20 +33,20 @@ struct FloatWeight {
   }
 };
 
-// Panels shared out over tasks, alike.
+// Distribution of panels over tasks, evenly.
 struct Shares {
   int64_t panels, count, step;
 
   explicit Shares(int64_t panels)
       : panels(panels), count(up(panels, WIDE)), step(up(panels, std::max<int64_t>(count, 1))) {}
   int64_t first(int64_t share) const { return min(panels, share * step); }
-  // Outputs of a share, where there are so many in all.
+  // Returns the number of outputs in a share of `outputs` outputs.
   int64_t columns(int64_t share, int64_t outputs) const {
     return min(outputs, first(share + 1) * PANEL) - min(outputs, first(share) * PANEL);
   }
 };
 
-// Rows x [rows, size], normed if `around` has a norm: then they lie in `own`.
+// Returns the rows x [rows, size]; if `around` has a norm, normed and in `own`.
 const float* normed(const Kernels& k, Call& call, const Around& around, const Tensor& x,
                     int64_t rows, std::unique_ptr<float[]>& own) {
   if (!around.norm.memory) return x.data<float>();
@@ -57,14 +57,14 @@ const float* normed(const Kernels& k, Call& call, const Around& around, const Te
   return own.get();
 }
 
-// x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times one for each of H -> [B, H, T, N];
-// with what may stand around it.
+// x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times a weight for each of H heads
+// -> [B, H, T, N]; with optional norm and sum (Around).
 struct FloatProduct : Usual {
   static constexpr const char* name = "FloatProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT};
   static constexpr unsigned optional = 1 << 2 | 1 << 3;
   const Kernels& k;
-  int64_t outputs;  // of a packed weight; else 0
+  int64_t outputs;  // of a packed weight; 0 if the weight is not packed
   float epsilon;
 
   FloatProduct(const Kernels& k, const Attributes& from)
@@ -106,7 +106,7 @@ struct FloatProduct : Usual {
 };
 
 // silu(x @ gates) * (x @ ups): x [.., K], a packed weight of N outputs, gates first -> [.., N / 2];
-// x may be normed first.
+// with an optional norm of x.
 struct GatedFloatProduct : Usual {
   static constexpr const char* name = "GatedFloatProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};

@@ -1,19 +1,19 @@
 // Products with fp32 weights: y[n] = fma(x[k], w[k][n], y[n]), k ascending, one total per output.
 //
-// A tile has as many totals as hide an addition's latency: a lone row takes several panels side by
-// side, more rows share what is loaded of one or two. Many rows take an input's stretch after the
-// other, which stays in the cache; totals wait in the result meanwhile. A step's few rows are bound
-// by the weights' bytes, a prompt's by the multiplications.
+// A tile has enough totals to hide the latency of an addition: a single row uses several panels at
+// once, more rows share the loads of one or two panels. Many rows are multiplied by one stretch of
+// inputs after another, whose weights stay in the cache; the result holds the totals in between. A
+// step's few rows are bound by the weights' bytes, a prompt's by the multiplications.
 #pragma once
 #include "products.h"
 
 namespace {
 
-constexpr int64_t STRETCH = 256;  // inputs
+constexpr int64_t STRETCH = 256;  // inputs that many rows are multiplied by at a time
 
 struct FloatTile {
   const mtp::FloatPanels& w;
-  int64_t vector, begin, end;  // the first 16 outputs; the inputs
+  int64_t vector, begin, end;  // first vector of 16 outputs; range of inputs
   const float* const* x;
   float* const* out;
   const float* at(int v) const {
@@ -21,7 +21,7 @@ struct FloatTile {
   }
 };
 
-// `last` is how many of the last vector's outputs there are.
+// last: number of outputs in the last vector.
 template <int ROWS, int VECTORS>
 void float_tile(const FloatTile& t, int64_t last) {
   constexpr int V = VECTORS;
@@ -37,7 +37,7 @@ void float_tile(const FloatTile& t, int64_t last) {
     for (int64_t k = t.begin, i = 0; k < t.end; k++, i += t.w.input)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
-        if (ROWS > 1 && ROWS <= 4)  // a page ahead, where the hardware does not look
+        if (ROWS > 1 && ROWS <= 4)  // a page ahead, which the hardware does not prefetch
           __builtin_prefetch(lines[v] + i + 1024);
         Floats line = whole || v + 1 < V ? load(lines[v] + i) : load_some(lines[v] + i, last);
 #pragma GCC unroll 8
@@ -62,7 +62,7 @@ void float_tile(const FloatTile& t, int64_t last) {
 
 constexpr int most_vectors(int rows) { return rows == 1 ? LONE_VECTORS : FLOAT_VECTORS; }
 
-// The tile for `rows` and `vectors`, which are at most ROWS and VECTORS.
+// Selects the tile for `rows` <= ROWS and `vectors` <= VECTORS.
 template <int ROWS, int VECTORS>
 void some_vectors(const FloatTile& t, int64_t vectors, int64_t last) {
   if constexpr (VECTORS > 1)

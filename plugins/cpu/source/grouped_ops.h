@@ -1,13 +1,14 @@
-// What grouped-query attention does between its product and its attention.
+// Grouped-query attention's work between its product and its attention.
 #pragma once
 #include "cache_rows.h"
 
 namespace {
 
-// As `plugins/grouped_rows/op.py` says: a [B, T, H * D + others + 2 * G * D], the queries, what
-// passes, keys and values -> queries [B, T, H * D + others] and cache rows [B, 1, T, 2 * G * D],
-// whose queries' and keys' heads are normed, if there are norms [D], then rotated in their first
-// numbers. If there is a cache [B, 1, S, 2 * G * D], it is the third result, written at start [B].
+// As defined in `plugins/grouped_rows/op.py`: a [B, T, H * D + others + 2 * G * D] of queries,
+// other values, keys and values -> queries and others [B, T, H * D + others], cache rows
+// [B, 1, T, 2 * G * D]. The heads of queries and keys are normed, if there are norms [D], then
+// their first values are rotated. If there is a cache [B, 1, S, 2 * G * D], it is the third result,
+// with the rows written from start [B] on.
 template <class C>
 struct GroupedRows : Usual {
   static constexpr const char* name = name_of<C>("GroupedRows", "GroupedRowsBf16");

@@ -1,4 +1,4 @@
-// fp16 and bfloat16 in plain C++.
+// Conversion of fp16 and bfloat16 in plain C++.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -18,7 +18,7 @@ static inline float wide(Bf16 x) {
   return y;
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays a NaN.
 static inline Bf16 narrow(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -26,7 +26,7 @@ static inline Bf16 narrow(float x) {
   return {static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
 }
 
-// The fp32 number that is equal to an fp16 number, given by its bits.
+// Converts an fp16 number, given by its bits, to fp32.
 static inline float half(uint16_t bits) {
   uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
   float value;

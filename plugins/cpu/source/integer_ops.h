@@ -5,17 +5,17 @@
 
 namespace {
 
-constexpr int64_t INTEGERS = 4;      // integer multiplications that take as long as one, or as
-                                     // many rows as take no longer than to read the weight
-constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a core's own cache
+constexpr int64_t INTEGERS = 4;      // integer multiplications in the time of an fp32 one; also the
+                                     // rows up to which reading the weight takes longest
+constexpr int64_t CACHED = 1 << 19;  // bytes of quantised rows that stay in a core's own cache
 
-// What rows times an integer weight of so many numbers count for.
+// Returns the work of a product with an integer weight, in fp32 multiplications.
 int64_t integers(int64_t rows, int64_t numbers) {
   return product(std::max(rows, INTEGERS), numbers) / INTEGERS;
 }
 
-// An integer weight as an operator is given it: values [.., panels, blocks, bytes] and scales
-// [.., panels, blocks, 32] fp16, for so many matrices of `outputs` outputs.
+// An integer weight from an operator's operands: values [.., panels, blocks, bytes] and scales
+// [.., panels, blocks, 32] fp16, for one or more matrices of `outputs` outputs.
 struct Weight {
   const uint8_t* values;
   const uint16_t* scales;
@@ -43,7 +43,7 @@ struct Weight {
   int64_t inputs() const { return blocks * BLOCK; }
 };
 
-// Rows times a panel; `columns` of its 32 outputs go to each of `out`.
+// Multiplies rows by a panel; the first `columns` of its 32 outputs go to each of `out`.
 void multiply(const Kernels& k, const Weight& w, const Panel& panel, int64_t columns, int64_t rows,
               const InputBlock* const* in, float* const* out) {
   auto whole = w.bits == 4 ? k.panel4 : k.panel8;
@@ -59,9 +59,9 @@ void multiply(const Kernels& k, const Weight& w, const Panel& panel, int64_t col
   }
 }
 
-// What may stand around a product x [.., K] -> y, and is optional: the weight [K] of the norm that
-// x goes through first, the operand `place`; and what is added to y, the operand behind it: as much
-// as y is, or one number for each output.
+// Optional work around a product x [.., K] -> y. Operand `place` is the weight [K] of an RMSNorm of
+// x before the product. The operand after it is added to y; it has y's shape, or one number for
+// each output.
 struct Around {
   Tensor norm, sum;
   float epsilon;
@@ -77,13 +77,13 @@ struct Around {
     width = y.back();
     NEED(!sum.memory || bias || sum.shape == y, op, "the sum with " + sum.text());
   }
-  // A row as the product takes it; if it is normed, it lies in `own`.
+  // Returns the input row of the product, which is written to `own` if there is a norm.
   const float* row(const Kernels& k, const float* x, int64_t size, float* own) const {
     if (!norm.memory) return x;
     k.norm(x, norm.data<float>(), size, epsilon, own);
     return own;
   }
-  // Add to `count` numbers of the result, whose first one is y[place].
+  // Adds the operand to `count` numbers of the result, from y[place] on.
   void add(int64_t place, int64_t count, float* y) const {
     if (!sum.memory) return;
     const float* added = sum.data<float>() + (bias ? place % width : place);
@@ -103,7 +103,7 @@ std::unique_ptr<InputBlock[]> rounded(const Kernels& k, Call& call, const float*
   });
   return blocks_of;
 }
-// x [.., K] times an integer weight -> [.., outputs]; with what may stand around it.
+// x [.., K] times an integer weight -> [.., outputs], with optional norm and sum (Around).
 struct Product : Usual {
   static constexpr const char* name = "Product";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16, ort::FLOAT,
@@ -127,7 +127,7 @@ struct Product : Usual {
     Around around(name, call, 3, epsilon, x, shape);
     float* y = call.output(shape);
     auto blocks = rounded(k, call, x.data<float>(), rows, w.blocks, &around);
-    // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
+    // A task takes some panels, and at a time as many rows as stay in its core's cache.
     int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
     int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
     tasks(call, up(w.panels, step), integers(rows, product(w.inputs(), outputs)), [&](int64_t t) {
@@ -147,8 +147,8 @@ struct Product : Usual {
   }
 };
 
-// silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2]; x may
-// be normed first.
+// silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2]; with
+// an optional norm of x.
 struct GatedProduct : Usual {
   static constexpr const char* name = "GatedProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16, ort::FLOAT};

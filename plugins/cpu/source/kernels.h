@@ -1,9 +1,9 @@
-// What an instruction set offers: a table of kernels, the same in every set, to the bit.
+// The table of kernels of an instruction set. Results are the same to the bit in every set.
 //
-// A result is defined by three rules, which every set keeps. A sum has one accumulator per output
-// and adds in ascending order, by fused multiply-add where it multiplies. A reduction over one row
-// has 16 lanes and one tree behind them. exp is our own polynomial. So a result depends neither on
-// the instruction set, nor on rows beside it, nor on threads.
+// Three rules define results in every set. A sum has one accumulator per output and adds in
+// ascending order, by fused multiply-add if it multiplies. A reduction over one row has 16 lanes,
+// which are then added as a tree. exp is our own polynomial. So a result does not depend on the
+// instruction set, on other rows or on threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,60 +14,62 @@
 namespace mtp {
 
 constexpr int64_t BLOCK = 32;   // inputs that share a scale
-constexpr int64_t PANEL = 32;   // outputs that lie side by side
-constexpr int64_t LANES = 16;   // outputs, or queries, that a vector holds
-constexpr int64_t CHUNK = 64;   // cached rows between two looks at the largest score
+constexpr int64_t PANEL = 32;   // adjacent outputs
+constexpr int64_t LANES = 16;   // outputs, or queries, in a vector
+constexpr int64_t CHUNK = 64;   // cached rows after which attention rescales its softmax
 constexpr int64_t SPLIT = 512;  // cached rows of a partial attention; a multiple of CHUNK
 
-// 32 inputs of one row: x is values * scale.
+// 32 quantised inputs of one row: x = values * scale.
 struct InputBlock {
   float scale;
   int32_t sum;  // of the values
   int8_t values[BLOCK];
 };
 
-// Panel `p` of an integer weight: its blocks in order, each 32 outputs wide.
+// A panel of an integer weight: its blocks in order, each for 32 outputs.
 //
 // values: a block has 128 * bits bytes, in lines of 64: 16 outputs with 4 bytes each. In 8 bits
 // line 2 * g + v has inputs 4g .. 4g + 3 of outputs 16v .. 16v + 15; in 4 bits line 2 * j + v has
 // inputs 8j .. 8j + 3 in the low halves and 8j + 4 .. 8j + 7 in the high ones. Zero is 8 or 128.
-// scales: 32 fp16 numbers a block, one for each output.
+// scales: 32 fp16 numbers per block, one for each output.
 struct Panel {
   const uint8_t* values;
   const uint16_t* scales;
   int64_t blocks;
 };
 
-// An fp32 weight: 32 outputs of an input are beside each other. Panels, [inputs][32] each, are
-// `panel` numbers apart, and inputs `input`: 32 * inputs and 32 where the build has packed it. Rows
-// [inputs][outputs] are panels, too, 32 and `outputs` apart; then no line is whole behind the last.
+// An fp32 weight: 32 outputs of an input are adjacent. Panels, [inputs][32] each, are `panel`
+// numbers apart, and inputs `input` numbers: 32 * inputs and 32 if the build has packed the weight.
+// Rows [inputs][outputs] are panels, too: 32 and `outputs` numbers apart; the last panel's lines
+// may then be shorter than 32.
 struct FloatPanels {
   const float* values;
   int64_t inputs, panel, input;
 };
 
-// Queries in the lanes attend to a run of cached rows.
+// Attention of up to LANES queries, one in each lane, to cached and fresh rows.
 struct Attention {
   const float* queries;  // [width][LANES], scaled
-  const int32_t* seen;   // [LANES]: the lane sees positions before it
-  const float* cache;    // [.., stride]: positions before `base`; null if they are bfloat16:
+  const int32_t* seen;   // [LANES]: a lane sees the positions below it
+  const float* cache;    // [.., stride]: positions before `base`; null if they are in `halves`
   const Bf16* halves;
   const float* fresh;  // [.., stride]: positions from `base` on; may be null if none is seen
   int64_t base;
   int64_t stride;          // of a row
-  int64_t keys, width;     // where its key is, and how wide
-  int64_t values, latent;  // where its values are, and how many
+  int64_t keys, width;     // offset and size of its key
+  int64_t values, latent;  // offset and number of its values
 };
 
-// A softmax under way: largest score, sum of weights and weighted sum of values, by lane.
+// A partial softmax: largest score, sum of weights and weighted sum of values, by lane.
 struct Partial {
   float* largest;  // [LANES]
   float* total;    // [LANES]
   float* mixed;    // [latent][LANES]
 };
 
-// A delta rule's tokens, over COLUMNS values of a head; rows are `stride` and `heads` numbers
-// apart, and a state's [width] `reads` and `writes`.
+// The delta rule of some tokens for COLUMNS values of a head. Queries and keys of tokens are
+// `stride` numbers apart, decays and shares `heads`, rows of `state` `reads` and of `after`
+// `writes`.
 constexpr int64_t COLUMNS = 64;
 struct Delta {
   const float *queries, *keys;   // [tokens, .. width]; without queries there are no outputs
@@ -76,12 +78,12 @@ struct Delta {
   int64_t tokens, stride, heads, width;
   float* out;          // [tokens][COLUMNS]
   const float* state;  // before the tokens
-  float* after;        // behind them; may be null, and may be where `state` is
+  float* after;        // after the tokens; may be null or equal to `state`
   int64_t reads, writes;
-  float* between;  // [width][COLUMNS] of scratch
+  float* between;  // [width][COLUMNS], scratch
 };
 
-// The two highest numbers of a row, the first one's place, and sum(exp(x - top)), if it is asked.
+// The two highest numbers of a row, the index of the highest, and sum(exp(x - top)) if requested.
 struct Best {
   float top, second, total;
   int64_t id;
@@ -91,10 +93,10 @@ struct Kernels {
   const char* name;
   // x [32 * blocks] -> blocks
   void (*quantise)(const float* x, int64_t blocks, InputBlock* out);
-  // Rows of blocks times a panel: 32 floats to each of `out`.
+  // Multiplies rows of blocks by a panel: 32 floats to each of `out`.
   void (*panel4)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);
   void (*panel8)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);
-  // Rows x [inputs] times the first `columns` outputs of w.
+  // Multiplies rows x [inputs] by the first `columns` outputs of w.
   void (*floats)(const FloatPanels& w, int64_t columns, int64_t rows, const float* const* x,
                  float* const* out);
   // gate [count] -> silu(gate) * up; count is a multiple of LANES.
@@ -102,16 +104,16 @@ struct Kernels {
   // x [count] -> x / rms(x) * weight
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* out);
   void (*sigmoid)(const float* x, int64_t count, float* out);
-  // The lowest place of equal numbers counts; count is at least 1.
+  // Ties go to the lowest index; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
-  // Attend to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on.
-  // `rows` is scratch for CHUNK * stride floats, where old and fresh rows meet, or bfloat16 widens.
+  // Attends to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on. rows: scratch
+  // for CHUNK * stride floats, for chunks with both old and fresh rows, or with bfloat16 rows.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
-  // Fold a later partial into an earlier one.
+  // Folds a later partial softmax into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);
-  // At least one token.
+  // Runs the delta rule; there is at least one token.
   void (*delta)(const Delta&);
-  // silu of `taps` rows' weighted sum; weight [taps][channels].
+  // Computes silu of the weighted sum of `taps` rows; weight [taps][channels].
   void (*convolve)(const float* const* rows, const float* weight, int64_t taps, int64_t channels,
                    float* out);
 };

@@ -74,7 +74,7 @@ inline int32_t total(Ints x, Ints y) {
   __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-inline void store_bytes(int8_t* p, Ints x) {  // the values are bytes already: nothing saturates
+inline void store_bytes(int8_t* p, Ints x) {  // the values fit bytes, so nothing saturates
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(low, high));
@@ -113,8 +113,8 @@ inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   return _mm256_dpbusd_avx_epi32(sum, w, x);
 }
 #else
-// A pair of products must fit 16 bits. With 4 bits it does, 15 * 127 * 2; with 8 bits it does
-// between -128 and 127, so the weight gives its sign to the input.
+// The sum of two products must fit 16 bits. With 4 bits it does: 15 * 127 * 2. With 8 bits it does
+// if weights are within -128 .. 127, so the input takes the weight's sign.
 template <int BITS>
 inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   if (BITS == 8) {

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int WIDE = 2;
-constexpr int TILE_ROWS = 6;  // 12 sums in int32, 12 in fp32, 8 registers for the rest
+constexpr int TILE_ROWS = 6;  // registers: 12 sums in int32, 12 in fp32, 8 for the rest
 constexpr int TILE_KEYS = 12;
 constexpr int FLOAT_ROWS = 6;
 constexpr int FLOAT_VECTORS = 4;
@@ -49,7 +49,7 @@ inline Floats power_of_two(Ints x) {
   const __m512i biased = _mm512_add_epi32(x.v, _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
 }
-// Not _mm512_reduce_add_epi32: what is no number makes sums overflow, and it adds in C's integers.
+// Not _mm512_reduce_add_epi32: NaNs make sums overflow, which is undefined for C's integers.
 inline int32_t total(Ints x, Ints y) {
   __m512i all = _mm512_add_epi32(x.v, y.v);
   __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));

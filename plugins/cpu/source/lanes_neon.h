@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int WIDE = 1;
-constexpr int TILE_ROWS = 3;  // 12 sums in int32, 12 in fp32, 8 registers for a line's two halves
+constexpr int TILE_ROWS = 3;  // registers: 12 sums in int32, 12 in fp32, 8 for a line's two halves
 constexpr int TILE_KEYS = 6;
 constexpr int FLOAT_ROWS = 6;
 constexpr int FLOAT_VECTORS = 1;
@@ -58,7 +58,7 @@ inline Floats div(Floats x, Floats y) {
 inline Floats fma(Floats x, Floats y, Floats z) {
   return each([&](int i) { return vfmaq_f32(z.v[i], x.v[i], y.v[i]); });
 }
-// Of what is no number, and of zeros, the second one is taken, as x86 does; FMAX would not.
+// If an operand is a NaN, or both are zeros, the second one is returned, as on x86 (not by FMAX).
 inline Floats max(Floats x, Floats y) {
   return each([&](int i) { return vbslq_f32(vcgtq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); });
 }
@@ -78,7 +78,7 @@ inline float largest(Floats x) {
 inline Floats to_floats(Ints x) {
   return each([&](int i) { return vcvtq_f32_s32(x.v[i]); });
 }
-inline Ints to_ints(Floats x) {  // no caller has numbers that an int32 can't hold
+inline Ints to_ints(Floats x) {  // callers only pass numbers that fit int32
   return each<Ints>([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
 }
 inline Floats power_of_two(Ints x) {
@@ -91,7 +91,7 @@ inline int32_t total(Ints x, Ints y) {
   int32x4_t high = vaddq_s32(vaddq_s32(y.v[0], y.v[1]), vaddq_s32(y.v[2], y.v[3]));
   return vaddvq_s32(vaddq_s32(low, high));
 }
-inline void store_bytes(int8_t* p, Ints x) {  // the values are bytes already: nothing is cut off
+inline void store_bytes(int8_t* p, Ints x) {  // the values fit bytes, so nothing is cut off
   int16x8_t low = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
   int16x8_t high = vcombine_s16(vmovn_s32(x.v[2]), vmovn_s32(x.v[3]));
   vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
@@ -110,7 +110,7 @@ inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
 
-// The dot product is one of signed bytes: 4 bits are such, 8 bits are made so.
+// The dot product takes signed bytes: 4-bit weights fit them, 8-bit weights are converted.
 template <int BITS>
 inline Ints first_sum(int32_t inputs) {
   return each<Ints>([&](int) { return vdupq_n_s32(BITS == 4 ? -8 * inputs : 0); });

@@ -1,4 +1,4 @@
-// 16 lanes in plain C++, for any machine: what the other lanes_*.h do, spelled out.
+// 16 lanes in plain C++, for any machine; defines what the other lanes_*.h do.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace {
 
-constexpr int WIDE = 1;           // vectors of a tile's columns
+constexpr int WIDE = 1;           // vectors of columns in a tile
 constexpr int TILE_ROWS = 4;      // rows of the largest tile
-constexpr int TILE_KEYS = 4;      // cached rows, or values, of an attention's tile
-constexpr int FLOAT_ROWS = 2;     // rows of the largest tile with fp32 weights,
-constexpr int FLOAT_VECTORS = 1;  // its vectors, and those of a row by itself
+constexpr int TILE_KEYS = 4;      // cached rows, or values, in a tile of attention
+constexpr int FLOAT_ROWS = 2;     // rows of the largest tile with fp32 weights
+constexpr int FLOAT_VECTORS = 1;  // vectors of that tile, then those of a single row's tile
 constexpr int LONE_VECTORS = 2;
 
 struct Floats {
@@ -81,7 +81,7 @@ inline float largest(const Floats& a) {
 inline Floats to_floats(const Ints& a) {
   return each([&](int i) { return static_cast<float>(a.v[i]); });
 }
-// To the nearest, ties to even; what no int32 can hold becomes the least one, as x86 does.
+// Rounds to nearest, ties to even; numbers that do not fit int32 become INT32_MIN, as on x86.
 inline Ints to_ints(const Floats& a) {
   Ints r;
   for (int i = 0; i < 16; i++) {
@@ -99,7 +99,7 @@ inline Floats power_of_two(const Ints& a) {
   return r;
 }
 inline int32_t total(const Ints& a, const Ints& b) {
-  uint32_t sum = 0;  // of what is no number it overflows
+  uint32_t sum = 0;  // unsigned, because NaNs make it overflow
   for (int i = 0; i < 16; i++) sum += static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]);
   return static_cast<int32_t>(sum);
 }
@@ -126,12 +126,12 @@ inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return mtp::half(p[i]); });
 }
 
-// Sums of a block begin with it: what the unsigned weights are too large by.
+// The start of a block's sum, which corrects for unsigned weights; here weights are signed.
 template <int BITS>
 inline Ints first_sum(int32_t) {
   return Ints{};
 }
-// Add four inputs times 16 outputs' four weights each.
+// Adds the products of four inputs and the four weights of each of 16 outputs.
 template <int BITS>
 inline Ints dot4(const Ints& sum, const Bytes& w, const int8_t* four) {
   constexpr int zero = 1 << (BITS - 1);

@@ -1,4 +1,4 @@
-// What latent attention does around its products.
+// Latent attention's operators besides plain products.
 #pragma once
 #include "attention_ops.h"
 #include "cache_rows.h"
@@ -6,10 +6,10 @@
 
 namespace {
 
-// a [B, T, Q + latent + R] -> query input [B, T, Q], normed if there is a norm [Q] for it; cache
-// rows [B, 1, T, latent + R]: the latent, normed, and the rotated key. If there is a cache
+// a [B, T, Q + latent + R] -> query input [B, T, Q], normed if there is a norm [Q]; cache rows
+// [B, 1, T, latent + R]: the normed latent, then the rotated key. If there is a cache
 // [B, 1, S, latent + R], it is the third result, with these rows from row start [B] on; it is
-// written in place if it is bound so.
+// updated in place if input and output are bound to the same memory.
 template <class C>
 struct LatentRows : Usual {
   static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16");
@@ -52,7 +52,7 @@ struct LatentRows : Usual {
   }
 };
 
-// A matrix for each head, packed: fp32 [H, panels, K, 32], or integers with scales.
+// A packed matrix for each head: fp32 [H, panels, K, 32], or integers with scales.
 struct Heads {
   std::unique_ptr<FloatWeight> floats;
   std::unique_ptr<Weight> integers;
@@ -70,7 +70,7 @@ struct Heads {
       count = integers->matrices, inputs = integers->inputs();
     }
   }
-  // Some rows, at most ROWS, times a head's matrix.
+  // Multiplies up to ROWS rows by a head's matrix.
   void multiply(const Kernels& k, int64_t head, int64_t rows, const float* const* from,
                 float* const* to) const {
     if (floats) return k.floats(floats->from(head, 0), outputs, rows, from, to);
@@ -90,9 +90,9 @@ struct Heads {
   }
 };
 
-// Latent attention between its products: q [B, T, H * n + H * R], all heads' numbers without a
-// position, then all heads' rotary ones; w_uk makes n numbers of a head into `latent`; what
-// Attention mixes goes through w_uv -> [B, T, H * N]. The last operand is Attention's chosen rows.
+// Latent attention with its per-head projections: q [B, T, H * n + H * R] has all heads' values
+// without position, then all heads' rotary values. w_uk projects a head's n values to `latent`;
+// w_uv projects the result of Attention -> [B, T, H * N]. The last operand is Attention's `chosen`.
 struct LatentAttention : Usual {
   static constexpr const char* name = "LatentAttention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::ANY,     ort::FLOAT,
@@ -131,7 +131,8 @@ struct LatentAttention : Usual {
     auto memory = scratch<float>(heads, rows, width);
     queries.memory = memory.get();
     int64_t pieces = up(tokens, ROWS);
-    // Some tokens of a head: row i lies at place(i) of what is by heads, at row(i) of the others.
+    // A task is up to ROWS tokens of a head, from `place` on in arrays ordered by heads, and from
+    // `row` on in arrays ordered by tokens.
     auto by_head = [&](int64_t work, auto&& task) {
       tasks(call, product(slots, heads, pieces), work, [&](int64_t t) {
         int64_t slot = t / pieces / heads, head = t / pieces % heads, begin = t % pieces * ROWS;

@@ -1,4 +1,4 @@
-// Elementary functions over 16 lanes, and a row's reduction; the same operations in every set.
+// Elementary functions over 16 lanes and reductions of rows; the same operations in every set.
 #pragma once
 #include <cmath>
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// exp(x) for x in [-87, 88], to which x is clamped: 2^n * p(r), by Cephes' polynomial for expf.
-// exp(0) is 1. A NaN stays one: max and min give their second operand then.
+// exp(x) for x clamped to [-87, 88]: 2^n * p(r), with Cephes' polynomial for expf. exp(0) is 1. A
+// NaN stays a NaN, because max and min then return their second operand.
 inline Floats exp(Floats x) {
   x = min(same(88.0f), max(same(-87.0f), x));
   Ints n = to_ints(mul(x, same(1.44269504f)));
@@ -26,7 +26,7 @@ inline Floats exp(Floats x) {
 
 inline Floats silu(Floats x) { return div(x, add(same(1.0f), exp(sub(same(0.0f), x)))); }
 
-// The sum of 16 lanes: halves are added, down to one.
+// Sums 16 lanes by adding halves.
 inline float tree(Floats x) {
   float lanes[16];
   store(lanes, x);
@@ -39,7 +39,7 @@ void gated(float* gate, const float* up, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) store(gate + i, mul(silu(load(gate + i)), load(up + i)));
 }
 
-// Lane i sums squares i, i + 16, ..; bound by the row's bytes.
+// Lane i sums squares i, i + 16, ..; the speed is limited by reading the row.
 void norm(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
   Floats squares = same(0.0f);
   int64_t i = 0;
@@ -70,9 +70,9 @@ void sigmoid(const float* x, int64_t count, float* out) {
   }
 }
 
-// Stretches of a row are looked at for their largest number, and one of them for its place. Lane i
-// sums numbers i, i + 16, ..; numbers below the top's 1e-32th weigh that. The first NaN counts as
-// the highest number.
+// Finds the largest number of each stretch of a row, then its index in one stretch. Lane i sums
+// exponentials i, i + 16, ..; those below 1e-32 are raised to it. The first NaN counts as the
+// highest number.
 mtp::Best best(const float* x, int64_t count, bool sum) {
   constexpr int64_t STRETCH = 512;
   constexpr float LEAST = -INFINITY;
@@ -84,7 +84,7 @@ mtp::Best best(const float* x, int64_t count, bool sum) {
     Floats tops = same(LEAST);
     for (; i + 16 <= end; i += 16) {
       Floats some = load(x + i);
-      tops = max(some, tops);  // a NaN is passed over
+      tops = max(some, tops);  // ignores NaNs
       zeros = fma(some, same(0.0f), zeros);
     }
     float top = largest(tops);
@@ -108,7 +108,7 @@ mtp::Best best(const float* x, int64_t count, bool sum) {
   for (found.id = place; found.id + 1 < end && x[found.id] != found.top;) found.id++;
   for (int64_t i = place; i < end; i++)
     if (i != found.id && x[i] > found.second) found.second = x[i];
-  // Among zeros of either sign each set finds another one: they become +0.
+  // Which of the zeros of either sign is found depends on the set, so they become +0.
   found.top += 0.0f, found.second += 0.0f;
   if (!sum) return found;
   Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);

@@ -4,18 +4,18 @@
 
 namespace {
 
-// The rows of a pass by the experts that they go through. x [.., E] comes with ids and weights
-// [.., k]: a token is k rows, its result the weighted sum of theirs in that order, and an id of -1
-// adds nothing. In engines of before ids are [N], and there are no weights.
+// The rows of a pass, grouped by their experts. x [.., E] comes with ids and weights [.., k]: a
+// token has k rows, and its result is the weighted sum of their results in that order; an id of -1
+// adds nothing. In older engines ids are [N], and there are no weights.
 struct Routed {
-  static constexpr int64_t SOME = 48;  // rows of a run, at most
+  static constexpr int64_t SOME = 48;  // most rows in a run
   struct Run {
     int64_t expert, first, count;
   };
   std::vector<int64_t> ids;   // of each row
-  std::vector<int64_t> rows;  // of the first expert in use, of the next one, and so on
+  std::vector<int64_t> rows;  // sorted by expert
   std::vector<Run> runs;
-  int64_t each, tokens;  // rows of a token
+  int64_t each, tokens;  // rows per token; tokens
   Tensor weights;
 
   Routed(const char* op, const Tensor& x, const Tensor& chosen, const Tensor& weights,
@@ -35,10 +35,10 @@ struct Routed {
     order(op, experts);
   }
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
-  // How many rows `run` counts, and where the token of its row i begins in x.
+  // Returns the token of row i of a run.
   int64_t token(const Run& run, int64_t i) const { return rows[run.first + i] / each; }
 
-  // y [tokens, width] = weighted sums of what the experts made of the rows + sum, if there is one.
+  // Computes y [tokens, width]: weighted sums of the rows' results `made`, + sum if there is one.
   void finish(Call& call, const float* made, const Tensor& sum, int64_t width, float* y) const {
     tasks(call, tokens, product(count(), width), [&](int64_t m) {
       float* to = y + m * width;
@@ -74,7 +74,7 @@ struct Routed {
 
 // Rows through experts: down(silu(gate(x)) * up(x)), see Routed; + sum [.., E], if there is one.
 //
-// Panels of gates and ups take turns. An expert's weights are read once for all of its rows.
+// Panels of gates and ups alternate. An expert's weights are read once for all of its rows.
 struct Experts : Usual {
   static constexpr const char* name = "Experts";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::UINT8, ort::FLOAT16,
@@ -145,8 +145,8 @@ struct Experts : Usual {
 
 // Rows through experts: down(silu(gate(x)) * up(x)), see Routed; + sum [.., E], if there is one.
 //
-// gates and ups [X, 2 P, E, 32], panels of them in turn; downs [X, panels, I, 32], where P panels
-// hold I outputs. An expert's weights are read once for all of its rows.
+// gates and ups [X, 2 P, E, 32], whose panels alternate; downs [X, panels, I, 32], where I outputs
+// fill P panels. An expert's weights are read once for all of its rows.
 struct FloatExperts : Usual {
   static constexpr const char* name = "FloatExperts";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,   ort::FLOAT,
@@ -211,9 +211,9 @@ struct FloatExperts : Usual {
   }
 };
 
-// logits [.., X], bias [X] -> weights and ids [.., experts + always]: `experts` of the highest
-// biased sigmoid among the kept groups, in that order, the lower id first where they tie; then
-// experts X, X + 1, .. with weight 1. A NaN among a row's logits or biases makes its weights NaN.
+// logits [.., X], bias [X] -> weights and ids [.., experts + always]: the `experts` experts with
+// the highest biased sigmoid in the kept groups, in falling order, ties by rising id; then experts
+// X, X + 1, .. with weight 1. A NaN in a row's logits or biases makes its weights NaN.
 struct Route : Usual {
   static constexpr const char* name = "Route";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
@@ -251,7 +251,7 @@ struct Route : Usual {
   }
 
  private:
-  // The highest number that is not taken, the first of equal ones.
+  // Returns the index of the highest number that is not taken; ties go to the lowest index.
   static int64_t highest(const float* x, const std::vector<char>& taken) {
     int64_t best = -1, count = static_cast<int64_t>(taken.size());
     for (int64_t i = 0; i < count; i++)
@@ -305,8 +305,8 @@ struct Route : Usual {
   }
 };
 
-// x [.., X * I], the numbers of X experts; weights and ids [.., k] -> each expert's numbers times
-// its weight: 0 if it is not chosen, 1 if it is one of the last `always`.
+// x [.., X * I] of X experts, weights and ids [.., k] -> each expert's I numbers times its weight:
+// 0 if it is not chosen, 1 if it is one of the last `always` experts.
 struct Weigh : Usual {
   static constexpr const char* name = "Weigh";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::INT32};

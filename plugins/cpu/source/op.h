@@ -1,4 +1,4 @@
-// What all operators share: what they are made of and called with, and how they share out tasks.
+// The common parts of operators: checks, scratch memory and distribution of tasks to threads.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -23,11 +23,11 @@ using ort::product;
 using ort::Tensor;
 using std::min;
 
-constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications that are not worth a second thread
-constexpr int64_t ROWS = 48;        // of a task, at most
-constexpr int64_t NO_NUMBER = -2;   // the position of a row that a NaN score has chosen
+constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications below which one thread is used
+constexpr int64_t ROWS = 48;        // most rows of a task
+constexpr int64_t NO_NUMBER = -2;   // stands for a chosen row if a score is NaN
 
-// A macro, so that the text is made where it is thrown alone.
+// A macro, so that the text is built only if it is thrown.
 #define NEED(holds, op, ...)                                                                    \
   do {                                                                                          \
     if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
@@ -35,7 +35,7 @@ constexpr int64_t NO_NUMBER = -2;   // the position of a row that a NaN score ha
 
 int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
 
-// Memory for the product of these sizes, which is not cleared first.
+// Allocates uninitialised memory for the product of these sizes.
 template <class T, class... Sizes>
 std::unique_ptr<T[]> scratch(Sizes... sizes) {
   int64_t count = product(sizes...);
@@ -43,7 +43,7 @@ std::unique_ptr<T[]> scratch(Sizes... sizes) {
   return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
 }
 
-// Tasks, on the session's threads if they are large enough together.
+// Runs tasks, on the session's threads if they have enough work together.
 template <class F>
 void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
   if (multiplications < SMALL)
@@ -52,7 +52,7 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
     ort::parallel(call.context, count, task);
 }
 
-// What operators are unless they say otherwise.
+// Defaults of operators.
 struct Usual : ort::Operator {
   static constexpr ort::Type results[] = {ort::FLOAT};
   static constexpr unsigned optional = 0, optional_results = 0;  // a bit for each operand or result

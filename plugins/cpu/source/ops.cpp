@@ -1,5 +1,5 @@
-// What onnxruntime is told: the operators, domain `mtpbuild`. They check their operands, cut the
-// work into tasks and leave the arithmetic to the kernels of the machine's instruction set.
+// Registration of the operators in onnxruntime, domain `mtpbuild`. Operators check their operands,
+// divide the work into tasks and call the kernels of the machine's instruction set.
 #include <cstdlib>
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -19,8 +19,8 @@ const void* const* ort::api = nullptr;
 
 namespace {
 
-// The instruction set of new sessions: the best, or what MTPBUILD_CPU_ISA names. The compiler's
-// __builtin_cpu_supports asks the system, too, whether it keeps such registers (XGETBV).
+// Selects the kernels of new sessions: the best instruction set, or the one that MTPBUILD_CPU_ISA
+// names. __builtin_cpu_supports also checks that the system saves the registers (XGETBV).
 const Kernels& chosen() {
   std::vector<const Kernels*> sets{&mtp::kPlain};
 #if defined(__x86_64__)
@@ -32,7 +32,7 @@ const Kernels& chosen() {
   if (avx2 && __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni"))
     sets.push_back(&mtp::kAvx512);
 #elif defined(__APPLE__) && defined(__aarch64__)
-  sets.push_back(&mtp::kNeon);  // each of its processors has the dot product
+  sets.push_back(&mtp::kNeon);  // all of Apple's ARM processors have the dot product
 #elif defined(__aarch64__)
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets.push_back(&mtp::kNeon);
 #endif
@@ -46,7 +46,7 @@ const Kernels& chosen() {
   throw Bad(std::string("MTPBUILD_CPU_ISA is ") + asked + "; this machine has " + known);
 }
 
-// Runs what may throw; onnxruntime is C.
+// Runs a function and returns exceptions as statuses, since onnxruntime's API is C.
 template <class F>
 ort::Status* guarded(const F& body) noexcept {
   try {
@@ -57,7 +57,7 @@ ort::Status* guarded(const F& body) noexcept {
   }
 }
 
-// What all operators are declared by, whatever their operands.
+// The parts of an OrtCustomOp that are the same for all operators.
 template <class Op>
 ort::CustomOp common() {
   using ort::Context;
@@ -93,7 +93,7 @@ ort::CustomOp declared() {
   return op;
 }
 
-// Any operands and any results, of any types.
+// An operator with any number of operands and results of any types.
 ort::CustomOp chain() {
   using ort::CustomOp;
   CustomOp op = common<Chain>();

@@ -1,6 +1,6 @@
-// The part of onnxruntime's C ABI that operators need, declared by hand: none of its headers is
-// needed to compile. OrtApi is a table of functions that only ever grows, so a place in it is fixed
-// from the release on that brought it; OrtCustomOp grows likewise, and `version` says how far.
+// The part of onnxruntime's C ABI that operators need, declared by hand, so that compiling needs
+// none of its headers. OrtApi is a table of functions that only grows, so an index in it is fixed
+// from the release that added it. OrtCustomOp grows in the same way; `version` is its size.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace ort {
 
-constexpr uint32_t API = 17;  // the release that brought KernelContext_ParallelFor
+constexpr uint32_t API = 17;  // the release that added KernelContext_ParallelFor
 constexpr uint32_t OP = 16;   // the version of OrtCustomOp that ends with KernelComputeV2
 
-// Opaque: onnxruntime's own.
+// Opaque types of onnxruntime.
 struct Status;
 struct Value;
 struct Shape;
@@ -64,7 +64,7 @@ enum Type {
 };
 enum Kind { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
-// Places in OrtApi.
+// Indices in OrtApi.
 enum Place {
   CREATE_STATUS = 0,
   GET_ERROR_MESSAGE = 2,
@@ -105,8 +105,8 @@ inline void check(Status* status) {
   throw Bad(why);
 }
 
-// An input: its shape, and its memory, which onnxruntime has checked to be as long. Its type is the
-// one that the operator declares, if it does. One that is optional and missing has no memory.
+// An input: its shape and its memory, whose length onnxruntime has checked. Its type is the
+// declared one, if the operator declares one. A missing optional input has no memory.
 struct Tensor {
   std::vector<int64_t> shape;
   const void* memory = nullptr;
@@ -118,7 +118,7 @@ struct Tensor {
   }
   size_t rank() const { return shape.size(); }
   int64_t last() const { return shape.empty() ? 1 : shape.back(); }
-  // The product of sizes first .. end - 1, which `numbers` has bounded.
+  // Returns the product of sizes first .. end - 1, which `numbers` has bounded.
   int64_t count(size_t first, size_t end) const {
     int64_t all = 1;
     for (size_t i = first; i < end; i++) all *= shape[i];
@@ -148,7 +148,7 @@ inline Tensor tensor_of(const Value* value) {
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, const_cast<Value*>(value), &memory));
   static const char nothing = 0;
-  tensor.memory = memory ? memory : &nothing;  // of an empty one there may be none
+  tensor.memory = memory ? memory : &nothing;  // an empty tensor may have none
   return tensor;
 }
 
@@ -159,7 +159,7 @@ inline Tensor input(Context* context, size_t place, bool optional = false) {
   return value ? tensor_of(value) : Tensor{};
 }
 
-// The memory of a result; `type`, if it is said, must be the one that the graph declares.
+// Returns the memory of a result; `type`, if given, must be the type that the graph declares.
 inline void* output(Context* context, const std::vector<int64_t>& shape, size_t place,
                     int type = ANY) {
   numbers(shape);
@@ -172,8 +172,8 @@ inline void* output(Context* context, const std::vector<int64_t>& shape, size_t 
   return memory;
 }
 
-// Do tasks 0 .. count - 1 on the session's threads. They are taken from a counter, so that a slow
-// core does fewer. An exception of a task is thrown here, behind all of them.
+// Runs tasks 0 .. count - 1 on the session's threads. Threads take tasks from a counter, so that
+// a slow core does fewer. An exception of a task is thrown here after all tasks have ended.
 template <class F>
 void parallel(Context* context, int64_t count, const F& task) {
   struct Work {

@@ -10,10 +10,10 @@
 
 namespace {
 
-// A block whose largest input is not above it counts as zeros: 127 / largest would overflow.
+// Blocks with no input above it become zeros: 127 / largest would overflow.
 constexpr float LEAST = 1e-30f;
 
-// A row with a NaN, or with what is infinite, is NaN in all of its blocks, and so are its products.
+// A row with a NaN or an infinite input becomes NaN in all blocks, so that its products are NaN.
 void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
   Floats zeros = same(0.0f);
   for (int64_t b = 0; b < blocks; b++, x += mtp::BLOCK) {
@@ -31,10 +31,10 @@ void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
   for (int64_t b = 0; b < blocks; b++) out[b] = {NAN, 0, {}};
 }
 
-// Rows times WIDE vectors of a panel's outputs, from vector `first` on.
+// Multiplies rows by WIDE vectors of a panel's outputs, from vector `first` on.
 template <int BITS, int ROWS>
 void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, float* const* out) {
-  constexpr int INPUTS = BITS == 4 ? 8 : 4;  // that a line has of each output
+  constexpr int INPUTS = BITS == 4 ? 8 : 4;  // of each output in a line
   Floats totals[ROWS][WIDE];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < WIDE; v++) totals[m][v] = same(0.0f);
@@ -46,7 +46,7 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 2
       for (int v = 0; v < WIDE; v++) sums[m][v] = first_sum<BITS>(in[m][b].sum);
-    if (ROWS <= 4)  // a page ahead, where the hardware does not look
+    if (ROWS <= 4)  // a page ahead, which the hardware does not prefetch
       for (int i = 0; i < 128 * BITS; i += 64 * (3 - WIDE)) __builtin_prefetch(values + 4096 + i);
 #pragma GCC unroll 8
     for (int i = 0; i < 32; i += INPUTS)
@@ -77,7 +77,7 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
     for (int v = 0; v < WIDE; v++) store(out[m] + 16 * (first + v), totals[m][v]);
 }
 
-// The tile for `rows`, which is at most ROWS.
+// Selects the tile for `rows` <= ROWS.
 template <int BITS, int ROWS>
 void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::InputBlock* const* in,
                float* const* out) {
@@ -86,8 +86,8 @@ void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::Inpu
   tile<BITS, ROWS>(panel, first, in, out);
 }
 
-// How many of the rows that are left the next tile takes. Tiles of one size share what is done for
-// each block best: 7 rows are 4 + 3, not 6 + 1.
+// Returns how many of the remaining rows the next tile takes. Tiles of similar sizes share the work
+// per block best: 7 rows are 4 + 3, not 6 + 1.
 inline int64_t next_tile(int64_t left, int64_t most) {
   if (left >= 2 * most) return most;
   return left > most ? (left + 1) / 2 : left;

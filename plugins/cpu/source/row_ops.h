@@ -1,4 +1,4 @@
-// Operators over single rows: norms, circles, acceptance.
+// Operators over single rows: norms, gates, sine and cosine, acceptance, log-softmax, argmax.
 #pragma once
 #include "logarithm.h"
 #include "op.h"
@@ -27,11 +27,11 @@ struct Norm : Usual {
   }
 };
 
-// x * silu(z), or x * sigmoid(z): as many numbers of either, in the shape of z.
+// x * silu(z), or x * sigmoid(z): x and z have as many numbers; the result has z's shape.
 struct Gate : Usual {
   static constexpr const char* name = "Gate";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
-  static constexpr int64_t PART = 1024;  // numbers of a task
+  static constexpr int64_t PART = 1024;  // numbers in a task
   const Kernels& k;
   bool silu;
 
@@ -63,7 +63,7 @@ struct Gate : Usual {
   }
 };
 
-// Cosines of x, or sines: of the angles that queries and keys are rotated by.
+// Cosines or sines of x, the angles by which queries and keys are rotated.
 template <bool COSINE>
 struct Circle : Usual {
   static constexpr const char* name = COSINE ? "Cos" : "Sin";
@@ -82,8 +82,8 @@ struct Circle : Usual {
   }
 };
 
-// Strict greedy acceptance, as `plugins/accept_rewind/op.py` says: logits [B, T, V], window [B, T],
-// num_drafts, lengths and active [B] -> tokens [B, T], how many count, new lengths,
+// Strict greedy acceptance, as defined in `plugins/accept_rewind/op.py`: logits [B, T, V], window
+// [B, T], num_drafts, lengths and active [B] -> tokens [B, T], num_tokens and new lengths [B],
 // log-probabilities and margins [B, T].
 struct Accept : Usual {
   static constexpr const char* name = "Accept";
@@ -112,7 +112,7 @@ struct Accept : Usual {
     tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       mtp::Best best = k.best(logits.data<float>() + m * V, V, true);
       tokens[m] = best.id;
-      logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
+      logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as in LogSoftmax
       margins[m] = best.top - best.second;
     });
     for (int64_t slot = 0; slot < slots[0]; slot++) {
@@ -129,7 +129,7 @@ struct Accept : Usual {
   }
 };
 
-// x [.., V] -> x - log(sum(exp(x))), the sum as Accept adds it up.
+// x [.., V] -> x - log(sum(exp(x))), with the same sum as Accept.
 struct LogSoftmax : Usual {
   static constexpr const char* name = "LogSoftmax";
   static constexpr ort::Type inputs[] = {ort::FLOAT};
@@ -151,7 +151,7 @@ struct LogSoftmax : Usual {
   }
 };
 
-// x [.., V] -> the place [..] of each row's highest number, the lowest of equal ones.
+// x [.., V] -> the index [..] of each row's highest number; ties go to the lowest index.
 struct ArgMax : Usual {
   static constexpr const char* name = "ArgMax";
   static constexpr ort::Type inputs[] = {ort::FLOAT};

@@ -1,4 +1,4 @@
-// Arithmetic of sizes that shapes, attributes and operands bring: what no memory holds is refused.
+// Checked arithmetic of sizes from shapes, attributes and operands; sizes beyond memory are errors.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -7,7 +7,7 @@
 
 namespace ort {
 
-// An operand or attribute that can't be.
+// The error for an invalid operand or attribute.
 struct Bad : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -16,7 +16,7 @@ struct TooLarge : Bad {
   TooLarge() : Bad("a size is negative or too large") {}
 };
 
-// Calls an operator, whose name then stands before what is said of a size.
+// Calls an operator and adds its name to errors about sizes.
 template <class F>
 void named(const char* op, const F& compute) {
   try {
@@ -26,7 +26,7 @@ void named(const char* op, const F& compute) {
   }
 }
 
-constexpr int64_t MOST = int64_t{1} << 40;  // numbers of a tensor
+constexpr int64_t MOST = int64_t{1} << 40;  // numbers in a tensor
 
 inline int64_t fitting(bool fits, int64_t size) {
   if (!fits) throw TooLarge();
@@ -39,8 +39,8 @@ int64_t product(Sizes... sizes) {
   return fitting(fits, all);
 }
 
-// How many numbers a tensor has. Without its zeros the product of its sizes is bounded, too, so
-// that no product of some of them overflows, and a loop over rows of nothing ends.
+// Returns the number of numbers in a tensor. The product of its sizes other than 0 is bounded, too,
+// so that no product of some sizes overflows, and loops over empty rows end.
 inline int64_t numbers(const std::vector<int64_t>& shape) {
   int64_t all = 1;
   bool empty = false;

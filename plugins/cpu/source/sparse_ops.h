@@ -1,4 +1,4 @@
-// An indexer's keys, and the rows that it chooses for each token.
+// An indexer's keys, and its choice of rows for each token.
 #pragma once
 #include <cmath>
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// a [B, T, D] -> (a - its mean) / its deviation * weight [D] + bias [D], whose first R numbers are
-// rotated by cos, sin [B, T, R / 2]. Sums are added in ascending order.
+// LayerNorm of a [B, T, D] with weight [D] and bias [D], then rotation of the first R numbers by
+// cos, sin [B, T, R / 2]. Sums are added in ascending order.
 struct IndexKeys : Usual {
   static constexpr const char* name = "IndexKeys";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
@@ -48,8 +48,9 @@ struct IndexKeys : Usual {
 
 // q [B, T, H * D], weights [B, T, H], cos, sin [B, T, R / 2], cache [B, 1, S, C], fresh
 // [B, 1, F, C], base [B], first [B] -> the positions [B, T, count] with the highest scores, in
-// rising order, then -1: plugins/sparse_rows/op.py. Position p is the cache's row, from base on a
-// fresh one; token t sees positions up to base + first + t. A row's key is its last D numbers.
+// rising order, padded with -1 (plugins/sparse_rows/op.py). Positions before base are rows of the
+// cache, those from base on fresh rows; token t sees positions up to base + first + t. A row's key
+// is its last D numbers.
 struct ChooseRows : Usual {
   static constexpr const char* name = "ChooseRows";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
@@ -57,7 +58,7 @@ struct ChooseRows : Usual {
   static constexpr ort::Type results[] = {ort::INT64};
   static constexpr int64_t MOST_CHOSEN = 1 << 20;
   static constexpr int64_t PIECE = 512;       // rows of a task
-  static constexpr int64_t SCORES = 1 << 22;  // that wait at once, at most, of more than one token
+  static constexpr int64_t SCORES = 1 << 22;  // most scores in memory, unless one token has more
   const Kernels& k;
   int64_t count;
   bool interleaved;
@@ -92,11 +93,11 @@ struct ChooseRows : Usual {
   struct Job {
     Tensor q, weights, cache, fresh, base, first;
     int64_t slots, tokens, heads, size, stride, rows, fresh_rows;
-    // How many of the slot's positions are the cache's. An idle slot's is kept inside.
+    // Returns the number of a slot's positions in the cache; clamped, for idle slots.
     int64_t old(int64_t slot) const {
       return std::max<int64_t>(0, min(base.data<int64_t>()[slot], rows));
     }
-    // How many positions token m of all slots sees.
+    // Returns the number of positions that token m (of all slots) sees.
     int64_t seen(int64_t m) const {
       int64_t slot = m / tokens, offset = min(first.data<int64_t>()[slot], fresh_rows);
       return old(slot) + min(fresh_rows, std::max<int64_t>(0, offset) + m % tokens + 1);
@@ -137,7 +138,7 @@ struct ChooseRows : Usual {
     return job;
   }
 
-  // The scores of positions begin .. end - 1 for token m.
+  // Computes the scores of positions begin .. end - 1 for token m.
   void score(const Job& job, const Angles& angles, int64_t m, int64_t begin, int64_t end,
              float* scores) const {
     int64_t D = job.size, H = job.heads, slot = m / job.tokens, old = job.old(slot);
@@ -159,13 +160,13 @@ struct ChooseRows : Usual {
       for (int64_t i = 0; i < some; i++) {
         float sum = 0.0f;
         for (int64_t h = 0; h < H; h++)
-          sum += shares[h] * std::max(out[i][h] * scale, 0.0f);  // a NaN stays
+          sum += shares[h] * std::max(out[i][h] * scale, 0.0f);  // keeps NaN
         scores[at + i] = sum;
       }
     }
   }
 
-  // A token's queries, rotated, in panels of 32 heads: [H / 32][D][32].
+  // Writes a token's rotated queries in panels of 32 heads: [H / 32][D][32].
   void lay_out(const Job& job, const Angles& angles, int64_t m, float* to) const {
     int64_t D = job.size, H = job.heads;
     auto own = scratch<float>(D);
@@ -192,7 +193,7 @@ struct ChooseRows : Usual {
     return wide;
   }
 
-  // Of equal scores the lowest position counts. A NaN has no order, so then nothing is chosen.
+  // Ties go to the lowest position. With a NaN there is no order, so no row is chosen.
   void choose(const float* scores, int64_t seen, int64_t* to) const {
     int64_t found = 0;
     if (seen <= count) {

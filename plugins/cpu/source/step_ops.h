@@ -1,11 +1,11 @@
-// What a step does between its layers: rows are picked, joined and looked up, tokens are placed.
+// A step's small operators: taking, joining, splitting and looking up rows, placing tokens.
 #pragma once
 #include "op.h"
 #include "trigonometry.h"
 
 namespace {
 
-// x [B, N, ..], start [B] -> [B, count, ..]: the rows of each slot from its start on.
+// x [B, N, ..], start [B] -> [B, count, ..]: `count` rows of each slot from its start on.
 template <class T>
 struct Take : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Take" : "TakeInts";
@@ -34,7 +34,7 @@ struct Take : Usual {
   }
 };
 
-// Two to four tensors side by side along an axis.
+// Concatenates two to four tensors along an axis.
 template <class T>
 struct Join : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Join" : "JoinInts";
@@ -65,7 +65,7 @@ struct Join : Usual {
       shape[place] += size;
     }
     T* y = call.output<T>(shape);
-    // Of nothing there may be any number of lines.
+    // An empty tensor may have any number of outer lines, so skip the loop.
     int64_t outers = shape[place] ? parts[0].count(0, place) : 0;
     for (int64_t outer = 0; outer < outers; outer++)
       for (const Tensor& part : parts) {
@@ -75,7 +75,7 @@ struct Join : Usual {
   }
 };
 
-// x [.., N] -> its first `first` columns, and the others.
+// x [.., N] -> the first `first` columns, and the others.
 struct Split : Usual {
   static constexpr const char* name = "Split";
   static constexpr ort::Type inputs[] = {ort::FLOAT};
@@ -124,9 +124,9 @@ struct FloatEmbedding : Usual {
   }
 };
 
-// As `plugins/rotary_rows/op.py` says: start [B], active [B] or none, inv_freq [half], how many
-// tokens and where slots stand that are not active -> cos and sin [B, T, half], base, place and
-// first [B].
+// As defined in `plugins/rotary_rows/op.py`: start [B], active [B] or none, inv_freq [half], number
+// of tokens, and the position of inactive slots -> cos and sin [B, T, half], base, place and first
+// [B].
 struct Places : Usual {
   static constexpr const char* name = "Places";
   static constexpr ort::Type inputs[] = {ort::INT64, ort::BOOL, ort::FLOAT, ort::INT64, ort::INT64};
@@ -157,7 +157,7 @@ struct Places : Usual {
       place[slot] = there ? start.data<int64_t>()[slot] : end;
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < half; i++, cos++, sin++) {
-          // A slot that idles may stand anywhere: its sum goes around.
+          // An idle slot may have any position, so the sum may wrap around.
           uint64_t at = static_cast<uint64_t>(place[slot]) + static_cast<uint64_t>(offset + t);
           float position = static_cast<float>(static_cast<int64_t>(at));
           mtp::sine_and_cosine(position * frequencies.data<float>()[i], sin, cos);

@@ -1,4 +1,4 @@
-// The table of one instruction set: a source file includes its lanes, then this.
+// The kernel table of one instruction set; a source file includes its lanes, then this.
 #pragma once
 #include "attention.h"
 #include "delta.h"

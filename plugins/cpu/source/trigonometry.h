@@ -1,13 +1,13 @@
-// Sine and cosine of fp32 numbers, computed in fp64 by additions and multiplications alone, so that
-// they are the same on every machine. Right to fp32's last digit or the one before up to 2^20.
+// Sine and cosine of fp32 numbers, computed in fp64 with additions and multiplications only, so
+// that they are the same on every machine. Right to fp32's last digit or the one before up to 2^20.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 namespace mtp {
 
-// sin(x) and cos(x): x is cut to r in [-pi/4, pi/4] by multiples of pi/2, then FDLIBM's
-// polynomials.
+// Computes sin(x) and cos(x): reduces x to r in [-pi/4, pi/4] by multiples of pi/2, then uses
+// FDLIBM's polynomials.
 inline void sine_and_cosine(float given, float* sine, float* cosine) {
   constexpr double TWO_OVER_PI = 6.36619772367581382433e-01;
   constexpr double HIGH = 1.57079632673412561417e+00, LOW = 6.07710050650619224932e-11;
@@ -20,7 +20,7 @@ inline void sine_and_cosine(float given, float* sine, float* cosine) {
   c = 2.48015872894767294178e-05 + z * (-2.75573143513906633035e-07 + z * c);
   c = 4.16666666666666019037e-02 + z * (-1.38888888888741095749e-03 + z * c);
   c = 1.0 - 0.5 * z + z * z * c;
-  // The quarter of the circle; beyond what int64 holds the angle has no digits left.
+  // The quadrant; for an x beyond int64 it has no significant digits, so any will do.
   int64_t quarter = std::fabs(whole) < 9e18 ? static_cast<int64_t>(whole) & 3 : 0;
   double turned[4] = {s, c, -s, -c};
   *sine = static_cast<float>(turned[quarter]);

@@ -1,4 +1,4 @@
-"""Finds tool calls in an answer, in the forms of several models."""
+"""Parsers of tool calls in answers, for the call formats of several models."""
 
 from mtpbuild.runtime.server.tools.calls import ToolCalls
 from mtpbuild.runtime.server.tools.detect import form_of

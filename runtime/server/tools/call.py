@@ -1,4 +1,4 @@
-"""What a reader of calls has in common with the others, whatever the form."""
+"""The interface of the incremental parsers of tool calls."""
 
 from typing import Literal
 
@@ -6,14 +6,14 @@ Said = tuple[Literal["content", "name", "arguments"], str]
 
 
 class Call:
-    """One call, or several within the same markers, as far as the text has come.
+    """A parser of one call, or of several within the same markers.
 
     rest: the text after the call; None until the call is over.
     """
 
     rest: str | None = None
-    cut = False  # it was refused only because the text ended
+    cut = False  # the text was not a call only because it ended too early
 
     def feed(self, text: str, *, last: bool) -> list[Said]:
-        """Take text; returns what is certain. last: nothing follows."""
+        """Parse more text and return what is final. last: no text follows."""
         raise NotImplementedError

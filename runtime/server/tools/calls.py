@@ -1,7 +1,7 @@
-"""Finds the calls in an answer as its text comes.
+"""Incremental parsing of the tool calls in an answer.
 
-Each form is a state machine over characters: its joined pieces do not depend on how the text was
-cut. Anything that is not a call stays text.
+Each parser is a state machine over characters: its joined pieces do not depend on how the text was
+split. Anything that is not a call stays text.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from mtpbuild.runtime.server.tools.json_calls import JsonCall
 from mtpbuild.runtime.server.tools.tagged import TaggedCall
 from mtpbuild.runtime.text import held_back
 
-MOST_CUT = 8  # beginnings of calls that the end of the answer may make text, each read again
+MOST_CUT = 8  # unfinished calls at the answer's end after which the rest is not parsed again
 
 
 @dataclass(slots=True)
 class ToolCalls:
-    """Finds the calls in one answer.
+    """A parser of the calls in one answer.
 
-    tools: the JSON schema of each function's arguments, from which tagged ones get their types.
-    single: only the first call is given, and nothing that comes after it.
+    tools: function -> JSON schema of its arguments, which gives arguments in tags their types.
+    single: return only the first call, and nothing after it.
     """
 
     form: Form
@@ -32,7 +32,7 @@ class ToolCalls:
     count: int = 0  # calls so far
     _held: str = field(default="", init=False)
     _call: Call | None = field(default=None, init=False)
-    _space: str = field(default="", init=False)  # before the call, if that turns out to be text
+    _space: str = field(default="", init=False)  # before the call; kept if it turns out to be text
     _cut: int = field(default=0, init=False)
     _markers: tuple[str, ...] = field(default=(), init=False)
 
@@ -41,7 +41,7 @@ class ToolCalls:
         self._markers = (*self.form.markers, *([function] if function else []))
 
     def feed(self, text: str, *, last: bool = False) -> list[Piece]:
-        """Take text; returns the pieces that are certain, or with `last` all that are left."""
+        """Parse more text and return the final pieces; with `last`, all remaining ones."""
         self._held += text
         pieces: list[Piece] = []
         while True:
@@ -51,7 +51,7 @@ class ToolCalls:
                 return [piece for piece in pieces if piece.text]
 
     def _in_text(self, last: bool) -> list[Piece]:
-        """Take the text up to the next call; markers around all calls are dropped."""
+        """Parse the text up to the next call; the markers around all calls are dropped."""
         found = min(
             ((at, m) for m in self._markers if (at := self._held.find(m)) >= 0), default=None
         )
@@ -75,7 +75,7 @@ class ToolCalls:
         return said
 
     def _trimmed(self, text: str) -> str:
-        """Drop the space between calls and after them, which is not part of the answer."""
+        """Drop the white space between and after calls, which is not part of the answer."""
         return text.rstrip() if self.count else text
 
     def _content(self, text: str) -> list[Piece]:

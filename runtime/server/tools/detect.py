@@ -1,4 +1,4 @@
-"""Finds out which form of calls a chat template writes, by letting it write one."""
+"""Detection of the call format that a chat template writes, by rendering a call with it."""
 
 import json
 from functools import lru_cache
@@ -19,14 +19,14 @@ SCHEMA = {"type": "object", "properties": TYPES}
 
 @lru_cache(maxsize=16)
 def form_of(templates: ChatTemplates) -> str | None:
-    """Find the form in which a template writes a call; None if it is none of ours."""
-    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want a text
+    """Return the name of the form in which a template writes calls; None if it is unknown."""
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
             said = _rendered(templates, arguments)
         except MtpbuildError:
             continue
         found = [name for name, form in FORMS.items() if _reads(form, said)]
-        if found:  # by more than one if they differ in line breaks alone
+        if found:  # several forms match if they differ only in line breaks
             return next((name for name in found if _spelled(FORMS[name]) in said), found[0])
     return None
 
@@ -44,7 +44,7 @@ def _rendered(templates: ChatTemplates, arguments: Any) -> str:
 
 
 def _reads(form: Form, said: str) -> bool:
-    """Tell whether the call can be read back, and nothing else."""
+    """Return whether the form's parser reads back exactly this call."""
     pieces = ToolCalls(form, {NAME: SCHEMA}).feed(said, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
     text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
@@ -52,7 +52,7 @@ def _reads(form: Form, said: str) -> bool:
 
 
 def _spelled(form: Form) -> str:
-    """Write the beginning of the call as the form has it."""
+    """Write the beginning of the call in this form."""
     if form.tags is None:
         before, after, _ = form.spelled
         return form.begin + before + NAME + after.replace(INDEX_OF_CALL, "0")

@@ -1,38 +1,38 @@
-"""Says how each kind of model writes its calls of tools, under the names of vLLM's parsers."""
+"""The formats in which models write tool calls, under the names of vLLM's parsers."""
 
 import re
 from dataclasses import dataclass
 
 SEPARATOR = "<｜tool▁sep｜>"
 DSML = "｜DSML｜"
-INDEX_OF_CALL = "{index}"  # stands for a number where a call is numbered
+INDEX_OF_CALL = "{index}"  # placeholder for the call's number
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The markup of a call whose arguments stand in tags, as the chat template writes it.
+    """The markup of a call with its arguments in tags, as the chat template writes it.
 
-    A line break in it may be missing or doubled where a model writes it, next to a string too,
-    unless the template puts one there.
+    A model may leave out or double the line breaks in it. It may also add one next to a string,
+    unless the template itself puts one there.
     """
 
     name: tuple[str, str]  # before and after the function's name
     key: str  # before an argument's name
     value: tuple[str, str]  # before and after its value
     end: str = ""  # of one function
-    other: tuple[str, str] | None = None  # `value` of what is no string, where that differs
+    other: tuple[str, str] | None = None  # `value` for non-strings, if it differs
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a model writes calls: the markers around all calls and around one, and its parts."""
+    """The format of a model's calls: the markers around all calls and around one, and its parts."""
 
-    begin: str  # of a call; of tags: of one or more functions
+    begin: str  # of a call; with tags: of one or more functions
     end: str
     outer: tuple[str, ...] = ()  # markers around all calls, which are dropped
-    # From the call's beginning to its arguments; group `name` is the function's.
+    # Matches from the call's beginning to its arguments; group `name` is the function's name.
     head: re.Pattern[str] | None = None  # None: the call is JSON with "name" and "arguments"
-    # How a call is written: before the name, before the arguments, before the end.
+    # The text before the name, before the arguments, and before the end marker.
     spelled: tuple[str, str, str] = ("", "", "")
     tags: Tags | None = None
     inner: tuple[str, ...] = ()  # other parts of a call that may be special tokens
@@ -43,7 +43,7 @@ class Form:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Return the parts of a call that may be special tokens."""
+        """The parts of a call that may be special tokens."""
         return (*self.markers, self.end, *self.inner)
 
 

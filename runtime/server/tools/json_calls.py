@@ -1,4 +1,4 @@
-"""Reads a call whose arguments are JSON."""
+"""The incremental parser of calls whose arguments are JSON."""
 
 import json
 import re
@@ -15,19 +15,19 @@ HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\[\s\S])+")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-LONGEST_HEAD = 4096  # characters; a call with a longer one is read once it is complete
-MORE_FIELDS = '{"":0'  # stands for the fields that were read, for a reader of those that follow
+LONGEST_HEAD = 4096  # characters; a call with a longer head is parsed once it is complete
+MORE_FIELDS = '{"":0'  # replaces the fields already read, so that a JsonReader can read on
 
 
 class JsonCall(Call):
-    """A call as JSON, or as a name and JSON; its arguments are told as they come."""
+    """A call as JSON, or as a name and JSON; its arguments are returned as they arrive."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
         self._stops = (*form.markers, form.end)
-        self._text = ""  # not yet read
-        self._raw: list[str] = []  # was read, and stays text if this is no call
-        self._json: list[str] = []  # of the value, in strict JSON
+        self._text = ""  # not parsed yet
+        self._raw: list[str] = []  # parsed text; becomes content if this is not a call
+        self._json: list[str] = []  # the value so far, in strict JSON
         self._value = JsonReader(self._stops)
         self._name = ""
         self._fenced = False
@@ -44,12 +44,12 @@ class JsonCall(Call):
         return said
 
     def _refuse(self, *, cut: bool = False) -> list[Said]:
-        """Make this no call: its beginning is text, and so is what follows, but for other calls."""
+        """Give up on this call: its marker becomes content, and the rest is parsed for calls."""
         self.rest, self.cut = "".join(self._raw) + self._text, cut
         return [("content", self._form.begin)]
 
     def _head(self, last: bool) -> list[Said]:
-        """Read the name that stands before the arguments."""
+        """Parse the name before the arguments."""
         assert self._form.head is not None
         found = self._form.head.match(self._text[:LONGEST_HEAD])
         if found is None:
@@ -68,7 +68,7 @@ class JsonCall(Call):
         self._text = self._text[count:]
 
     def _lead(self, last: bool) -> list[Said]:
-        """Read what stands before the JSON: white space, and the beginning of a code fence."""
+        """Skip white space and the start of a code fence before the JSON."""
         found, start = LEAD.match(self._text), self._text.lstrip()
         assert found is not None
         first = self._text[found.end() : found.end() + 1]
@@ -85,7 +85,7 @@ class JsonCall(Call):
         return [("name", self._name)] if self._next == self._arguments else []
 
     def _fields(self, last: bool) -> list[Said]:
-        """Read a call as JSON: as soon as the arguments begin they are told, else once it ends."""
+        """Parse a call as JSON; stream its arguments if its head matches, else wait for its end."""
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
             whole = "".join(self._raw[1:]) + self._text
@@ -123,7 +123,7 @@ class JsonCall(Call):
         return [("arguments", said)]
 
     def _other(self, last: bool) -> list[Said]:
-        """Read arguments that are no object: none, or a text that holds them."""
+        """Parse arguments that are not an object: none, or a string that contains them."""
         ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if not ends and not last:
             return []
@@ -139,7 +139,7 @@ class JsonCall(Call):
         return [("name", self._name), ("arguments", arguments)]
 
     def _more_fields(self, last: bool) -> list[Said]:
-        """Drop the fields after the arguments, such as an id."""
+        """Skip the fields after the arguments, such as an id."""
         start = self._text.lstrip()
         if not start and not last:
             return []
@@ -153,7 +153,7 @@ class JsonCall(Call):
         return []
 
     def _tail(self, last: bool) -> list[Said]:
-        """Read up to the call's end; what is neither that nor a rest of its JSON follows it."""
+        """Skip the remaining brackets, the code fence and the call's end marker."""
         self._text = self._text.lstrip("}] \t\n\r" + ("`" if self._fenced else ""))
         end = self._form.end
         if not last and end.startswith(self._text) and self._text != end:
@@ -167,7 +167,7 @@ def _plain(text: str) -> Any:
 
 
 def _object_of(arguments: Any) -> str:
-    """Write the arguments as JSON's object; raises ValueError for what is none."""
+    """Write the arguments as a JSON object; raises ValueError if they are not one."""
     if isinstance(arguments, str):
         arguments = mended(arguments) if arguments.strip() else None
     if arguments is None:
@@ -178,9 +178,9 @@ def _object_of(arguments: Any) -> str:
 
 
 def _calls_of(value: Any) -> list[tuple[str, str]]:
-    """Find names and arguments in a call, in OpenAI's shape too, or in a list of calls.
+    """Return names and arguments of a call or a list of calls; OpenAI's format is accepted too.
 
-    Raises ValueError if one is none.
+    Raises ValueError if one of them is not a call.
     """
     if isinstance(value, list):
         return [call for each in value for call in _calls_of(each)]

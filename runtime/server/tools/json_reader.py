@@ -1,11 +1,11 @@
-"""Reads a JSON value that a model writes, piece by piece, as strict JSON."""
+"""An incremental reader of JSON written by a model, which repairs it to strict JSON."""
 
 import json
 import math
 import re
 from typing import Any
 
-DEEPEST = 200  # objects and arrays within one another; a parser of JSON has its own limit
+DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits
 SPACE = re.compile(r"[ \t\n\r]*")
 PLAIN = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
@@ -21,7 +21,7 @@ def quoted(text: str) -> str:
 
 
 def read_strictly(text: str) -> Any:
-    """Read JSON; raises ValueError for what strict JSON or UTF-8 can't say, or too deep a value."""
+    """Parse JSON; raises ValueError if it is not strict JSON, not UTF-8, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
@@ -50,28 +50,28 @@ def _finite(text: str) -> float:
 
 
 class JsonReader:
-    """A reader of one object or array; what it returns, joined, is always strict JSON.
+    """A reader of one object or array, whose joined output is always strict JSON.
 
-    JSON stays as it is, to the character. Slips that models make are mended: raw line breaks and
+    Valid JSON is passed on unchanged. Common mistakes of models are repaired: raw line breaks and
     quotes in strings, single quotes, Python's words, missing and extra commas, missing brackets.
-    What JSON can't say (NaN, 1e400) is null.
+    Values that JSON lacks (NaN, 1e400) become null.
 
-    stops: texts that end the value where they stand outside of strings; it is closed there.
+    stops: texts that end the value if they occur outside strings; open brackets are closed there.
     """
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
         self.closed = False
         self.cut = False  # closed because nothing followed
         self._stops = stops
-        self._open: list[str] = []  # the brackets that are to come
+        self._open: list[str] = []  # the closing brackets still to come
         self._quote = ""  # of the open string
         self._place = "value"  # what comes next: key, colon, value or comma
-        self._comma = ""  # was read, and is written once something follows
+        self._comma = ""  # read, but written only if something follows
 
     def take(self, text: str, *, last: bool = False) -> tuple[int, str]:
-        """Read on; returns how many characters are done with, and their JSON.
+        """Read text; return the number of characters consumed, and their JSON.
 
-        The others must be given again, with what follows them. last: nothing follows.
+        The other characters must be passed again, followed by more text. last: no text follows.
         """
         at, said = 0, []
         while not self.closed:
@@ -86,7 +86,7 @@ class JsonReader:
         return at, "".join(said)
 
     def _close(self) -> str:
-        """Write all that is missing."""
+        """Write the missing quote and brackets."""
         said = '"' if self._quote else ""
         if self._quote:
             self._quote = ""
@@ -97,7 +97,7 @@ class JsonReader:
         return said
 
     def _closing(self) -> str:
-        """Write the innermost bracket."""
+        """Write the innermost closing bracket."""
         bracket = self._open.pop()
         before = ""
         if bracket == "}":
@@ -106,7 +106,7 @@ class JsonReader:
         return before + bracket
 
     def _stop(self, text: str, at: int, last: bool) -> bool | None:
-        """Tell whether a stop stands here; None if that is not known yet."""
+        """Return whether a stop text begins here; None if more text is needed."""
         if any(text.startswith(stop, at) for stop in self._stops):
             return True
         rest = text[at : at + 64]
@@ -136,7 +136,7 @@ class JsonReader:
         return self._key_or_value(text, here, space, last)
 
     def _bracket(self, char: str, space: str) -> str:
-        """Close up to this bracket; one that nothing has opened is left out."""
+        """Close everything up to this bracket; drop it if it was never opened."""
         if char not in self._open:
             return ""
         inner = ""
@@ -201,7 +201,7 @@ class JsonReader:
         return at + 1, '"'
 
     def _ends_string(self, text: str, at: int, last: bool) -> bool | None:
-        """Tell by what follows whether a quote ends its string; None if that is not known yet."""
+        """Return whether a quote ends its string, by what follows; None if more text is needed."""
         space = SPACE.match(text, at)
         assert space is not None
         if space.end() == len(text):
@@ -222,7 +222,7 @@ def _strict_word(word: str) -> str:
 
 
 def _escape(text: str, at: int, last: bool) -> tuple[int, str] | None:
-    r"""Read a string's escape; a backslash that begins none is one of the text's own."""
+    r"""Read an escape in a string; a backslash without a valid escape is kept as a backslash."""
     kind = text[at + 1 : at + 2]
     if kind == "u":
         return _unicode(text, at, last)
@@ -234,7 +234,7 @@ def _escape(text: str, at: int, last: bool) -> tuple[int, str] | None:
 
 
 def _unicode(text: str, at: int, last: bool) -> tuple[int, str] | None:
-    """Read \\uXXXX; half of a pair becomes the replacement character, as UTF-8 can't say it."""
+    r"""Read \uXXXX; a lone surrogate, which UTF-8 can't encode, becomes U+FFFD."""
     digits = text[at + 2 : at + 6]
     if not re.fullmatch(r"[0-9a-fA-F]*", digits):
         return at + 1, "\\\\"
@@ -256,7 +256,7 @@ def _begins_second_half(text: str) -> bool:
 
 
 def mended(text: str) -> Any:
-    """Read a text that begins with an object or array, mended; raises ValueError if it has none."""
+    """Repair and parse a text that begins with an object or array; raises ValueError otherwise."""
     reader = JsonReader()
     start = text.lstrip()
     if start[:1] not in ("{", "["):

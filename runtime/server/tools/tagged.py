@@ -1,4 +1,4 @@
-"""Reads a call whose arguments stand in tags, once it is complete."""
+"""The parser of calls whose arguments are written in tags; it waits for complete calls."""
 
 import json
 import re
@@ -16,18 +16,18 @@ NEWLINE = "\n"
 
 
 class MoreTextError(Exception):
-    """What comes next decides how to read the text."""
+    """The error that more text is needed to decide how to parse."""
 
 
 class NoCallError(Exception):
-    """The text is none of this form's calls."""
+    """The error that the text is not a call of this form."""
 
 
 class TaggedCall(Call):
-    """One or more functions within the markers of a call, with their arguments in tags."""
+    """One or more function calls within the markers, with their arguments in tags."""
 
     def __init__(self, form: Form, tools: Mapping[str, Any], begin: str) -> None:
-        """begin: the marker that was found, perhaps that of a function."""
+        """begin: the marker that was found: of the call, or of a function without it."""
         assert form.tags is not None
         self._form, self._tools, self._begin = form, tools, begin
         self._text, self._later = "", [begin] if begin != form.begin else []
@@ -60,15 +60,16 @@ def _said(name: str, arguments: dict[str, Any]) -> tuple[Said, Said]:
 
 
 class Functions:
-    """Reads the functions of a call from a text.
+    """A parser of the function calls in a text.
 
-    A value ends at its closing tag, if after that something else of the call begins: markup in a
-    value stays a part of it. A value that begins on a line of its own ends at the end of one. Where
-    the tag is missing, another one on a line of its own ends it.
+    A value ends at a closing tag that is followed by another part of the call, so markup inside a
+    value stays in it. A value that begins on a new line ends at a closing tag next to a line break,
+    if there is one. If the closing tag is missing, the next tag on a line of its own ends the
+    value.
     """
 
     def __init__(self, form: Form, tools: Mapping[str, Any], text: str, last: bool) -> None:
-        """last: nothing follows the text."""
+        """last: no text follows."""
         assert form.tags is not None
         self._form, self._tags, self._tools = form, form.tags, tools
         self._text, self._last = text, last
@@ -76,7 +77,7 @@ class Functions:
         self.at = 0
 
     def read(self) -> list[tuple[str, dict[str, Any]]]:
-        """Read all that are complete; raises MoreTextError or NoCallError."""
+        """Parse all complete functions; raises MoreTextError or NoCallError."""
         found = [self._function()]
         while self._name and self._at_mark(self._name):
             start = self.at
@@ -95,7 +96,10 @@ class Functions:
         return space.end()
 
     def _at_mark(self, mark: str, at: int | None = None) -> int | None:
-        """Return where this mark ends that comes next, after white space; None if it doesn't."""
+        """Return the end of `mark` if it comes next, after white space; else None.
+
+        Raises MoreTextError if the text ends before this is known.
+        """
         space = SPACE.match(self._text, self.at if at is None else at)
         assert space is not None
         if self._text.startswith(mark, space.end()):
@@ -133,7 +137,7 @@ class Functions:
         return name, arguments
 
     def _named(self) -> str:
-        """Read the function's name and what ends it."""
+        """Parse the function's name and what ends it."""
         close, self.at = self._tags.name[1].strip(), self._after_space()
         found = re.compile(re.escape(close) if close else r"(?=[\n<])").search(
             self._text, self.at, self.at + LONGEST_NAME
@@ -147,7 +151,7 @@ class Functions:
         return name.strip()
 
     def _opening(self, start: int) -> re.Match[str]:
-        """Find where a value begins, after its key."""
+        """Find the markup between a key and its value."""
         found = _value_begins(self._tags).search(self._text, start)
         key = self._text[start : found.start() if found else start + LONGEST_NAME]
         if found is None and not self._last and len(key) < LONGEST_NAME:
@@ -160,8 +164,8 @@ class Functions:
         return any(self._at_mark(mark, at) is not None for mark in marks if mark)
 
     def _value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
-        """Return where a value ends, and its closing tag; raises MoreTextError or NoCallError."""
-        inline = None  # the end of one that is not at the end of a line
+        """Return the ends of a value and of its closing tag; raises MoreTextError, NoCallError."""
+        inline = None  # the first closing tag that is not next to a line break
         for closing in _value_ends(self._form).finditer(self._text, start):
             if closing["lone"] is not None:
                 known = root.get("properties") if isinstance(root, Mapping) else None
@@ -181,7 +185,7 @@ class Functions:
         return inline
 
     def _ends_here(self, at: int, given: set[str]) -> bool:
-        """Tell whether a closing tag is one: something of the call, or nothing, follows it."""
+        """Return whether a closing tag is followed by another part of the call, or by nothing."""
         if (start := self._at_mark(self._tags.key, at)) is not None:
             try:
                 opening = self._opening(start)
@@ -194,7 +198,7 @@ class Functions:
 
 
 def _spaced(mark: str) -> str:
-    """Write a pattern for a mark that may have other line breaks."""
+    """Return a pattern for a mark that allows any white space at its line breaks."""
     return r"\s*".join(re.escape(part) for part in mark.split("\n"))
 
 
@@ -213,7 +217,7 @@ def _value_begins(tags: Tags) -> re.Pattern[str]:
 
 @cache
 def _value_ends(form: Form) -> re.Pattern[str]:
-    """Write a pattern for a closing tag, or for another tag that shows that it is missing."""
+    """Return a pattern for a closing tag, or for the tag that follows if it is missing."""
     tags = form.tags
     assert tags is not None
     close = tags.value[1]

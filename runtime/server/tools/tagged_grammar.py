@@ -1,4 +1,4 @@
-"""Writes a Lark grammar for calls whose arguments stand in tags."""
+"""Lark grammars for calls whose arguments are written in tags."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,9 +16,10 @@ NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comm
 def tagged_rules(
     rule: str, form: Form, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
 ) -> list[str]:
-    """Write the rules for a call of one function, whose arguments come in their schema's order.
+    """Write the rules for a call of one function, with its arguments in the schema's order.
 
-    literal: writes a text in Lark's syntax. Raises ValueError for what no grammar can say in tags.
+    literal: writes a text in Lark's syntax. Raises ValueError for a schema that the grammar can't
+    express in tags.
     """
     tags = form.tags
     assert tags is not None
@@ -63,7 +64,7 @@ def _member_rules(
 def _text_rules(
     rule: str, tags: Tags, key: str, part: Mapping[str, Any], literal: Callable[[str], str]
 ) -> list[str]:
-    """Write the rules for a text, which ends where its closing tag begins."""
+    """Write the rules for a string argument, which ends where its closing tag begins."""
     if "pattern" in part:
         raise ValueError(f"a pattern of {key!r:.60}")
     least, most = part.get("minLength", 0), part.get("maxLength", "")
@@ -72,7 +73,7 @@ def _text_rules(
     line = close.endswith("\n")
     end = literal(close.removesuffix("\n"))
     text, after = f"{rule}_text", literal("\n") if line else ""
-    if end.startswith("<["):  # a token, which no text holds
+    if end.startswith("<["):  # a special token, which can't occur in the text
         return [f"{rule}: {opening} {text} {end} {after}", f"{text}: /(?s:.){length}/"]
     if "<[" in end:
         raise ValueError("a closing tag that is a token in part")

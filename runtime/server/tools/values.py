@@ -1,4 +1,4 @@
-"""Gives the types of their schema to arguments that stand in tags."""
+"""Conversion of arguments in tags, which are plain text, to the types of their schema."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,15 @@ from mtpbuild.runtime.server.tools.json_reader import mended, read_strictly
 
 NAMES = {"string", "number", "boolean", "null", "object", "array"}
 ANY = frozenset(NAMES)
-DEEPEST = 50  # schemas within one another
-PYTHON = {"True": True, "False": False, "None": None}  # as templates in Python write them
+DEEPEST = 50  # nested schemas
+PYTHON = {"True": True, "False": False, "None": None}  # some templates write Python's words
 
 
 def typed(text: str, schema: Any, root: Any, *, string: bool | None = None) -> Any:
-    """Read an argument: it is a text where the schema allows one, else JSON if it can be read.
+    """Convert an argument: to a string if the schema allows one, else from JSON if it is valid.
 
-    root: the schema of all arguments, in which references lead. string: what its tag says.
+    root: the schema of all arguments, which references point into. string: whether its tag says
+    that it is a string; None if tags do not say.
     """
     types = types_of(schema, root, {})
     if string is None and (found := _listed(text, schema)):
@@ -43,7 +44,7 @@ def typed(text: str, schema: Any, root: Any, *, string: bool | None = None) -> A
 
 
 def schema_of(name: str, root: Any) -> Any:
-    """Find an argument's schema; that of a text for one that no schema knows."""
+    """Return an argument's schema; for an unknown argument, the schema of a string."""
     if not isinstance(root, Mapping):
         return {"type": "string"}
     properties = root.get("properties")
@@ -54,7 +55,7 @@ def schema_of(name: str, root: Any) -> Any:
 
 
 def _listed(text: str, schema: Any) -> list[Any]:
-    """Find the value of an enumeration that this text is; texts come first."""
+    """Return the enum's values that the text stands for; equal strings take precedence."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if not isinstance(values, list):
         return []
@@ -64,16 +65,16 @@ def _listed(text: str, schema: Any) -> list[Any]:
 def types_of(
     schema: Any, root: Any, known: dict[str, frozenset[str]], depth: int = 0
 ) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all of them where it doesn't say.
+    """Return the JSON types that a schema allows; all types if it names none.
 
-    known: those of references. An integer is a number.
+    known: the types of references found so far. Integers count as numbers.
     """
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return ANY
     each = [_own_types(schema)]
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
-            known[reference] = ANY  # of one that leads to itself
+            known[reference] = ANY  # for a reference that leads to itself
             known[reference] = types_of(_found(reference, root), root, known, depth + 1)
         each.append(known[reference])
     for key in ("anyOf", "oneOf", "allOf"):
@@ -87,7 +88,7 @@ def types_of(
 
 
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows by itself, without the schemas in it."""
+    """Return the types allowed by a schema's own type, enum and const."""
     types, given = ANY, schema.get("type")
     names = {
         "number" if name == "integer" else name
@@ -108,7 +109,7 @@ def type_of(value: Any) -> str:
 
 
 def _found(reference: str, root: Any) -> Any:
-    """Follow a reference into the schema; None if it leads nowhere."""
+    """Return the schema that a reference points to; None if there is none."""
     found, (start, *path) = root, reference.split("/")
     for part in path if start == "#" else ["?"]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -117,5 +118,5 @@ def _found(reference: str, root: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """Write a value as templates do: a text as it is, all else as JSON."""
+    """Write a value as templates do: a string as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
