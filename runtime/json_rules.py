@@ -74,24 +74,24 @@ class _Rules:
             return self._array(schema)
         return f"%json {dumps(_narrowed(self._whole(schema), keys))}"
 
-    def has_large(self, schema: Any, seen: set[str] | None = None) -> bool:
+    def has_large(self, schema: Any) -> bool:
         """Tell whether a schema, or one that it refers to, has a number that floats would change.
 
-        seen: the references that were followed.
+        Without recursion: references may follow each other thousands of times.
         """
-        seen = set() if seen is None else seen
-        if not isinstance(schema, dict):
-            return False
-        if _has_large(schema):
-            return True
-        if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
-            seen.add(reference)
-            if self.has_large(resolve(reference, self._root), seen):
+        followed, waiting = set[str](), [schema]
+        while waiting:
+            part = waiting.pop()
+            if not isinstance(part, dict):
+                continue
+            if _has_large(part):
                 return True
-        found: list[Any] = []
-        inside = {key: part for key, part in schema.items() if key not in DEFINITIONS}
-        mapped(inside, found.append)
-        return any(self.has_large(part, seen) for part in found)
+            if isinstance(reference := part.get("$ref"), str) and reference not in followed:
+                followed.add(reference)
+                waiting.append(resolve(reference, self._root))
+            inside = {key: inner for key, inner in part.items() if key not in DEFINITIONS}
+            mapped(inside, waiting.append)
+        return False
 
     def _whole(self, schema: Any) -> Json:
         """Return a schema together with the definitions that it may refer to."""

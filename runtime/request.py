@@ -12,6 +12,7 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
 from mtpbuild.runtime.errors import (
+    EngineError,
     MtpbuildError,
     RankError,
     RequestError,
@@ -117,8 +118,9 @@ class Observer(Protocol):
 
 
 def failed(error: BaseException) -> RequestFailedError:
-    """Log an exception of the host's own code, and return the request's error for it."""
-    log.error("a request failed in the host's own code", exc_info=error)
+    """Return the request's error for an exception of the host's code; log what no user caused."""
+    if not isinstance(error, MtpbuildError):
+        log.error("a request failed in the host's own code", exc_info=error)
     failure = RequestFailedError(f"the request failed: {first_line(error)}")
     failure.__cause__ = error
     return failure
@@ -254,7 +256,8 @@ class Request:
         except (StepError, RankError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # includes panics of Rust code, which are no Exception
-            failure = error if isinstance(error, MtpbuildError) else failed(error)
+            own = isinstance(error, RequestError | EngineError)
+            failure = error if own else failed(error)
             if self.finish_reason is None:
                 self.fail(failure)
 

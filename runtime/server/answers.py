@@ -64,7 +64,7 @@ class Choice:
         """Add a chunk and return the pieces of the answer that are now final."""
         self.reasoning_tokens = chunk.reasoning_tokens
         self.token_ids += chunk.token_ids
-        self.starts += chunk.starts
+        self.starts += chunk.starts or (self.chars,) * len(chunk.token_ids)
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         last = chunk.finish_reason is not None

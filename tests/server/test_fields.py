@@ -162,7 +162,7 @@ def test_stop_lists_have_an_end() -> None:
 def test_tools_without_a_parser() -> None:
     with served() as (server, _), server.client() as client:
         response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
-        fails(response, 400, "start the server with --tool-call-parser hermes", "tools")
+        fails(response, 400, "start the server with --tool-call-parser", "tools")
 
 
 def test_curl_needs_no_header() -> None:

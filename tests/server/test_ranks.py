@@ -17,7 +17,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.start import TIMEOUT
 from mtpbuild.runtime.server.service import Service, Settings
 from tests.reference.recompute import greedy
@@ -61,7 +61,7 @@ def test_a_rank_is_missed_though_nobody_asks() -> None:
         service.start(engine)
         asyncio.run(main())
     assert not service.ready
-    assert isinstance(service.failed, RankError)
+    assert isinstance(service.failed, EngineError)
     assert told == ["rank 0 of 2: another rank is gone"]
 
 
