@@ -17,7 +17,7 @@ TOYS = {
         r"\b(lookup|LOOKUP|Lookup)\b(?=[\"':(])|tests\.support\.lookup",
     ),
     "family": ("tests/support/toy_family.py", r"\bToy[A-Z]\w*|\btoy\b"),
-    "rule": ("tests/support/typical.py", r"\btypical(_\w+)?\b|\bTypical"),
+    "rule": ("tests/support/typical.py", r"\btypical(_(?!p\b)\w+)?\b|\bTypical"),
 }
 
 

@@ -406,7 +406,10 @@ def test_experts(X: int, E: int, inner: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_experts_nbits(bits: int, threads: int) -> None:
-    """Products of rounded rows, one expert each; a row's result is its own, to the bit."""
+    """Products of rounded rows, one expert each; a row's result is its own, but for its last bits.
+
+    With AVX-512 it is to the bit, without it onnxruntime's QMoE adds up several rows otherwise.
+    """
     torch.manual_seed(bits)
     X, E, inner, N = 9, 96, 64, 11
     weights = []
@@ -425,4 +428,5 @@ def test_experts_nbits(bits: int, threads: int) -> None:
     assert (got - wanted).norm() < 0.003 * got.norm()  # of a rounding that falls the other way
     assert (got - experts_nbits(rows, ids, *weights)).norm() < 0.03 * got.norm()
     for i in range(N):
-        assert torch.equal(facet.run(rows[i : i + 1], ids[i : i + 1])[0], got[i : i + 1])
+        (one,) = facet.run(rows[i : i + 1], ids[i : i + 1])
+        torch.testing.assert_close(one, got[i : i + 1], rtol=1e-5, atol=1e-6)
