@@ -256,8 +256,8 @@ class Request:
         except (StepError, RankError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # includes panics of Rust code, which are no Exception
-            own = isinstance(error, RequestError | EngineError)
-            failure = error if own else failed(error)
+            known = error if isinstance(error, RequestError | EngineError) else None
+            failure = known or failed(error)
             if self.finish_reason is None:
                 self.fail(failure)
 
