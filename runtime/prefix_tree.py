@@ -26,7 +26,7 @@ class Kept:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing depends on it."""
+        """Tell whether nothing depends on it."""
         return True
 
 
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def fits(self) -> bool:
-        """Whether its key matches its content."""
+        """Tell whether its key matches its content."""
         return self.key == entry_key(self.parent, self.tokens, self.behind)
 
 

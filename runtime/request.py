@@ -236,7 +236,7 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it asks for tokens, not only for the prompt's log-probabilities."""
+        """Tell whether it asks for tokens, not only for the prompt's log-probabilities."""
         return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:

@@ -97,7 +97,7 @@ class Controls(Wishes):
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty or a bias changes the model's logits."""
+        """Tell whether a penalty or a bias changes the model's logits."""
         return any(map(self.counts, PENALISED.names))
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
