@@ -90,8 +90,8 @@ def test_other_code_does_not(tree: Path, file: str) -> None:
 def test_comments_docstrings_and_line_breaks_do_not(tree: Path) -> None:
     step = "builder/program/step.py"
     assert not changes(tree, step, "# 1. Verify", "# 1. Verify and so on")
-    assert not changes(tree, step, '"""The algorithm', '"""The whole algorithm')
-    assert not changes(tree, step, '        """Runs a greedy', '        """It runs a greedy')
+    assert not changes(tree, step, '"""The decode step', '"""The whole decode step')
+    assert not changes(tree, step, '        """Run a greedy', '        """Run one greedy')
     assert not changes(tree, step, "class StepProgram", "\n\n\nclass StepProgram")
 
 
