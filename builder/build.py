@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
 from mtpbuild.builder.draft_vocab import write_draft_ids
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.building import Building, discard_stale, under_construction
 from mtpbuild.builder.engine.manifest_of import write_manifests
+from mtpbuild.builder.engine.staged import StagedEngine, discard_stale, staged_folder
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.prepare import Job, load_compiler, prepare
 from mtpbuild.builder.request import BuildRequest
@@ -59,7 +59,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     """Build one engine directory per nextn; engines that would come out the same stay.
 
     Raises UsageError, CheckpointError or BuildError. A failed build leaves no broken engine; the
-    next build of the same inputs reuses its finished parts (`engine/building.py`).
+    next build of the same inputs reuses its finished parts (`engine/staged.py`).
     """
     stages = stages or Stages()
 
@@ -83,19 +83,19 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
     for out, ranks in todo.items():
         plan, inputs = job.plans[out], f"{job.fingerprints[out]} {[*ranks]}"
-        with under_construction(
-            out, inputs=inputs, anew=request.force, rank=request.rank, put=layout.publish
-        ) as building:
+        with staged_folder(
+            out, inputs=inputs, discard_parts=request.force, rank=request.rank, put=layout.publish
+        ) as staged:
             # 4. Weights: written once, shared by every engine that has the same ones.
-            folders = layout.rank_folders(building.folder, plan.ranks, ranks)
+            folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
             with stages("write weights"):
                 # onnx refuses links: weights that programs embed get a file of their own.
                 siblings = None if embedded else out.parent
-                places = write_weights(weights, building, folders, siblings)
+                places = write_weights(weights, staged, folders, siblings)
 
             # 5. One graph per program: step program -> torch.export -> target.
-            programs = make_programs(job, out, model, places, building, folders, stages)
+            programs = make_programs(job, out, model, places, staged, folders, stages)
 
             inexact = why_inexact(job, out, programs, folders)
 
@@ -104,13 +104,13 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 for folder in folders.values():
                     if not job.target.keeps_weights(folder, plan.options):
                         (folder / WEIGHTS).unlink()
-                copy_side_files(job.source.folder, building.folder)
-                write_draft_ids(plan.draft_ids, building.folder)
-                write = partial(write_manifests, job, out, model, building, folders, programs)
+                copy_side_files(job.source.folder, staged.folder)
+                write_draft_ids(plan.draft_ids, staged.folder)
+                write = partial(write_manifests, job, out, model, staged, folders, programs)
                 write(exact=inexact is None)
             if inexact is None and plan.ranks.tp == 1:
                 with stages("probe"):
-                    probe_it(building.folder, out.name, write, refuse=request.exact)
+                    record_probe(staged.folder, out.name, write, refuse=request.exact)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]
@@ -127,7 +127,7 @@ def why_inexact(
     return inexact
 
 
-def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
+def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
     """Probe whether an engine is exact, and write the result; refuse: raise BuildError if not."""
     from mtpbuild.builder.engine.probe import probe
 
@@ -140,13 +140,16 @@ def probe_it(folder: Path, name: str, write: Callable[..., None], refuse: bool) 
 
 
 def write_weights(
-    weights: "EngineWeights", building: Building, folders: Mapping[int, Path], siblings: Path | None
+    weights: "EngineWeights",
+    staged: StagedEngine,
+    folders: Mapping[int, Path],
+    siblings: Path | None,
 ) -> "dict[str, Placed]":
     """Write each rank's file; return the place of each weight, which is the same in all files."""
     for rank, folder in folders.items():
-        written = weights.write(folder, siblings, rank, building.hashes(folder).get(WEIGHTS))
-        name = " ".join(("weights", *folder.relative_to(building.folder).parts))
-        building.add(name, {folder / WEIGHTS: written.sha256})
+        written = weights.write(folder, siblings, rank, staged.hashes(folder).get(WEIGHTS))
+        name = " ".join(("weights", *folder.relative_to(staged.folder).parts))
+        staged.add(name, {folder / WEIGHTS: written.sha256})
     return written.places
 
 
@@ -155,7 +158,7 @@ def make_programs(
     out: Path,
     model: "OpenedModel",
     places: "dict[str, Placed]",
-    building: Building,
+    staged: StagedEngine,
     folders: Mapping[int, Path],
     stages: Stages,
 ) -> dict[str, ProgramSpec]:
@@ -193,19 +196,21 @@ def make_programs(
             for rank, folder in [first] if shared else [first, *others]:
                 name = program.name if shared else f"{program.name} {folder.name}"
                 lower = partial(lower_one, name, rank, folder, trace)
-                programs[program.name] = once(name, building, lower)
+                programs[program.name] = compile_unless_built(name, staged, lower)
     if shared:
         layout.share_programs(first[1], folders.values())
     return programs
 
 
-def once(name: str, building: Building, compile_one: Callable[[], ProgramSpec]) -> ProgramSpec:
+def compile_unless_built(
+    name: str, staged: StagedEngine, compile_one: Callable[[], ProgramSpec]
+) -> ProgramSpec:
     """Return the program if an interrupted build finished it; otherwise compile it now."""
-    done = building.finished.get(name)
+    done = staged.finished.get(name)
     if done is not None and done.program is not None:
         return done.program
-    before = set(building.folder.rglob("*"))
+    before = set(staged.folder.rglob("*"))
     spec = compile_one()
-    files = set(building.folder.rglob("*")) - before
-    building.add(name, {path: hash_file(path) for path in files}, spec)
+    files = set(staged.folder.rglob("*")) - before
+    staged.add(name, {path: hash_file(path) for path in files}, spec)
     return spec

@@ -22,7 +22,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Attention, Rope
 from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_routed, with_shared
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.weights.formats import GROUP, INT4, INT8, Format, Integers
@@ -353,7 +353,7 @@ def make_model(
     family, share = family_of(config), Share(ranks)
     with torch.device(device):
         model = family.make_model(config, ranks)
-        hold_in(model, FLOATS[style.dtype], style.for_gpu)
+        set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         join_shared(model, held.joined)
         model.cpu_kernels = bool(held.packed)
         hold(model, held.table(family.weight_table(config, share)), share)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.building import under_construction
+from mtpbuild.builder.engine.staged import staged_folder
 from mtpbuild.runtime.compiled_prefixes import (
     STATES,
     open_prefixes,
@@ -89,7 +89,7 @@ def add_prefix(
     most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
     if not least <= len(tokens) <= most:
         raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
-    with under_construction(engine) as building:
+    with staged_folder(engine) as building:
         _link(engine, building.folder, manifest, without=name)
         write_prefix(building.folder, manifest, name, tokens, compute(tokens))
         write_manifest(building.folder, manifest)
@@ -105,7 +105,7 @@ def remove_prefix(engine: Path, name: str) -> None:
     if name not in prefix_names(manifest):
         has = ", ".join(prefix_names(manifest)) or "none"
         raise UsageError(f"{engine}: has no prefix {name} (it has: {has})")
-    with under_construction(engine) as building:
+    with staged_folder(engine) as building:
         _link(engine, building.folder, manifest, without=name)
         write_manifest(building.folder, manifest)
         layout.keep_access(engine, building.folder)

@@ -12,8 +12,8 @@ from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.building import under_construction
 from mtpbuild.builder.engine.manifest_of import describe_files
+from mtpbuild.builder.engine.staged import staged_folder
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.opened_model import OpenedModel, WeightStyle
@@ -67,7 +67,7 @@ def refit(
     new = open_model(engine, old, model, target.formats)
     new.tell_formats()
 
-    with under_construction(engine) as building:
+    with staged_folder(engine) as building:
         folder = building.folder
         watch("write weights")
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
@@ -59,7 +59,7 @@ def baseline(
 
 
 @pytest.fixture(scope="session")
-def reference() -> Transformer:
+def reference() -> PlainDeepseek:
     torch.set_num_threads(1)
     return load_reference(find_model("deepseek-tiny").folder)
 
@@ -68,7 +68,7 @@ def equal_but_ties(
     prompts: list[list[int]],
     ours: list[list[int]],
     theirs: list[list[int]],
-    reference: Transformer,
+    reference: PlainDeepseek,
 ) -> None:
     """95 % of texts are equal; where one parts, the two tokens' logits are a near-tie."""
     parted = 0
@@ -84,7 +84,7 @@ def equal_but_ties(
 
 
 def test_engine_equals_transformers(
-    prompts: list[list[int]], baseline: list[list[int]], reference: Transformer
+    prompts: list[list[int]], baseline: list[list[int]], reference: PlainDeepseek
 ) -> None:
     """O1, on a part of the prompts: transformers takes 20 ms per token."""
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def test_drafts_change_nothing_but_speed(
     tiny_engine: TinyEngine,
     prompts: list[list[int]],
     baseline: list[list[int]],
-    reference: Transformer,
+    reference: PlainDeepseek,
 ) -> None:
     """O2, with drafts that are accepted: tokens per step must show it."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)

@@ -12,7 +12,7 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
@@ -38,7 +38,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)
-    hold_in(model, FLOATS[dtype], for_gpu=True)
+    set_dtype(model, FLOATS[dtype], for_gpu=True)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = whole(made(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)

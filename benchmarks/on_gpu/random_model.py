@@ -13,7 +13,7 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.rope import inverse_frequencies
 from mtpbuild.builder.opened_model import can_stay, hold, join_shared
 from mtpbuild.builder.weights.made import Share, Weight
@@ -32,7 +32,7 @@ def meta_model(case: Slice) -> CausalLM:
     """Make the model without memory for its weights."""
     with torch.device("meta"):
         model = family_of(case.config).make_model(case.config, case.ranks)
-        hold_in(model, FLOATS[case.dtype], for_gpu=True)
+        set_dtype(model, FLOATS[case.dtype], for_gpu=True)
         join_shared(model, joined(case))
         hold(model, quantised_weights(case), Share(case.ranks))
     return model

@@ -23,13 +23,13 @@ def make(checkpoint: Path, out: Path) -> None:
     from torch import Tensor, nn
 
     from mtpbuild.builder.models import load_config
-    from mtpbuild.builder.models.common.plain import DecoderLayer
+    from mtpbuild.builder.models.common.plain import PlainDecoderLayer
     from mtpbuild.builder.models.common.rope import rotate
     from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-    from mtpbuild.builder.models.deepseek_v3.reference import Attention, Transformer
+    from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek, PlainLatentAttention
 
     class Plain(nn.Module):
-        def __init__(self, model: Transformer) -> None:
+        def __init__(self, model: PlainDeepseek) -> None:
             super().__init__()
             self.model = model
 
@@ -43,8 +43,8 @@ def make(checkpoint: Path, out: Path) -> None:
             mask = torch.arange(P + T)[None, :] <= places[:, None]
             x = model.model.embed_tokens(tokens)
             for layer, before in zip(model.model.layers, past, strict=False):
-                assert isinstance(layer, DecoderLayer)
-                assert isinstance(layer.self_attn, Attention)
+                assert isinstance(layer, PlainDecoderLayer)
+                assert isinstance(layer.self_attn, PlainLatentAttention)
                 y, kept = attend(layer.self_attn, layer.input_layernorm(x), cos, sin, mask, before)
                 present.append(kept)
                 x = x + y
@@ -52,7 +52,12 @@ def make(checkpoint: Path, out: Path) -> None:
             return model.lm_head(model.model.norm(x)[:, -1:]), present
 
     def attend(
-        a: Attention, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: tuple[Tensor, Tensor]
+        a: PlainLatentAttention,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        past: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         c, (B, T, _) = a.config, x.shape
         q = a.queries(x).view(B, T, c.num_attention_heads, c.qk_head_dim).transpose(1, 2)
@@ -70,7 +75,7 @@ def make(checkpoint: Path, out: Path) -> None:
 
     c = load_config(checkpoint)
     assert isinstance(c, DeepseekV3Config)
-    model = Transformer(c).eval()
+    model = PlainDeepseek(c).eval()
     stored = load_file(checkpoint / "model.safetensors")
     model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
     shape = (1, c.num_attention_heads, 3)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mtpbuild.builder.engine.building import is_taken, replace_folder
+from mtpbuild.builder.engine.staged import is_taken, replace_folder
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     Manifest,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import side_files
-from mtpbuild.builder.engine.building import Building
+from mtpbuild.builder.engine.staged import StagedEngine
 from mtpbuild.builder.plan import state_specs
 from mtpbuild.builder.prepare import Job
 from mtpbuild.runtime.contract.manifest import (
@@ -28,7 +28,7 @@ def write_manifests(
     job: Job,
     out: Path,
     model: "OpenedModel",
-    building: Building,
+    staged: StagedEngine,
     folders: Mapping[int, Path],
     programs: dict[str, ProgramSpec],
     *,
@@ -42,7 +42,7 @@ def write_manifests(
     plan = job.plans[out]
     first = next(iter(folders.values()))
     ranks: dict[Path, int | None] = {folder: rank for rank, folder in folders.items()}
-    for folder, rank in (ranks | {building.folder: None}).items():
+    for folder, rank in (ranks | {staged.folder: None}).items():
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=model.info(),
@@ -55,7 +55,7 @@ def write_manifests(
             lookahead=plan.lookahead,
             programs=programs,
             state=state_specs(plan),
-            files=describe_files(folder, building.hashes(first) | building.hashes(folder)),
+            files=describe_files(folder, staged.hashes(first) | staged.hashes(folder)),
             rank=rank,
         )
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")

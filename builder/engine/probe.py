@@ -18,14 +18,14 @@ TOKENS, LENGTHS = 8, (3, 20)  # tokens of each text, and of the prompts
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """The checks that passed, or else the first difference that was found."""
 
     checked: tuple[str, ...] = ()
     wrong: str | None = None
 
 
-def probe(folder: Path) -> Probed:
+def probe(folder: Path) -> ProbeResult:
     """Run every check that this engine allows; its manifest must be there."""
     checked = list[str]()
     try:
@@ -42,11 +42,11 @@ def probe(folder: Path) -> Probed:
                 except NotChecked:
                     continue
                 if not found.passed:
-                    return Probed(wrong=f"{name}, but: {found.detail}")
+                    return ProbeResult(wrong=f"{name}, but: {found.detail}")
                 checked.append(name)
     except MtpbuildError as error:
-        return Probed(wrong=f"it was not probed: {error}")
-    return Probed(tuple(checked))
+        return ProbeResult(wrong=f"it was not probed: {error}")
+    return ProbeResult(tuple(checked))
 
 
 def prompts(engine: Engine) -> Iterator[list[int]]:

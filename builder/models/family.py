@@ -15,7 +15,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.common.causal_lm import CausalLM
-    from mtpbuild.builder.models.common.plain import Reference
+    from mtpbuild.builder.models.common.plain import PlainLM
     from mtpbuild.builder.weights.made import Share, Weight
 
 
@@ -31,7 +31,7 @@ PRODUCT = re.compile(
 JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
 
 
-def late(module: str, name: str) -> Callable[..., Any]:
+def import_lazily(module: str, name: str) -> Callable[..., Any]:
     """Return a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
 
@@ -91,7 +91,7 @@ class Recurrent:
 class Family:
     """A model architecture; its functions take its own subclass of ModelConfig.
 
-    The record needs no torch: functions that do are imported lazily (`late`).
+    The record needs no torch: functions that do are imported lazily (`import_lazily`).
     """
 
     name: str  # the architecture that engines report
@@ -106,7 +106,7 @@ class Family:
     cache_specs: Callable[[Any, Ranks], list[int]]
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
-    reference: "Callable[[Any], Reference]"
+    reference: "Callable[[Any], PlainLM]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     modules: str = ""  # prefix of MTP modules, which count from 0; without it, modules are layers
     modules_key: str = "num_nextn_predict_layers"  # the number of MTP modules in config.json

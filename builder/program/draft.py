@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Choice, Rows, State, pick
+from mtpbuild.builder.models.common.layers import Choice, Rows, State, select_token
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
 from mtpbuild.plugins import take_rows
@@ -21,7 +21,7 @@ from mtpbuild.runtime.errors import BuildError
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedTokens:
     """The results of a step before it drafts; T = K + 1."""
 
     hidden: Tensor  # [B, T, E] of the main model, one per window token; valid up to n
@@ -44,7 +44,7 @@ class Drafter:
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
-    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         """Draft K tokens after the newest one; return int64 [B, K] and the new states.
 
         Each draft is chosen from its logits by `step.choose`, or from a module's hidden state by
@@ -65,7 +65,7 @@ class Eagle(Drafter):
     With nextn 0 it only fills its cache, for a later step that drafts again.
     """
 
-    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         module = model.module(0)
         # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
         # stay in the cache; the window of the next step covers the slots of the passes below.
@@ -75,9 +75,9 @@ class Eagle(Drafter):
             cache = module.fill(x, state[module_rows(0)], step.rows)
             return step.tokens[:, :0], {module_rows(0): cache}
         own = replace(step.rows, choice=Choice())  # not the trunk's choice
-        x, cache = module.last(x, state[module_rows(0)], own, at)
+        x, cache = module.forward_last(x, state[module_rows(0)], own, at)
         choice = replace(own.choice, stays=model.config.mtp.shares_choice)
-        hidden = module.hand_on(x)
+        hidden = module.next_hidden(x)
         drafts = [step.draft(0, hidden, 1)]
         side = None
         base = torch.where(step.active, step.lengths, 0)
@@ -88,8 +88,8 @@ class Eagle(Drafter):
                 rows = model.rope(step.lengths + (k - 1), 1, base=base)
             rows = replace(rows, choice=replace(choice))
             x = model.draft_input(0, drafts[-1], hidden, rows)
-            x, side = module.ahead(x, cache, side, rows)
-            hidden = module.hand_on(x)
+            x, side = module.forward_uncached(x, cache, side, rows)
+            hidden = module.next_hidden(x)
             drafts.append(step.draft(0, hidden, k + 1))
         return torch.cat(drafts, dim=1), {module_rows(0): cache}
 
@@ -114,7 +114,7 @@ class Vanilla(Drafter):
         super().__init__(nextn)
         self.slots = nextn + 1
 
-    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
         # Slots (M - n) - K .. (M - n) + K, and for each the token that follows it.
         hiddens = torch.cat([state["past_hidden"], step.hidden], dim=1)
@@ -133,11 +133,11 @@ class Vanilla(Drafter):
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                hidden = module.hand_on(x)
-                newest = pick(hidden, last)
+                hidden = module.next_hidden(x)
+                newest = select_token(hidden, last)
             else:  # of the last module only the newest slot is read
-                x, caches[name] = module.last(x, state[name], rows, last)
-                newest = module.hand_on(x)
+                x, caches[name] = module.forward_last(x, state[name], rows, last)
+                newest = module.next_hidden(x)
             drafts.append(step.draft(k - 1, newest, k))
             tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
         past = {
@@ -156,7 +156,7 @@ class Vanilla(Drafter):
             x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                g = module.hand_on(x)
+                g = module.next_hidden(x)
             else:
                 caches[name] = module.fill(x, state[name], rows)
         past_hidden = torch.cat([state["past_hidden"], hidden], dim=1)[:, -K:]
@@ -164,20 +164,20 @@ class Vanilla(Drafter):
         return caches | {"past_hidden": past_hidden, "past_tokens": past_tokens}
 
 
-class Idle(Drafter):
+class IdleDrafter(Drafter):
     """A drafter that runs no module, to measure the cost of verification alone in benchmarks.
 
     Its logits are all zero, so that greedy drafts are token 0.
     """
 
-    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
 
 
-class Held(dict[str, Tensor]):
+class ReadableStates(dict[str, Tensor]):
     """The states that a drafter may read; any other name raises BuildError."""
 
     def __init__(self, state: State, drafter: str) -> None:
@@ -207,8 +207,8 @@ class CheckedDrafter(Drafter):
         self.states = {spec.name: spec for spec in states}
         self.names = {*rows, *self.states}
 
-    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
-        drafts, new = self.drafter(model, Held(state, self.name), step)
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
+        drafts, new = self.drafter(model, ReadableStates(state, self.name), step)
         self._compare("drafts", drafts, torch.int64, (self.nextn,))
         return drafts, self._checked(new)
 
@@ -216,7 +216,7 @@ class CheckedDrafter(Drafter):
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         return self._checked(
-            self.drafter.prefill(model, Held(state, self.name), tokens, hidden, rows)
+            self.drafter.prefill(model, ReadableStates(state, self.name), tokens, hidden, rows)
         )
 
     def _checked(self, new: State) -> State:

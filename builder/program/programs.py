@@ -71,7 +71,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 
 
 # States that only the host and the step use; prefill fills all others.
-OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
+STEP_STATES = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 SCORES = tuple(field.name for field in fields(Scores))
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
@@ -95,7 +95,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
 
 
 def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
-    filled = tuple(name for name in state if name not in OWN)
+    filled = tuple(name for name in state if name not in STEP_STATES)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
     drafter, whole, most = make_drafter(plan, plan.nextn), plan.style.fixed, most_tokens(plan)
@@ -120,16 +120,16 @@ def _steps(
     table += tuple(control for rule in rules for control in rule.controls)
     masks = CONSTRAINTS if plan.constrained else ()
     mixed = MixedStepProgram(model, drafter, nextn, acceptance, table, masks, rules)
-    wishes = _wishes(plan, (*table, *masks), B)
+    controls = _example_controls(plan, (*table, *masks), B)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
+        (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
         name, most = program_name(kind, nextn, plan.nextn), plan.max_batch * (nextn + 1)
         yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches, most)
 
 
-def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+def _example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Return example values [B, ..] of the controls in the table, in its order."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, RanksAcceptance
-from mtpbuild.builder.program.draft import Accepted, Drafter
+from mtpbuild.builder.program.draft import AcceptedTokens, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, MAX_LOGPROBS, Control
@@ -51,7 +51,7 @@ class StepProgram(nn.Module):
         # 1. Verify: the main model over the newest token and its drafts.
         window = Window.of(state, self.nextn)
         rows = window.rows(self.model, active)
-        hidden, passed = self.model(window.tokens, state, rows)
+        hidden, updates = self.model(window.tokens, state, rows)
 
         # 2. Accept, 3. rewind: n tokens are emitted, n rows are committed, later rows are garbage,
         # and recurrent states advance by these n tokens.
@@ -60,13 +60,13 @@ class StepProgram(nn.Module):
 
         # 4. Draft after the newest token.
         newest = window.newest(tokens, n)
-        new = passed.behind(n)
+        new = updates.after(n)
         drafts = newest[:, :0]
         if self.drafter is not None:
             drafts, updates = self.drafter(
                 self.model,
                 state,
-                Accepted(
+                AcceptedTokens(
                     *(hidden, tokens.clamp(min=0), n, lengths, active, rows),
                     acceptance.choose,
                     partial(acceptance.draft, self.model),
@@ -115,12 +115,12 @@ class MixedStepProgram(StepProgram):
         self.controls, self.constraints = controls, constraints
 
         def forward(*given: Any) -> tuple[State, State]:
-            return self.mixed(*given)
+            return self.mixed_step(*given)
 
         forward.__signature__ = signature(*controls, *constraints)  # type: ignore[attr-defined]
         self.forward = forward  # type: ignore[assignment]
 
-    def mixed(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+    def mixed_step(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
         """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
         inputs = named(given, table)
@@ -151,23 +151,22 @@ class PrefillProgram(nn.Module):
         ahead [1, lookahead]: the tokens after these, where a drafter reads them.
         """
         if self.drafter is not None and ahead is not None:
-            return self.filled(state, tokens, start, ahead)[0]
+            return self.fill(state, tokens, start, ahead)[0]
         chunk = torch.full_like(start, tokens.shape[1])
-        new = self.model.fill(tokens, state, self.rows(start, tokens)).behind(chunk, all_stay=True)
+        new = self.model.fill(tokens, state, self.rows(start, tokens)).after(chunk, all_stay=True)
         return {name: new[name] for name in state}
 
-    def filled(
+    def fill(
         self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None
     ) -> tuple[State, Tensor]:
         """Return the new state, and the main model's hidden states [1, T, E]."""
         rows = self.rows(start, tokens)
-        hidden, passed = self.model(tokens, state, rows)
-        updates: State = {}
-        if self.drafter is not None and ahead is not None:
-            behind = torch.cat([tokens, ahead], dim=1)
-            updates = self.drafter.prefill(self.model, state, behind, hidden, rows)
+        hidden, updates = self.model(tokens, state, rows)
         chunk = torch.full_like(start, tokens.shape[1])
-        new = passed.behind(chunk, all_stay=True) | updates
+        new = updates.after(chunk, all_stay=True)
+        if self.drafter is not None and ahead is not None:
+            known = torch.cat([tokens, ahead], dim=1)
+            new |= self.drafter.prefill(self.model, state, known, hidden, rows)
         return {name: new[name] for name in state}, hidden
 
     def rows(self, start: Tensor, tokens: Tensor) -> Rows:
@@ -187,7 +186,7 @@ class ScoreProgram(PrefillProgram):
         ahead: Tensor | None = None,
     ) -> tuple[State, State]:
         """Return the new state, and the `Scores` of each token of `following` [1, T]."""
-        new, hidden = self.filled(state, tokens, start, ahead)
+        new, hidden = self.fill(state, tokens, start, ahead)
         logprobs = self.model.logits(hidden).log_softmax(-1)
         found = logprobs.gather(-1, following[..., None])
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)

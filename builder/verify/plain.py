@@ -7,7 +7,7 @@ import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.weights.requantised import see
@@ -17,7 +17,7 @@ from mtpbuild.builder.weights.stored import open_slice
 
 def load_plain(
     folder: Path, layers: LayersSlice | None = None, scheme: Scheme | None = None
-) -> Reference:
+) -> PlainLM:
     """Load all weights of a checkpoint in fp32; raise CheckpointError.
 
     layers: the main layers to keep. scheme: how to quantise the weights before dequantising them.
@@ -36,7 +36,7 @@ def load_plain(
 
 @torch.no_grad()
 def judge(
-    model: Reference, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
+    model: PlainLM, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
-from mtpbuild.builder.engine.building import is_taken, under_construction
+from mtpbuild.builder.engine.staged import is_taken, staged_folder
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, coarse_blocks, entry_of
@@ -79,7 +79,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
             weights.setdefault(copy, Stored(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
     done = Quantized(request.out, unfit=list(new.unfit))
-    with under_construction(request.out, "checkpoint") as building:
+    with staged_folder(request.out, "checkpoint") as building:
         write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
     return done

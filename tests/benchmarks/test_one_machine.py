@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.models.common.plain import MoE
+from mtpbuild.builder.models.common.plain import PlainMoE
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_what_quantize_would_write(
 def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[str, Path]) -> None:
     """Values keep their size, tokens differ, and go to experts of their own."""
     plain, routes = load_plain(folders[name]), list[torch.Tensor]()
-    experts = [part for part in plain.modules() if isinstance(part, MoE)]
+    experts = [part for part in plain.modules() if isinstance(part, PlainMoE)]
     for part in experts:
         part.gate.register_forward_hook(lambda gate, given, out: routes.append(out[0] > 0))
     tokens = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(0))

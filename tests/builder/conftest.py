@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.plugins.launch import Launch
 from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.compiler import COMPILER, NONE
@@ -24,14 +24,16 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def predictable() -> Transformer:
+def predictable() -> PlainDeepseek:
     """Make a model whose own drafts are often right."""
     torch.set_num_threads(1)
     return make_predictable()
 
 
 @pytest.fixture(scope="session")
-def predictable_folder(predictable: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def predictable_folder(
+    predictable: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("predictable") / "predictable", predictable)
 
 

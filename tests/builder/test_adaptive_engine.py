@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
@@ -46,7 +46,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.xdist_group("predictable")
 @pytest.mark.usefixtures("few")
 def test_text_is_that_of_plain_decoding(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """Greedy, sampled and rejecting requests, alone and together."""
     folder = build_engine(predictable_folder, "auto", prefill_chunk=4, max_batch=3)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.prepare import make_plans
 from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
@@ -54,12 +54,12 @@ def eagerly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**TWO_MODULES)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("dp") / "two", model, **TWO_MODULES)
 
 
@@ -75,7 +75,7 @@ def tokens(
     return [result.token_ids for result in loaded.generate(prompts, params)]
 
 
-def check(folder: Path, model: Transformer, comers: int = 8) -> None:
+def check(folder: Path, model: PlainDeepseek, comers: int = 8) -> None:
     """O2 for idle ranks, uneven numbers, and more requests than slots; twice the same.
 
     comers: how many of the crowd of eight come.
@@ -101,13 +101,13 @@ def check(folder: Path, model: Transformer, comers: int = 8) -> None:
     assert not followers()
 
 
-def test_tokens(engine: Path, model: Transformer) -> None:
+def test_tokens(engine: Path, model: PlainDeepseek) -> None:
     check(engine, model, comers=5)
 
 
 @pytest.mark.full
 def test_on_gpus(
-    checkpoint: Path, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, model: PlainDeepseek, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake ones: a step is a captured graph, steps overlap, and ranks' collectives are the same."""
     flags: dict[str, Any] = {"tp": 2, "attention_dp": True, "device": "cuda", "max_batch": 2}
@@ -131,7 +131,7 @@ def test_more_of_them(
     slots: int,
     eagerly: None,
     checkpoint: Path,
-    model: Transformer,
+    model: PlainDeepseek,
     tmp_path: Path,
 ) -> None:
     """Ranks, slots on each, and both drafters."""

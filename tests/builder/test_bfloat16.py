@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.models.common.precision import hold_in
+from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
@@ -52,16 +52,16 @@ Run = Callable[..., list[Played]]
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     """Make a model that computes in fp32, of weights that bfloat16 holds exactly."""
     torch.set_num_threads(1)
     return rounded(make_predictable())
 
 
-def narrow(model: Transformer, for_gpu: bool = False) -> DeepseekV3:
+def narrow(model: PlainDeepseek, for_gpu: bool = False) -> DeepseekV3:
     """The program's model in bfloat16."""
     wide, made = lower(model).state_dict(), DeepseekV3(model.config)
-    hold_in(made, torch.bfloat16, for_gpu)
+    set_dtype(made, torch.bfloat16, for_gpu)
     types = {name: weight.dtype for name, weight in made.named_parameters()}
     made.load_state_dict({n: w.to(types[n]) for n, w in wide.items()}, assign=True)
     return made.eval()
@@ -71,7 +71,7 @@ MakePrograms = Callable[..., tuple[Programs, Manifest]]
 
 
 @pytest.fixture
-def eagerly(model: Transformer) -> MakePrograms:
+def eagerly(model: PlainDeepseek) -> MakePrograms:
     """eagerly(nextn, drafter, gpu) -> programs behind the CPU's or the GPU's run time."""
 
     def make(
@@ -89,7 +89,7 @@ def eagerly(model: Transformer) -> MakePrograms:
     return make
 
 
-def test_texts_of_every_nextn(eagerly: MakePrograms, model: Transformer) -> None:
+def test_texts_of_every_nextn(eagerly: MakePrograms, model: PlainDeepseek) -> None:
     """Drafting changes a text at near-ties alone."""
     asked, texts = prompts(20, 1, 6, 11), []
     for nextn, drafter in ENGINES:
@@ -121,7 +121,7 @@ def test_caches_are_bits_to_the_host(eagerly: MakePrograms) -> None:
     assert 0.1 < float(rows.std()) < 10
 
 
-def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> None:
+def test_on_a_gpu(eagerly: MakePrograms, model: PlainDeepseek, tmp_path: Path) -> None:
     """The run time works on a GPU that is not there; a cache takes half the memory."""
     gpu = FakeGpu()
     programs, manifest = eagerly(2, "mtp-eagle", gpu)
@@ -138,7 +138,9 @@ def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("nextn", "drafter"), [*ENGINES, (2, "none")])
-def test_state_keeps_its_types(nextn: int, drafter: DrafterName | None, model: Transformer) -> None:
+def test_state_keeps_its_types(
+    nextn: int, drafter: DrafterName | None, model: PlainDeepseek
+) -> None:
     """What a target writes over a state tensor must be of its type."""
     plan = Plan(
         model.config, nextn, drafter, SLOTS, 60, CHUNK, style_of("inductor", dtype="bfloat16")
@@ -159,7 +161,7 @@ def test_state_keeps_its_types(nextn: int, drafter: DrafterName | None, model: T
             assert {name: tensor.dtype for name, tensor in new.items()} == wanted
 
 
-def test_logits_are_not_rounded(model: Transformer) -> None:
+def test_logits_are_not_rounded(model: PlainDeepseek) -> None:
     made = narrow(model)
     hidden = torch.randn(1, 50, model.config.hidden_size).bfloat16()
     logits = made.logits(hidden)
@@ -240,7 +242,7 @@ def test_what_is_refused(flags: tuple[str, ...], said: str, smallest: Path, tmp_
 def test_compiled(
     nextn: int,
     drafter: DrafterName | None,
-    model: Transformer,
+    model: PlainDeepseek,
     build_engine: EngineBuilder,
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,7 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 from mtpbuild.plugins import take_rows
@@ -266,7 +266,7 @@ def test_the_oracle_catches(name: str, bug: Bug, says: str) -> None:
         check_family(make_family(name), 3, "mtp-eagle", bug)
 
 
-def all_scores_equal(name: str) -> PlainModel:
+def all_scores_equal(name: str) -> PlainCausalLM:
     """Makes a model whose rows all tie: the lowest positions win."""
     model = make_family(name)
     for key, weight in model.named_parameters():

@@ -23,7 +23,7 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
@@ -128,7 +128,7 @@ def test_engines_equal_transformers(
         check_drafts(engine, ours, nextn, drafter)
 
 
-def check_drafts(engine: Path, ours: PlainModel, nextn: int, drafter: DrafterName) -> None:
+def check_drafts(engine: Path, ours: PlainCausalLM, nextn: int, drafter: DrafterName) -> None:
     """Every step's drafts are the plain model's; every number of them is accepted somewhere."""
     programs = load_programs(engine, read_manifest(engine), threads=1)
     assert isinstance(programs, Inspectable)
@@ -389,7 +389,7 @@ def test_copies_that_differ_are_used(
         for what in ("embedding", "head")
     ]
     ours = load_plain(own_ends)
-    assert isinstance(ours, PlainModel)
+    assert isinstance(ours, PlainCausalLM)
     check_family(ours, 3, "mtp-eagle", accepts_all=False)
     with pytest.raises(AssertionError, match=f"^{DRAFTS}"):
         check_family(ours, 3, "mtp-eagle", module_reads_the_trunks_embedding, accepts_all=False)
@@ -399,7 +399,7 @@ def test_copies_that_differ_are_used(
 def test_an_engine_uses_copies_that_differ(own_ends: Path, build_engine: EngineBuilder) -> None:
     engine = build_engine(own_ends, 2, "mtp-vanilla", prefill_chunk=CHUNK)
     ours = load_plain(own_ends)
-    assert isinstance(ours, PlainModel)
+    assert isinstance(ours, PlainCausalLM)
     programs = load_programs(engine, read_manifest(engine), threads=1)
     assert isinstance(programs, Inspectable)
     rng = np.random.default_rng(0)
@@ -468,7 +468,7 @@ def test_targets_for_gpus_refuse_what_they_have_no_kernel_for(name: str, tmp_pat
 def test_which_layers_have_experts() -> None:
     """A module's own number decides, as a trunk layer's does."""
 
-    def sparse(model: PlainModel) -> list[int]:
+    def sparse(model: PlainCausalLM) -> list[int]:
         assert isinstance(model.config, MoEConfig)
         return [i for i, is_moe in enumerate(model.config.moe_layers) if is_moe]
 

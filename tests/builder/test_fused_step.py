@@ -12,7 +12,7 @@ import torch
 
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import like_routed
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
@@ -49,7 +49,7 @@ def test_every_step_equals_recomputation(
     """O3 and O6 on the ops' references; kernels equal them by tests/plugins."""
     calls = OpCalls(torch.ops.mtpbuild.mla_rows_write.default)
 
-    def make() -> tuple[EagerPrograms, Transformer]:
+    def make() -> tuple[EagerPrograms, PlainDeepseek]:
         reference = make_predictable(**SHAPES[shape])
         plan = Plan(reference.config, nextn, drafter, 1, 200, CHUNK, ON_GPU)
         return EagerPrograms(plan, lower(reference)), reference

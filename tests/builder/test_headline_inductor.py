@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.group import start as ranks_module
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Reference:
+def model(checkpoint: Path) -> PlainLM:
     return load_plain(checkpoint)
 
 
@@ -46,7 +46,7 @@ def gpus() -> Iterator[None]:
 
 
 def build_and_run(
-    tp: int, checkpoint: Path, model: Reference, folder: Path, patch: pytest.MonkeyPatch
+    tp: int, checkpoint: Path, model: PlainLM, folder: Path, patch: pytest.MonkeyPatch
 ) -> None:
     engine = folder / "engine"
     flags = ("--nextn", 3, "--tp", tp, "--prefill-chunk", 4, "--out", engine)
@@ -86,7 +86,7 @@ def build_and_run(
 
 
 @torch.no_grad()
-def gaps(model: Reference, prompt: list[int], tokens: list[int]) -> list[float]:
+def gaps(model: PlainLM, prompt: list[int], tokens: list[int]) -> list[float]:
     """How far each token's logit is below the largest one."""
     known = torch.tensor([prompt + tokens[:-1]])
     logits = model.logits(model.main(known))[0, len(prompt) - 1 :]
@@ -104,14 +104,14 @@ def check_weights(file: Path, tp: int) -> None:
 
 
 def test_two_ranks(
-    checkpoint: Path, model: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, model: PlainLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_and_run(2, checkpoint, model, tmp_path, monkeypatch)
 
 
 @pytest.mark.full
 def test_eight_ranks(
-    checkpoint: Path, model: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, model: PlainLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ranks_module.TIMEOUT, "300")  # eight processes on a few cores
     build_and_run(8, checkpoint, model, tmp_path, monkeypatch)

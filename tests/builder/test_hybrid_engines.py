@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.refit import refit
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder, greedy_ids
@@ -15,7 +15,7 @@ NAME = "qwen3.5"
 
 
 def test_new_weights(build_engine: EngineBuilder, tmp_path: Path) -> None:
-    models: list[PlainModel] = [make_family(NAME, seed) for seed in range(2)]
+    models: list[PlainCausalLM] = [make_family(NAME, seed) for seed in range(2)]
     folders = [save_family(tmp_path / str(i) / NAME, NAME, m) for i, m in enumerate(models)]
     built = build_engine(folders[0], 3, "mtp-eagle", prefill_chunk=16)
     engine = shutil.copytree(built, tmp_path / "engine")

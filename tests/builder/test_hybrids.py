@@ -22,7 +22,7 @@ from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
 from mtpbuild.builder.prepare import prepare
@@ -148,7 +148,7 @@ def test_states_of_slots_that_idle() -> None:
     assert {layer_state(name, 0) for name in new} == {"conv.0", "delta.0"}
 
 
-def as_published(folder: Path, name: str, model: PlainModel, **overrides: Any) -> Path:
+def as_published(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
     """Writes a checkpoint as the repositories have it: wrapped, with stacked experts, a tower."""
     save_family(folder, name, model, **overrides)
     tensors = load_file(folder / "model.safetensors")
@@ -391,8 +391,8 @@ def gate_of_attention_dropped(model: CausalLM) -> None:
 
 def module_hands_on(model: CausalLM) -> None:
     module = model.module(0)
-    module.hand_on = lambda x: x  # type: ignore[method-assign]
-    module.read_by_head = lambda hidden: module.norm(hidden)  # type: ignore[method-assign]
+    module.next_hidden = lambda x: x  # type: ignore[method-assign]
+    module.head_input = lambda hidden: module.norm(hidden)  # type: ignore[method-assign]
 
 
 def trunk_in_front_of_its_norm(model: CausalLM) -> None:

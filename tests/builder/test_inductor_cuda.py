@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
@@ -45,7 +45,7 @@ def never(device: str) -> Callable[[str], EagerPackage]:
 
 
 @pytest.fixture
-def on_gpu(predictable: Transformer) -> MakePrograms:
+def on_gpu(predictable: PlainDeepseek) -> MakePrograms:
     """on_gpu(nextn, drafter, slots, graphs) -> programs, their manifest and their GPU."""
 
     def make(
@@ -76,7 +76,7 @@ def test_texts_equal_plain_decoding(
     overlap: bool,
     ahead: bool,
     on_gpu: MakePrograms,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
 ) -> None:
     """O2 and O7: greedy and sampled, requests join and leave at any step, slots move."""
     programs, manifest, gpu = on_gpu(nextn, drafter)
@@ -107,7 +107,7 @@ def test_modes_share_a_batch(on_gpu: MakePrograms) -> None:
     assert [entry.top[0][0] for entry in together[2].logprobs] == together[2].token_ids
 
 
-def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: Transformer) -> None:
+def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: PlainDeepseek) -> None:
     """The slot is used again afterwards, and nothing is left in it."""
     asked, short = prompts(40, 6, 5), replace(GREEDY, max_tokens=12)
     wanted = [greedy(predictable, prompt, 12) for prompt in asked]
@@ -130,7 +130,7 @@ def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: Tran
 
 @pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
 def test_every_step_equals_recomputation(
-    drafter: DrafterName, on_gpu: MakePrograms, predictable: Transformer
+    drafter: DrafterName, on_gpu: MakePrograms, predictable: PlainDeepseek
 ) -> None:
     """O3, in a slot that held another request before."""
     programs, _, _ = on_gpu(3, drafter, slots=1)
@@ -219,7 +219,7 @@ def test_more_rows_than_there_are(on_gpu: MakePrograms) -> None:
         programs.launch(np.ones(SLOTS, np.bool_), capacity + 1)
 
 
-def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: Transformer) -> None:
+def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: PlainDeepseek) -> None:
     """It runs up to max_seq_len, one step too many included."""
     programs, manifest, _ = on_gpu()
     asked = prompts(190, 3)

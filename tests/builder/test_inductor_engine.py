@@ -20,7 +20,7 @@ import torch
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
@@ -62,14 +62,14 @@ pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for th
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     torch.set_num_threads(1)
     return make_predictable(**SHAPE)
 
 
 @pytest.fixture(scope="module")
 def engine(
-    model: Transformer, build_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
+    model: PlainDeepseek, build_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = save_checkpoint(tmp_path_factory.mktemp("one") / "one-layer", model, **SHAPE)
     with compiled_soon():
@@ -88,7 +88,7 @@ def load(engine: Path) -> InductorPrograms:
 
 
 def check_steps(
-    programs: InductorPrograms, reference: Transformer, nextn: int, drafter: DrafterName | None
+    programs: InductorPrograms, reference: PlainDeepseek, nextn: int, drafter: DrafterName | None
 ) -> None:
     """O3 and O6 on one engine, request after request: stale state must not matter."""
     rng, seen = np.random.default_rng(nextn), Seen()
@@ -104,11 +104,11 @@ def check_steps(
     assert seen.num_drafts == set(range(nextn + 1))
 
 
-def test_every_step_equals_recomputation(programs: InductorPrograms, model: Transformer) -> None:
+def test_every_step_equals_recomputation(programs: InductorPrograms, model: PlainDeepseek) -> None:
     check_steps(programs, model, NEXTN, "mtp-eagle")
 
 
-def test_texts_equal_plain_decoding(engine: Path, model: Transformer) -> None:
+def test_texts_equal_plain_decoding(engine: Path, model: PlainDeepseek) -> None:
     check_texts(engine, model)
 
 
@@ -146,7 +146,7 @@ def test_alternatives(engine: Path) -> None:
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
 
 
-def test_penalties(engine: Path, model: Transformer) -> None:
+def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     (asked,) = prompts(11)
     penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
     drawn = replace(controls(HOT), bias_ids=(9,), bias_values=(2.0,), **penalties)
@@ -355,7 +355,7 @@ def test_every_step_equals_recomputation_full(
     nextn: int,
     drafter: DrafterName | None,
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     """One slot, where all is static, and several."""

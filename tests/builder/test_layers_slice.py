@@ -10,7 +10,7 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
@@ -25,12 +25,12 @@ SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_
 
 
 @pytest.fixture(scope="module")
-def whole() -> Transformer:
+def whole() -> PlainDeepseek:
     return make_model(**SHAPE)
 
 
 @pytest.fixture(scope="module")
-def folder(whole: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(whole: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("slices") / "five", whole, **SHAPE)
 
 
@@ -38,7 +38,7 @@ def folder(whole: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path
     ("first", "last", "dense"), [(0, 0, 2), (0, 4, 2), (1, 3, 1), (2, 2, 0), (4, 4, 0)]
 )
 def test_its_weights_are_those_layers(
-    first: int, last: int, dense: int, whole: Transformer, folder: Path
+    first: int, last: int, dense: int, whole: PlainDeepseek, folder: Path
 ) -> None:
     count = last - first + 1
     types = (["dense"] * dense + ["sparse"] * count)[:count]

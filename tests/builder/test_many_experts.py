@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.models.common.moe import ExpertRows
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
@@ -35,13 +35,13 @@ PROMPTS = [[5, 17, 3], [40], [9, 9, 33, 21, 60, 2, 7, 7, 1, 30, 12]]
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     torch.set_num_threads(1)
     return make_predictable(**MANY)
 
 
 @pytest.fixture(scope="module")
-def folder(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
 
 
@@ -52,7 +52,7 @@ def engine(request: pytest.FixtureRequest, folder: Path, build_engine: EngineBui
     return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, kernels=request.param)
 
 
-def test_tokens(engine: Path, model: Transformer, folder: Path) -> None:
+def test_tokens(engine: Path, model: PlainDeepseek, folder: Path) -> None:
     """Whole chunks and parts of one; what is accepted was drafted by a module with experts too."""
     theirs = transformers_model(folder)
     wanted = [greedy(model, prompt, 30) for prompt in PROMPTS]

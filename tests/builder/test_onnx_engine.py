@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -39,7 +39,7 @@ def test_every_step_equals_recomputation(
     nextn: int,
     drafter: DrafterName | None,
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
@@ -66,7 +66,7 @@ def test_batches_equal_single_requests(
     nextn: int,
     drafter: DrafterName | None,
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     """O7: more requests than slots, of all lengths; slots are left and taken at different steps."""
@@ -82,7 +82,7 @@ def test_batches_equal_single_requests(
 
 
 def test_an_engine_fills_its_capacity(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """The last step before max_seq_len stays within the caches and the text ends there."""
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
@@ -42,7 +42,7 @@ SETTINGS = [
 PROMPTS = [[20], np.random.default_rng(5).integers(9, 61, 11).tolist()]
 
 
-def wanted(model: Transformer, prompt: list[int], params: SamplingParams) -> list[int]:
+def wanted(model: PlainDeepseek, prompt: list[int], params: SamplingParams) -> list[int]:
     """Decode without drafts and caches."""
     controls = Controls(
         temperature=params.temperature,
@@ -58,7 +58,7 @@ def wanted(model: Transformer, prompt: list[int], params: SamplingParams) -> lis
 
 
 @pytest.fixture(scope="module")
-def texts(predictable: Transformer) -> list[list[list[int]]]:
+def texts(predictable: PlainDeepseek) -> list[list[list[int]]]:
     """What each of SETTINGS says after each of PROMPTS."""
     return [[wanted(predictable, prompt, params) for prompt in PROMPTS] for params in SETTINGS]
 
@@ -95,7 +95,7 @@ def test_an_adaptive_engine(
 
 def test_requests_share_slots(
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     texts: list[list[list[int]]],
     build_engine: EngineBuilder,
 ) -> None:
@@ -119,7 +119,7 @@ def test_requests_share_slots(
 
 
 def test_log_probabilities_stay_raw(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     with Engine.load(engine, threads=1) as loaded:

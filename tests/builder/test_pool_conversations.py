@@ -98,9 +98,9 @@ def test_cancelled_requests_leave_what_they_had(folder: Path, cold: Engine) -> N
     """One is cancelled in the middle of its prompt, the other in the middle of its answer."""
     with warm(folder) as engine:
         first, second = engine.encode(TEXT), engine.encode("def f(x):\n    " * 40)
-        answering, late = engine.stream(first, LONG), engine.stream(second, LONG)
+        answering, import_lazily = engine.stream(first, LONG), engine.stream(second, LONG)
         begun = [token for _ in range(len(first) // 32 + 6) for token in next(answering).token_ids]
-        late.cancel()
+        import_lazily.cancel()
         begun += next(answering).token_ids
         answering.cancel()
         assert len(begun) < LONG.max_tokens

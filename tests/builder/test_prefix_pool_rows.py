@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models import register
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.runtime import prefix_pool, prefix_tree
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -104,14 +104,14 @@ def check_branches(
 
 
 @pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
-def test_branches(predictable: Transformer, drafter: DrafterName) -> None:
+def test_branches(predictable: PlainDeepseek, drafter: DrafterName) -> None:
     check_branches(eager(predictable, drafter))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_more_branches(predictable: Transformer, drafter: DrafterName | None, chunk: int) -> None:
+def test_more_branches(predictable: PlainDeepseek, drafter: DrafterName | None, chunk: int) -> None:
     check_branches(eager(predictable, drafter), chunk, COMMON)
 
 
@@ -126,7 +126,7 @@ def test_recurrent_states(summing: PlainSumming, drafter: DrafterName | None, ch
 
 
 @pytest.mark.parametrize("pool", [500, pytest.param(4000, marks=pytest.mark.full)])
-def test_a_pool_that_is_too_small(predictable: Transformer, pool: int) -> None:
+def test_a_pool_that_is_too_small(predictable: PlainDeepseek, pool: int) -> None:
     """Rows are given up while others are kept, and a prompt is longer than the pool."""
     programs = eager(predictable, "mtp-vanilla")
     service, cold = pooled(programs, pool), Service(programs, warm=False)
@@ -138,7 +138,7 @@ def test_a_pool_that_is_too_small(predictable: Transformer, pool: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_traffic(predictable: Transformer, drafter: DrafterName | None) -> None:
+def test_traffic(predictable: PlainDeepseek, drafter: DrafterName | None) -> None:
     programs = eager(predictable, drafter)
     check_traffic(programs, pool=PLENTY, state=state_specs(programs.plan))
 
@@ -233,7 +233,7 @@ BUGS: list[Patch] = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_branches_catch(
-    bug: Patch, predictable: Transformer, monkeypatch: pytest.MonkeyPatch
+    bug: Patch, predictable: PlainDeepseek, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
     with pytest.raises(AssertionError, match=f"{WARM}|{FILLED}|{COUNTED}"):

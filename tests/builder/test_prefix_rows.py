@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.prefixes import Placement, Prefixes
@@ -34,7 +34,7 @@ from tests.support.warm_starts import (
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engine
 
 
-def check_branches(predictable: Transformer, drafter: DrafterName | None, chunk: int) -> None:
+def check_branches(predictable: PlainDeepseek, drafter: DrafterName | None, chunk: int) -> None:
     """A second prompt that has the first c tokens of what was said before, for many c."""
     programs = eager(predictable, drafter)
     prompt, ahead = tokens(1, 20), programs.lookahead
@@ -59,7 +59,7 @@ def check_branches(predictable: Transformer, drafter: DrafterName | None, chunk:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_branches(predictable: Transformer, drafter: DrafterName | None, chunk: int) -> None:
+def test_branches(predictable: PlainDeepseek, drafter: DrafterName | None, chunk: int) -> None:
     check_branches(predictable, drafter, chunk)
 
 
@@ -77,7 +77,7 @@ def test_traffic_on_an_engine(vanilla: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_traffic(predictable: Transformer, drafter: DrafterName | None) -> None:
+def test_traffic(predictable: PlainDeepseek, drafter: DrafterName | None) -> None:
     check_traffic(eager(predictable, drafter))
 
 
@@ -194,7 +194,7 @@ TRAFFIC_BUGS: list[Patch] = [
 def test_branches_catch(
     bug: Patch,
     drafter: DrafterName | None,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bug(monkeypatch)

@@ -22,7 +22,7 @@ import pytest
 
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.controls import Controls
@@ -69,12 +69,12 @@ def eagerly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**SHAPE)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("ranks") / "shared", model, **SHAPE)
 
 
@@ -86,7 +86,7 @@ def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     return out
 
 
-def test_tokens(engine: Path, model: Transformer) -> None:
+def test_tokens(engine: Path, model: PlainDeepseek) -> None:
     """O2, greedy and sampled, one after the other; twice the same, and relaxed runs too."""
     asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT, PROMPT]
     penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
@@ -107,7 +107,7 @@ def test_tokens(engine: Path, model: Transformer) -> None:
     assert not Path(f"/proc/{follower}").exists()
 
 
-def check_pool(folder: Path, model: Transformer) -> None:
+def check_pool(folder: Path, model: PlainDeepseek) -> None:
     """Two users take turns in one slot; the second turn begins behind the first, on all ranks."""
     asked = [[9 + (n * n + user) % 50 for n in range(70 + user)] for user in (1, 2)]
     params = replace(GREEDY, max_tokens=8, logprobs=0)
@@ -131,13 +131,13 @@ def check_pool(folder: Path, model: Transformer) -> None:
             make_pool(loaded._loop.programs, loaded.manifest, None, folder / "kept")
 
 
-def test_a_pool(engine: Path, model: Transformer) -> None:
+def test_a_pool(engine: Path, model: PlainDeepseek) -> None:
     check_pool(engine, model)
 
 
 @pytest.mark.full
 def test_a_pool_of_which_a_rank_takes_nothing(
-    engine: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch
+    engine: Path, model: PlainDeepseek, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(rank_bugs.BUG, "loads_no_rows")
     with pytest.raises(AssertionError, match=DIFFERS):
@@ -146,7 +146,7 @@ def test_a_pool_of_which_a_rank_takes_nothing(
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_request_that_one_rank_fails_at(
-    engine: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch, rank: int
+    engine: Path, model: PlainDeepseek, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """All ranks drop it in the same step and others go on; rows that one lacks no one has."""
     if rank == 0:
@@ -242,7 +242,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.full  # test_headline_inductor.py asks so too
-def test_the_command(engine: Path, model: Transformer, tmp_path: Path) -> None:
+def test_the_command(engine: Path, model: PlainDeepseek, tmp_path: Path) -> None:
     """Any way to ask: rank 0 alone reads and writes."""
     requests = tmp_path / "requests.jsonl"
     lines = [{"input_ids": PROMPT, "output_tokens": n} for n in (9, 4)]

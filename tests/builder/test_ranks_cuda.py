@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.contract.features import Feature
@@ -58,11 +58,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**SHAPE)
 
 
-def engine_on_gpus(folder: Path, model: Transformer, **flags: Any) -> Iterator[Path]:
+def engine_on_gpus(folder: Path, model: PlainDeepseek, **flags: Any) -> Iterator[Path]:
     """Yield an engine of two ranks."""
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     with eager_ranks.on_gpus():
@@ -71,7 +71,7 @@ def engine_on_gpus(folder: Path, model: Transformer, **flags: Any) -> Iterator[P
 
 
 @pytest.fixture(scope="module")
-def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def engine(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield from engine_on_gpus(tmp_path_factory.mktemp("gpus"), model, ep=2, max_batch=2)
 
 
@@ -82,7 +82,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
+def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
     """O2: greedy and sampled, two at once; a step is a graph, launched before the last is read."""
     manifest = read_manifest(engine)
     assert (manifest.build.tp, manifest.build.ep) == (2, 2)
@@ -117,12 +117,14 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_shot_engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def one_shot_engine(
+    model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("one_shot")
     yield from engine_on_gpus(folder, model, allreduce_strategy="one-shot")
 
 
-def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: Transformer, logs: Path) -> None:
+def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: PlainDeepseek, logs: Path) -> None:
     """Ranks share the host's memory, and the kernel sums in Triton's interpreter."""
     manifest = read_manifest(one_shot_engine)
     assert manifest.target.allreduce_strategy == "one-shot"
@@ -146,7 +148,7 @@ def sums_of_a_step(manifest: Manifest) -> int:
 
 
 @pytest.mark.full
-def test_without_graphs(engine: Path, model: Transformer, logs: Path) -> None:
+def test_without_graphs(engine: Path, model: PlainDeepseek, logs: Path) -> None:
     """Rank 0 says so, and the other one does it too."""
     with running(engine, no_cuda_graphs=True) as loaded:
         assert loaded.generate(PROMPT, GREEDY).token_ids == greedy(model, PROMPT, 16)

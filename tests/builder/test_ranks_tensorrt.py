@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.controls import Controls
@@ -227,7 +227,7 @@ def test_fewer_gpus_than_ranks(
 
 
 @pytest.fixture(scope="module")
-def predictable_shape() -> Transformer:
+def predictable_shape() -> PlainDeepseek:
     return make_predictable(**SHAPE)
 
 
@@ -243,7 +243,7 @@ def predictable_shape() -> Transformer:
     ],
 )
 def test_tokens(
-    flags: dict[str, Any], trt: FakeDataCentre, predictable_shape: Transformer, tmp_path: Path
+    flags: dict[str, Any], trt: FakeDataCentre, predictable_shape: PlainDeepseek, tmp_path: Path
 ) -> None:
     """O2: in fp32 the plain model's, greedy and sampled, two requests and more at once."""
     checkpoint = save_checkpoint(tmp_path / "shared", predictable_shape, **SHAPE)

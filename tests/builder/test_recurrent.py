@@ -256,6 +256,6 @@ def test_an_earlier_requests_state_is_caught(
     plain: PlainSumming, patch: pytest.MonkeyPatch
 ) -> None:
     """A request begins with the sums of the one before it in its slot."""
-    patch.setattr(causal_lm, "begun", lambda state, rows: state)
+    patch.setattr(causal_lm, "zero_new_slots", lambda state, rows: state)
     with pytest.raises(AssertionError, match=TOKENS):
         check_slots(traced(plain)[0], plain, NEXTN)

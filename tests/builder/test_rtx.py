@@ -12,7 +12,7 @@ import pytest
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import onnx_graph
@@ -124,7 +124,7 @@ def test_how_much_is_sorted(tmp_path: Path, predictable_folder: Path) -> None:
         sort(SORTED + 1)
 
 
-def test_the_fakes_have_the_real_names(predictable: Transformer) -> None:
+def test_the_fakes_have_the_real_names(predictable: PlainDeepseek) -> None:
     """The real modules have what the run time calls of the fakes, with as many arguments."""
     cuda: ModuleType = pytest.importorskip("cuda.bindings.runtime")
     assert cuda is sys.modules["cuda.bindings.runtime"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
@@ -61,7 +61,7 @@ def test_sampled_text_is_what_plain_sampling_gives(
     nextn: int,
     drafter: DrafterName | None,
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     """O2 above temperature 0: for every nextn and drafter, drawn or argmax drafts."""
@@ -78,7 +78,7 @@ def test_sampled_text_is_what_plain_sampling_gives(
 
 
 def test_modes_share_a_batch(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """Each request of a mixed batch gives what it gives alone, whoever it shares a step with."""
     rejection = replace(HOT, acceptance="rejection")
@@ -96,7 +96,7 @@ def test_modes_share_a_batch(
 
 
 def test_relaxed_acceptance(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     thought, closed = [9, BEGIN, 20, 21], [BEGIN, 20, END, 21]
@@ -131,7 +131,7 @@ def test_block_verification_keeps_what_is_the_targets_own(
 
 
 def test_logprobs(
-    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """Greedy and sampled: of the plain softmax of the reference model, at every token."""
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
@@ -156,7 +156,7 @@ def test_logprobs(
 
 @pytest.mark.parametrize("nextn", [0, 3])
 def test_no_end_before_min_tokens(
-    nextn: int, predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+    nextn: int, predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """A forbidden token is not emitted; the rest is what plain decoding without it gives."""
     drafter: DrafterName | None = "mtp-vanilla" if nextn else None

@@ -117,12 +117,12 @@ def bias_not_used_to_select(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_reads_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    last = MTPModule.last
+    forward_last = MTPModule.forward_last
 
     def wrong(self: MTPModule, x: Tensor, cache: Tensor, rows: Any, at: Tensor) -> Any:
-        return last(self, x, cache, rows, torch.full_like(at, x.shape[1] - 1))
+        return forward_last(self, x, cache, rows, torch.full_like(at, x.shape[1] - 1))
 
-    patch.setattr(MTPModule, "last", wrong)
+    patch.setattr(MTPModule, "forward_last", wrong)
 
 
 def recycled_hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:

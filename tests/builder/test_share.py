@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
@@ -193,7 +193,7 @@ def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> Non
 
 
 def generate(
-    programs: EagerPrograms, reference: Reference, prompt: list[int], steps: int
+    programs: EagerPrograms, reference: PlainLM, prompt: list[int], steps: int
 ) -> list[int]:
     rng = np.random.default_rng(0)
     Run(programs, reference, 2, None, CHUNK, rng).prefill(prompt)

@@ -47,7 +47,7 @@ def changes(tree: Path, file: str, before: str, after: str) -> bool:
         ("runtime/contract/controls.py", "MAX_BANNED = 16", "MAX_BANNED = 17"),
         ("runtime/contract/state.py", '"rows", "width")', '"rows", "size")'),
         ("plugins/mla_attention/triton.py", "OPEN_ROWS = 512", "OPEN_ROWS = 256"),
-        ("builder/program/step.py", "new = passed.behind(n)", "new = passed.behind(n + 0)"),
+        ("builder/program/step.py", "new = updates.after(n)", "new = updates.after(n + 0)"),
     ],
 )
 def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, after: str) -> None:

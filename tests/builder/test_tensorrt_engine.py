@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.engine.manifest_of import describe_files
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.request import BuildRequest
@@ -96,12 +96,12 @@ def data_centre(trt: FakeTensorRt) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**SMALLEST)
 
 
 @pytest.fixture(scope="session")
-def folder(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("rtx") / "rtx", model, **SMALLEST)
 
 
@@ -128,7 +128,7 @@ def changed(engine: Path, **target: object) -> Manifest:
     return manifest.model_copy(update={"target": manifest.target.model_copy(update=target)})
 
 
-def test_texts_are_the_models(engine: Path, model: Transformer, gpu: FakeCuda) -> None:
+def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda) -> None:
     """O2 and O7: more requests than slots, in chunks, left and taken at different steps."""
     counts = [5, 40, 17, 3, 30, 11]
     params = [replace(GREEDY, max_tokens=count) for count in counts]
@@ -139,7 +139,7 @@ def test_texts_are_the_models(engine: Path, model: Transformer, gpu: FakeCuda) -
     assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results) > 20
 
 
-def test_sampled_and_greedy_share_a_step(engine: Path, model: Transformer) -> None:
+def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> None:
     """Each as alone, also after a sampled request has had the slot."""
     assert HOT.seed is not None
     drawn = Controls(temperature=0.8, top_p=0.95, top_k=30, seed=HOT.seed)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.trace.lines import RequestLine, TracedRequest, read_trace
@@ -44,7 +44,7 @@ def traced(
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
-def test_replay(name: str, traced: dict[str, TracedRequest], predictable: Transformer) -> None:
+def test_replay(name: str, traced: dict[str, TracedRequest], predictable: PlainDeepseek) -> None:
     request = traced[name].request
     known, rejected = list(request.prompt), 0
     for step in traced[name].steps:

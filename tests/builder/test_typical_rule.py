@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
@@ -77,7 +77,7 @@ def stands(p: Floats, draft: int, settings: dict[str, float]) -> bool:
 class Judge:
     """Observes a request; `wrong` counts steps whose number of tokens is not the oracle's."""
 
-    def __init__(self, model: Transformer, manifest: Manifest) -> None:
+    def __init__(self, model: PlainDeepseek, manifest: Manifest) -> None:
         self.model, self.manifest = model, manifest
         self.wrong = self.kept = self.steps = self.not_strict = 0
 
@@ -102,7 +102,7 @@ class Judge:
         pass
 
 
-def judged(folder: Path, model: Transformer, **own: Any) -> Judge:
+def judged(folder: Path, model: PlainDeepseek, **own: Any) -> Judge:
     with Engine.load(folder, threads=1) as engine:
         judge = Judge(model, engine.manifest)
         for settings in (EASY, {"typical_epsilon": 0.5, "typical_delta": 3.0}):
@@ -124,7 +124,7 @@ def test_every_step_keeps_what_the_rule_says(
     target: str,
     temperature: float,
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     own = {} if target == "onnxruntime" else {"target": target}
@@ -135,7 +135,7 @@ def test_every_step_keeps_what_the_rule_says(
     assert judge.not_strict or not temperature, "some stand that strict acceptance would drop"
 
 
-def mixed_program(plan: Plan, model: Transformer) -> Program:
+def mixed_program(plan: Plan, model: PlainDeepseek) -> Program:
     return next(p for p in make_programs(plan, lower(model)) if p.name == MIXED)
 
 
@@ -191,7 +191,7 @@ def test_the_traced_program_and_the_kernels_say_the_same(target: str) -> None:
 
 def test_the_oracle_finds_a_planted_bug(
     predictable_folder: Path,
-    predictable: Transformer,
+    predictable: PlainDeepseek,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

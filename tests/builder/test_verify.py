@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
@@ -295,7 +295,7 @@ def test_prefixes_partition_all_texts() -> None:
 # Against the plain model, and whole
 
 
-def test_the_plain_model_judges(predictable_folder: Path, predictable: Transformer) -> None:
+def test_the_plain_model_judges(predictable_folder: Path, predictable: PlainDeepseek) -> None:
     model = load_plain(predictable_folder)
     prompts = [[9, 10, 11]]
     known = next_logits(predictable, prompts[0])

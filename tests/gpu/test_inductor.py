@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.targets.capability import GPUS, architecture
 from mtpbuild.builder.verify.play import play
@@ -31,12 +31,12 @@ TEXTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("gpu") / "gpu", model)
 
 
@@ -47,7 +47,7 @@ def test_texts_equal_plain_decoding(
     drafter: DrafterName | None,
     slots: int,
     checkpoint: Path,
-    model: Transformer,
+    model: PlainDeepseek,
     build_engine: EngineBuilder,
 ) -> None:
     flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": slots}
@@ -55,7 +55,7 @@ def test_texts_equal_plain_decoding(
 
 
 def test_compiled_without_asking_the_gpu(
-    checkpoint: Path, model: Transformer, build_engine: EngineBuilder
+    checkpoint: Path, model: PlainDeepseek, build_engine: EngineBuilder
 ) -> None:
     """What is built for a GPU that need not be here runs on the one that is."""
     if (capability := Gpu().compute_capability) not in GPUS:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
@@ -30,19 +30,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**SHAPE)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpus")
     checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
     return make(checkpoint, folder / "engine", tp=2, ep=2, device="cuda", max_batch=2)
 
 
 @pytest.fixture(scope="module")
-def one_shot(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_shot(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_shot")
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("the GPUs do not see each other's memory")
@@ -58,7 +58,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("no_cuda_graphs", [False, True])
-def test_tokens(either: Path, model: Transformer, no_cuda_graphs: bool) -> None:
+def test_tokens(either: Path, model: PlainDeepseek, no_cuda_graphs: bool) -> None:
     with started(either, no_cuda_graphs=no_cuda_graphs) as loaded:
         results = loaded.generate([PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
         again = loaded.generate(PROMPT, HOT)
@@ -67,7 +67,7 @@ def test_tokens(either: Path, model: Transformer, no_cuda_graphs: bool) -> None:
     assert results[2].token_ids == again.token_ids
 
 
-def test_attention_dp(model: Transformer, tmp_path: Path) -> None:
+def test_attention_dp(model: PlainDeepseek, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "shared", model, **SHAPE)
     flags: dict[str, Any] = {
         "tp": 2,

@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.plain import DecoderLayer, Reference
-from mtpbuild.builder.models.deepseek_v3.reference import Attention, Transformer
+from mtpbuild.builder.models.common.plain import PlainDecoderLayer, PlainLM
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek, PlainLatentAttention
 
 
 @torch.no_grad()
-def next_logits(model: Reference, tokens: list[int]) -> Tensor:
+def next_logits(model: PlainLM, tokens: list[int]) -> Tensor:
     """Logits [V] of the token after `tokens`."""
     return model.logits(model.main(torch.tensor([tokens])))[0, -1]
 
 
 @torch.no_grad()
-def row_logits(model: Reference, tokens: list[int]) -> Tensor:
+def row_logits(model: PlainLM, tokens: list[int]) -> Tensor:
     """Logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
     return model.logits(model.main(torch.tensor([tokens])))[0]
 
 
 @torch.no_grad()
-def greedy(model: Reference, tokens: list[int], count: int) -> list[int]:
+def greedy(model: PlainLM, tokens: list[int], count: int) -> list[int]:
     """The next `count` tokens, one whole forward pass for each."""
     tokens = list(tokens)
     for _ in range(count):
@@ -29,14 +29,14 @@ def greedy(model: Reference, tokens: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def draft_logits(model: Reference, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
+def draft_logits(model: PlainLM, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
     """Compute the logits [V] of each draft behind the known `tokens`; the draft is their argmax."""
     if len(tokens) < 2:
         raise ValueError("drafting starts behind the first emitted token")
     return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn)
 
 
-def _eagle(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
+def _eagle(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
     """Module 1 over all slots, then again with its own newest output as one more slot's hidden."""
     hidden = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens[1:])
@@ -49,7 +49,7 @@ def _eagle(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     return found
 
 
-def _vanilla(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
+def _vanilla(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
     """Module k over all slots, with the drafts so far as the tokens that are not known yet."""
     g = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens)
@@ -62,14 +62,14 @@ def _vanilla(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def cache_rows(model: Transformer, tokens: list[int]) -> list[Tensor]:
+def cache_rows(model: PlainDeepseek, tokens: list[int]) -> list[Tensor]:
     """Latent rows [T, C] of each main layer: normed latent, rotated key as the program lays it."""
     x, config = model.model.embed_tokens(torch.tensor([tokens])), model.config
     T, rows = len(tokens), []
     for layer in list(model.model.layers)[: config.num_hidden_layers]:
-        assert isinstance(layer, DecoderLayer)
+        assert isinstance(layer, PlainDecoderLayer)
         attention = layer.self_attn
-        assert isinstance(attention, Attention)
+        assert isinstance(attention, PlainLatentAttention)
         a = attention.kv_a_proj_with_mqa(layer.input_layernorm(x))
         latent, key = a.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         even, odd = key[..., 0::2], key[..., 1::2]

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.runtime.contract.controls import Controls
 from tests.reference.recompute import next_logits
 
@@ -48,7 +48,7 @@ def edited(
 
 
 @torch.no_grad()
-def sample(model: Reference, tokens: list[int], count: int, controls: Controls) -> list[int]:
+def sample(model: PlainLM, tokens: list[int], count: int, controls: Controls) -> list[int]:
     """The next `count` tokens: the argmax if greedy, else the inverse CDF of p at each position's
     number.
     """

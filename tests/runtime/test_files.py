@@ -52,10 +52,10 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 def _limit() -> Iterator[None]:
     """End a test that waits for a FIFO."""
 
-    def late(number: int, frame: FrameType | None) -> None:
+    def import_lazily(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("it hangs")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, import_lazily)
     signal.alarm(60)
     yield
     signal.alarm(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
@@ -66,12 +66,12 @@ def test_a_rank_is_missed_though_nobody_asks() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model() -> PlainDeepseek:
     return make_predictable(**SHAPE)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def engine(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     checkpoint = save_checkpoint(tmp_path_factory.mktemp("ranks") / "shared", model, **SHAPE)
     out = tmp_path_factory.mktemp("engines") / "tp2"
     with eager_ranks.in_place_of_the_compiler():
@@ -114,7 +114,7 @@ def test_two_ranks(
     launcher: list[str],
     says: str,
     engine: Path,
-    model: Transformer,
+    model: PlainDeepseek,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TIMEOUT, "8")

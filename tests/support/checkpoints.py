@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.models.common.plain import MTPModule
+from mtpbuild.builder.models.common.plain import PlainMTPModule
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 
@@ -102,13 +102,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(seed: int = 0, **overrides: Any) -> Transformer:
+def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
     """Makes a plain model with random weights that spread the logits: near-ties are rare."""
     config = {k: v for k, v in (BASE | overrides).items() if v is not None}
     if overrides.get("q_lora_rank", 1) is None:
         config["q_lora_rank"] = None
     torch.manual_seed(seed)
-    model = Transformer(parse_config(config)).eval()
+    model = PlainDeepseek(parse_config(config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -121,7 +121,7 @@ def make_model(seed: int = 0, **overrides: Any) -> Transformer:
     return model
 
 
-def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> Transformer:
+def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> PlainDeepseek:
     """Makes a random model in which a token is mostly followed by its fixed permutation.
 
     Main model and modules both know it, so natural drafts are accepted often, but not always.
@@ -133,7 +133,7 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
         after = torch.randperm(c.vocab_size)
         model.lm_head.weight[after] += strength * embedding
         for module in list(model.model.layers)[c.num_hidden_layers :]:
-            assert isinstance(module, MTPModule)
+            assert isinstance(module, PlainMTPModule)
             module.eh_proj.weight.normal_(std=0.1)
             module.eh_proj.weight[:, : c.hidden_size] += torch.eye(c.hidden_size)
         for name, parameter in model.named_parameters():
@@ -142,7 +142,7 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
     return model
 
 
-def save_checkpoint(folder: Path, model: Transformer, **overrides: Any) -> Path:
+def save_checkpoint(folder: Path, model: PlainDeepseek, **overrides: Any) -> Path:
     """Writes config.json and model.safetensors as DeepSeek's repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {k: v for k, v in (BASE | overrides).items() if v is not None or k == "q_lora_rank"}
@@ -163,17 +163,17 @@ def load_config(folder: Path) -> DeepseekV3Config:
     return config
 
 
-def load_reference(folder: Path) -> Transformer:
+def load_reference(folder: Path) -> PlainDeepseek:
     """Loads the plain model with a checkpoint's weights in fp32."""
     from safetensors.torch import load_file
 
-    model = Transformer(load_config(folder)).eval()
+    model = PlainDeepseek(load_config(folder)).eval()
     weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
     model.load_state_dict(weights)
     return model
 
 
-def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
+def lower(reference: PlainDeepseek, share: Share = WHOLE) -> DeepseekV3:
     """Makes the program's model with the plain model's weights, through the table of weights."""
     tensors = reference.state_dict()
     model = DeepseekV3(reference.config, share.ranks)

@@ -103,7 +103,7 @@ def architecture(cubin: bytes) -> str:
 def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     """Yields programs with their plans."""
 
-    from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+    from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets.inductor import TARGET
@@ -121,7 +121,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         whole = make_model(vocab_size=64, num_hidden_layers=1, num_nextn_predict_layers=1)
         ranks = Ranks(2, 2)
         lowered = lower(whole, Share(ranks, 1))
-        hold_in(lowered, FLOATS[options.dtype], for_gpu=True)
+        set_dtype(lowered, FLOATS[options.dtype], for_gpu=True)
         plan = plan_of(whole.config, ranks)
         yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
         return

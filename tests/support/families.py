@@ -10,7 +10,7 @@ from torch import nn
 
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import PlainModel, Reference
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.weights.made import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
@@ -262,7 +262,7 @@ def modules_of(config: dict[str, Any]) -> int:
 WITH_MODULES = [name for name, config in FAMILIES.items() if modules_of(config)]
 
 
-def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
+def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
     """Makes a plain model in which a token is mostly followed by its fixed permutation.
 
     Trunk and modules both know it, so natural drafts are accepted often, but not always.
@@ -271,13 +271,13 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
     family = find_family(raw)
     torch.manual_seed(seed)
     model = family.reference(family.parse_config(raw)).eval()
-    assert isinstance(model, PlainModel)
+    assert isinstance(model, PlainCausalLM)
     spread(model)
     return model
 
 
 @torch.no_grad()
-def spread(model: PlainModel) -> None:
+def spread(model: PlainCausalLM) -> None:
     """Draws random weights that spread the logits, so that near-ties are rare."""
     c = model.config
     for parameter in model.parameters():
@@ -318,7 +318,7 @@ def config_of(name: str, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) -> Path:
+def save_family(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
     """Writes config.json and model.safetensors as the family's repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(name, **overrides)))
@@ -327,7 +327,7 @@ def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) ->
     return folder
 
 
-def lower_family(reference: Reference, share: Share = WHOLE) -> CausalLM:
+def lower_family(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
     """Makes the program's model with the plain model's weights, through the table of weights."""
     tensors, family = reference.state_dict(), family_of(reference.config)
     model = family.make_model(reference.config, share.ranks)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
@@ -50,7 +50,7 @@ class Run:
     """
 
     programs: Inspectable
-    reference: Reference
+    reference: PlainLM
     nextn: int
     drafter: str | None
     chunk: int

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.opened_model import join_shared
 from mtpbuild.builder.plan import Plan
@@ -28,7 +28,7 @@ ON_GPU = style_of("inductor", device="cuda")
 MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
 
 
-def with_joined(reference: Transformer) -> DeepseekV3:
+def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     """Makes the program's model with shared experts in the stacks, through the weight table."""
     table = weight_table(reference.config, Share())
     modules = like_routed(table, Share())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_inductor
@@ -36,7 +36,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [rng.integers(0, 61, n).tolist() for n in lengths]
 
 
-def check_texts(engine: Path, reference: Transformer) -> None:
+def check_texts(engine: Path, reference: PlainDeepseek) -> None:
     """Checks O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
     asked = prompts(140, 1, 6, 2, 11, 3)
     params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.stored import open_checkpoint
 
@@ -16,7 +16,7 @@ def in_int8_blocks(x: Tensor) -> Tensor:
     return ((blocks / scales).round() * scales).flatten(-2)
 
 
-def plain_with_rounding(folder: Path) -> Reference:
+def plain_with_rounding(folder: Path) -> PlainLM:
     """Makes the dequantised model, which rounds the inputs of quantised products."""
     model, checkpoint = load_plain(folder), open_checkpoint(folder)
     for name, module in model.named_modules():

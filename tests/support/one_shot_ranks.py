@@ -104,15 +104,15 @@ def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any)
     from triton.runtime import interpreter
 
     wrong, ranks, peers = 0, len(memory.addresses), memory.seen_by(rank)
-    late = [False]
+    import_lazily = [False]
 
     def barrier(self: Any) -> None:
-        if late[0]:
+        if import_lazily[0]:
             time.sleep(pause)
 
     interpreter.InterpreterBuilder.create_barrier = barrier
     for call in range(calls):
-        late[0] = call % ranks == rank
+        import_lazily[0] = call % ranks == rank
         got = launches(given(rank, call), peers).run()
         wrong += not torch.equal(got, expected(ranks, call))
     return wrong

@@ -7,7 +7,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.opened_model import OpenedModel, WeightStyle, open_model
 from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.builder.weights.made import made, whole
@@ -32,7 +32,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") 
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)
-    hold_in(model, FLOATS[dtype])
+    set_dtype(model, FLOATS[dtype])
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = whole(made(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import Reference
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.plain import PlainLM
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
@@ -25,14 +25,14 @@ def eager(
     drafter: DrafterName | None,
     batch: int = 1,
     adaptive: bool = False,
-) -> tuple[EagerPrograms, Transformer]:
+) -> tuple[EagerPrograms, PlainDeepseek]:
     reference = make_predictable(**SHAPES[shape])
     plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK, adaptive=adaptive)
     return EagerPrograms(plan, lower(reference)), reference
 
 
 def check_family(
-    reference: Reference,
+    reference: PlainLM,
     nextn: int,
     drafter: DrafterName | None,
     bug: Callable[[CausalLM], None] = lambda model: None,
@@ -40,7 +40,7 @@ def check_family(
 ) -> None:
     """Checks a family's step program against its plain model; bug: a change of the program."""
 
-    def make() -> tuple[EagerPrograms, Reference]:
+    def make() -> tuple[EagerPrograms, PlainLM]:
         model = lower_family(reference)
         bug(model)
         return EagerPrograms(
@@ -51,14 +51,14 @@ def check_family(
 
 
 def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bool = False) -> None:
-    def make() -> tuple[EagerPrograms, Reference]:
+    def make() -> tuple[EagerPrograms, PlainLM]:
         return eager(shape, nextn, drafter, adaptive=adaptive)
 
     check_steps(make, nextn, drafter, adaptive)
 
 
 def check_steps(
-    make: Callable[[], tuple[EagerPrograms, Reference]],
+    make: Callable[[], tuple[EagerPrograms, PlainLM]],
     nextn: int,
     drafter: DrafterName | None,
     adaptive: bool = False,
@@ -80,14 +80,14 @@ def check_steps(
     assert seen.num_drafts == set(range(nextn + 1))
 
 
-def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]) -> None:
+def check_state(programs: EagerPrograms, reference: PlainLM, tokens: list[int]) -> None:
     """Checks O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
     recurrent = [spec for spec in state_specs(plan) if spec.role == "recurrent"]
     # A delta rule's norm may divide by nearly nothing: for token 51 of "qwen3.5" alone the plain
     # model in fp32 is 1.1e-4 off fp64, and both sides here may be.
     atol = 2.5e-4 if recurrent else 2e-4
-    if isinstance(reference, Transformer):
+    if isinstance(reference, PlainDeepseek):
         for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
             got = programs.state[f"kv.{i}"][0, 0, :length]
             np.testing.assert_allclose(got, rows, atol=atol, err_msg=ROWS)
@@ -100,8 +100,8 @@ def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]
         if "kv." not in name:
             continue
         module = int(name.partition(".")[2])  # slot p of module k is final iff p + k <= M
-        late = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
-        final = length - (module if late else 0)
+        import_lazily = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
+        final = length - (module if import_lazily else 0)
         got = programs.state[name][0, 0, :final]
         np.testing.assert_allclose(got, cache[0, 0, :final], atol=atol, err_msg=ROWS)
 

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.layers import (
     Rope,
     Rows,
 )
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
@@ -206,7 +206,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-class PlainToy(Reference):
+class PlainToy(PlainLM):
     """Computes whole sequences, without caches, and shares nothing with the program's model."""
 
     config: ToyConfig

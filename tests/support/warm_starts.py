@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Feature
@@ -179,7 +179,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(9, VOCABULARY, count).tolist()
 
 
-def eager(predictable: Transformer, drafter: DrafterName | None) -> EagerPrograms:
+def eager(predictable: PlainDeepseek, drafter: DrafterName | None) -> EagerPrograms:
     torch.set_num_threads(1)
     plan = Plan(predictable.config, NEXTN if drafter else 0, drafter, SLOTS, 200, 4)
     return EagerPrograms(plan, lower(predictable))
@@ -255,11 +255,11 @@ def a_prompt_is_cancelled(traffic: Traffic) -> None:
     """It is cancelled between its chunks, as others run; what it had filled in is used."""
     running = traffic.ask(tokens(5, 6), 60)
     traffic.steps(2)
-    late = traffic.ask(tokens(6, 40), 5)
+    import_lazily = traffic.ask(tokens(6, 40), 5)
     traffic.steps(5)
-    traffic.service.loop.scheduler.cancel(late)
+    traffic.service.loop.scheduler.cancel(import_lazily)
     traffic.steps(1)
-    traffic.ended(traffic.ask(late.prompt, 8))
+    traffic.ended(traffic.ask(import_lazily.prompt, 8))
     traffic.ended(running)
 
 

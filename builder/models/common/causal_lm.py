@@ -12,12 +12,12 @@ from mtpbuild.builder.models.common.layers import (
     Attention,
     DecoderLayer,
     MTPModule,
-    Passed,
     RecurrentLayer,
     RMSNorm,
     Rope,
     Rows,
     State,
+    StateUpdates,
 )
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import ModelConfig
@@ -28,7 +28,7 @@ from mtpbuild.runtime.ranks import Ranks
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
 # (this rank's logits, its number, the number of ranks) -> a tensor that is equal on all ranks.
 Join = Callable[[Tensor, Tensor, int], Tensor]
-NEVER = -1e30  # a logit; finite, as it is divided by temperatures
+MASKED_LOGIT = -1e30  # a logit; finite, as it is divided by temperatures
 
 
 class CausalLM(nn.Module):
@@ -84,33 +84,37 @@ class CausalLM(nn.Module):
         x = nn.functional.embedding(tokens % rows, table)
         return all_reduce(torch.where(own, x, 0.0))
 
-    def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
+    def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, StateUpdates]:
         """Compute the modules' hidden states [B, T, E], and new states, from tokens [B, T]."""
-        x, passed = self.through(range(len(self.layers)), self.embed(tokens), state, rows)
-        return self.norm(x) if self.config.mtp.trunk_normed else x, passed
+        x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows)
+        return self.norm(x) if self.config.mtp.trunk_normed else x, updates
 
-    def fill(self, tokens: Tensor, state: State, rows: Rows) -> Passed:
+    def fill(self, tokens: Tensor, state: State, rows: Rows) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
         layer, name = self.layers[last], layer_rows(last)
         if not isinstance(layer, DecoderLayer):
             return self(tokens, state, rows)[1]
-        x, passed = self.through(range(last), self.embed(tokens), state, rows)
-        passed.written[name] = layer.fill(x, state[name], rows)
-        return passed
+        x, updates = self.run_layers(range(last), self.embed(tokens), state, rows)
+        updates.written[name] = layer.fill(x, state[name], rows)
+        return updates
 
-    def through(self, layers: range, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
+    def run_layers(
+        self, layers: range, x: Tensor, state: State, rows: Rows
+    ) -> tuple[Tensor, StateUpdates]:
         """Run some layers on hidden states x [B, T, E]; return theirs, and the new states."""
-        passed = Passed()
+        updates = StateUpdates()
         for i in layers:
             layer, name = self.layers[i], layer_rows(i)
             if isinstance(layer, RecurrentLayer):
-                held = {own: begun(state[layer_state(own, i)], rows) for own in layer.states}
+                held = {
+                    own: zero_new_slots(state[layer_state(own, i)], rows) for own in layer.states
+                }
                 x, tokens = layer(x, held, rows)
-                passed.waiting.append(partial(_advanced, layer, i, held, tokens))
+                updates.deferred.append(partial(_advance_layer, layer, i, held, tokens))
             else:
-                x, passed.written[name] = layer(x, state[name], rows)
-        return x, passed
+                x, updates.written[name] = layer(x, state[name], rows)
+        return x, updates
 
     def bound_rows(self, state: State) -> int:
         """Return the number of rows of the bound caches; at least one layer has a cache."""
@@ -162,10 +166,10 @@ class CausalLM(nn.Module):
         module = self.module(j)
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
-        logits = self.head(module.read_by_head(hidden), head, join)
+        logits = self.head(module.head_input(hidden), head, join)
         if self.draft_head is None:
             return logits
-        every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
+        every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), MASKED_LOGIT)
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor, join: Join) -> Tensor:
@@ -192,7 +196,7 @@ class UniformLM(CausalLM):
         super().__init__(c, layers, modules, Rope(c.rope, rotary_dim), ranks)
 
 
-def begun(state: Tensor, rows: Rows) -> Tensor:
+def zero_new_slots(state: Tensor, rows: Rows) -> Tensor:
     """Return a recurrent state [B, ..] before a pass, zeroed for slots whose request starts.
 
     An idle slot never starts, wherever its request is, as its rows are written at the end.
@@ -201,7 +205,7 @@ def begun(state: Tensor, rows: Rows) -> Tensor:
     return torch.where(first, 0.0, state)
 
 
-def _advanced(
+def _advance_layer(
     layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor, all_stay: bool
 ) -> State:
     new = (layer.advance_all if all_stay else layer.advance)(held, tokens, n)

@@ -76,19 +76,23 @@ class GroupedAttention(Attention):
         y, gates = self.product(x)
         written = grouped_rows_write(*self.operands(y, rows), cache, rows.start, *self.sizes)
         q, fresh, cache = written
-        return with_gates(q, gates), fresh, cache
+        return append_gates(q, gates), fresh, cache
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Compute query input and cache rows; with ops the queries are already rotated."""
         y, gates = self.product(x)
         if self.by_ops:
             q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
-            return with_gates(q, gates), fresh
+            return append_gates(q, gates), fresh
         q, k, v = y.split([n * self.width for n in (self.heads, self.groups, self.groups)], dim=-1)
-        fresh = torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
-        return with_gates(q, gates), fresh
+        fresh = torch.cat(
+            [self.normalise_and_rotate(k, self.k_norm, self.groups, rows), v], dim=-1
+        )[:, None]
+        return append_gates(q, gates), fresh
 
-    def turned(self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows) -> Tensor:
+    def normalise_and_rotate(
+        self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows
+    ) -> Tensor:
         """Normalise each head of x [B, T, heads * D] if there is a norm, then rotate it."""
         if norm is not None:
             x = norm(x.unflatten(-1, (heads, self.width))).flatten(-2)
@@ -102,7 +106,7 @@ class GroupedAttention(Attention):
             place = cache, fresh, rows.base, first, self.scale
             o = grouped_attention_flat(q, *place, self.heads, self.groups)
         else:
-            q = self.turned(q, self.q_norm, self.heads, rows)
+            q = self.normalise_and_rotate(q, self.q_norm, self.heads, rows)
             q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
             o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
             o = o.transpose(1, 2).flatten(2)
@@ -111,6 +115,6 @@ class GroupedAttention(Attention):
         return o @ self.o_proj
 
 
-def with_gates(q: Tensor, gates: Gates) -> Tensor:
+def append_gates(q: Tensor, gates: Gates) -> Tensor:
     """Append the gates to the queries, so that both are passed on together."""
     return torch.cat([q, *gates], dim=-1) if gates else q

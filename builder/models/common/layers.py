@@ -195,15 +195,17 @@ class DecoderLayer(nn.Module):
         """Write only the cache rows, as no one reads the last layer's output in a prompt."""
         return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
-    def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_last(
+        self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute only token at[b] of each slot, but write all rows: [B, 1, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
-        angles = pick(rows.cos, at), pick(rows.sin, at)
+        angles = select_token(rows.cos, at), select_token(rows.sin, at)
         own = Rows(*angles, rows.base, rows.start, position, choice=rows.choice)
-        return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
+        return self.finish(select_token(x, at), select_token(q, at), own, cache, fresh, at), cache
 
-    def ahead(
+    def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """Compute one more token, x [B, 1, E], whose row the cache does not keep.
@@ -225,10 +227,10 @@ class DecoderLayer(nn.Module):
         return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
 
     def summed(self, part: Tensor) -> Tensor:
-        return over_ranks(part, self.ranks)
+        return sum_over_ranks(part, self.ranks)
 
 
-def over_ranks(part: Tensor, ranks: Ranks) -> Tensor:
+def sum_over_ranks(part: Tensor, ranks: Ranks) -> Tensor:
     """Sum the parts that the ranks have computed."""
     return part if ranks.parts == 1 else all_reduce(part)
 
@@ -260,20 +262,20 @@ class RecurrentLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class Passed:
+class StateUpdates:
     """The changes that a pass makes to the layers' states."""
 
     # Cache rows; rows beyond a request's length are ignored.
     written: State = field(default_factory=dict)
-    waiting: list[Callable[[Tensor, bool], State]] = field(default_factory=list)
+    deferred: list[Callable[[Tensor, bool], State]] = field(default_factory=list)
 
-    def behind(self, n: Tensor, all_stay: bool = False) -> State:
+    def after(self, n: Tensor, all_stay: bool = False) -> State:
         """Return the layers' new states if the first n [B] tokens of the pass are kept.
 
         all_stay: n is known to be all tokens.
         """
         new = dict(self.written)
-        for advance in self.waiting:
+        for advance in self.deferred:
             new |= advance(n, all_stay)
         return new
 
@@ -304,17 +306,17 @@ class MTPModule(DecoderLayer):
             return both @ self.eh_proj
         return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
-    def hand_on(self, x: Tensor) -> Tensor:
-        """Return what the next module, the next draft and `read_by_head` get of its output x."""
+    def next_hidden(self, x: Tensor) -> Tensor:
+        """Return what the next module, the next draft and `head_input` get of its output x."""
         return self.norm(x) if self.rules.recycles_normed else x
 
-    def read_by_head(self, hidden: Tensor) -> Tensor:
+    def head_input(self, hidden: Tensor) -> Tensor:
         return hidden if self.rules.recycles_normed else self.norm(hidden)
 
     def norm(self, x: Tensor) -> Tensor:
         return self.shared_head["norm"](x)
 
 
-def pick(x: Tensor, at: Tensor) -> Tensor:
+def select_token(x: Tensor, at: Tensor) -> Tensor:
     """Pick row at[b] of each slot: x [B, T, E] -> [B, 1, E]."""
     return take_rows(x, at, 1)

@@ -18,7 +18,7 @@ from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 
 
-class Reference(nn.Module):
+class PlainLM(nn.Module):
     """A model over whole sequences without caches; its state_dict has the checkpoint's names."""
 
     config: ModelConfig
@@ -45,7 +45,7 @@ class Reference(nn.Module):
         return self.lm_head(hidden)
 
 
-class RMSNorm(nn.Module):
+class PlainRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         return self.weight * y.type_as(x)
 
 
-class MLP(nn.Module):
+class PlainMLP(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
@@ -68,7 +68,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Gate(nn.Module):
+class PlainRouter(nn.Module):
     """A sigmoid router: biased scores select, unbiased ones weigh (DeepSeek's noaux_tc)."""
 
     def __init__(self, c: MoEConfig) -> None:
@@ -95,17 +95,17 @@ class Gate(nn.Module):
         return torch.zeros_like(scores).scatter(-1, chosen, weights * c.routed_scaling_factor)
 
 
-class MoE(nn.Module):
+class PlainMoE(nn.Module):
     """All routed experts, computed densely, and the shared expert."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
-        self.gate = Gate(c)
+        self.gate = PlainRouter(c)
         self.experts = nn.ModuleList(
-            MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.n_routed_experts)
+            PlainMLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.n_routed_experts)
         )
         inner = c.moe_intermediate_size * c.n_shared_experts
-        self.shared_experts = MLP(c.hidden_size, inner) if inner else None
+        self.shared_experts = PlainMLP(c.hidden_size, inner) if inner else None
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).type_as(x)
@@ -115,11 +115,11 @@ class MoE(nn.Module):
         return y
 
 
-def feed_forward(c: MoEConfig, layer: int) -> nn.Module:
-    return MoE(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
+def plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:
+    return PlainMoE(c) if c.is_moe(layer) else PlainMLP(c.hidden_size, c.intermediate_size)
 
 
-class GroupedAttention(nn.Module):
+class PlainGroupedAttention(nn.Module):
     """Grouped-query attention that repeats keys and values for each query head."""
 
     def __init__(self, c: GroupedConfig) -> None:
@@ -131,8 +131,8 @@ class GroupedAttention(nn.Module):
         self.v_proj = nn.Linear(E, G * D, bias=c.attention_bias)
         self.o_proj = nn.Linear(H * D, E, bias=False)
         if c.use_qk_norm:
-            self.q_norm = RMSNorm(D, c.rms_norm_eps)
-            self.k_norm = RMSNorm(D, c.rms_norm_eps)
+            self.q_norm = PlainRMSNorm(D, c.rms_norm_eps)
+            self.k_norm = PlainRMSNorm(D, c.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         c, (B, T, _) = self.config, x.shape
@@ -140,24 +140,24 @@ class GroupedAttention(nn.Module):
         q, k, v = heads
         if c.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (self.turned(each.transpose(1, 2), cos, sin) for each in (q, k))
+        q, k = (self.rotate_heads(each.transpose(1, 2), cos, sin) for each in (q, k))
         times = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(times, 1), v.transpose(1, 2).repeat_interleave(times, 1)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first rotary_dim values of x [B, heads, T, D], in the layout of halves."""
         a, rest = x.split([self.config.rotary_dim, x.shape[-1] - self.config.rotary_dim], dim=-1)
         return torch.cat([rotate(a, cos, sin, interleave=False), rest], dim=-1).type_as(x)
 
 
-class DecoderLayer(nn.Module):
+class PlainDecoderLayer(nn.Module):
     def __init__(self, c: ModelConfig, block: Block) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn, mlp = block
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class MTPModule(DecoderLayer):
+class PlainMTPModule(PlainDecoderLayer):
     """MTP module j: `model.layers.{L+j}` of the checkpoint.
 
     It has an embedding or a head of its own where the checkpoint's differs from the trunk's.
@@ -173,10 +173,10 @@ class MTPModule(DecoderLayer):
 
     def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
         super().__init__(c, block)
-        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.enorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+        self.shared_head = nn.ModuleDict({"norm": PlainRMSNorm(c.hidden_size, c.rms_norm_eps)})
         if j in c.own_embeddings:
             self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         if j in c.own_heads:
@@ -196,17 +196,17 @@ class MTPModule(DecoderLayer):
         return self.shared_head["norm"](x)
 
 
-class Model(nn.Module):
+class PlainTrunk(nn.Module):
     """The modules under the checkpoint's `model.` prefix."""
 
-    def __init__(self, c: ModelConfig, layers: list[DecoderLayer]) -> None:
+    def __init__(self, c: ModelConfig, layers: list[PlainDecoderLayer]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
-class PlainModel(Reference):
+class PlainCausalLM(PlainLM):
     """Trunk and MTP modules over whole sequences; block(i) makes the parts of layer i."""
 
     cos: Tensor
@@ -225,20 +225,20 @@ class PlainModel(Reference):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def make_layer(self, block: Block) -> DecoderLayer:
-        return DecoderLayer(self.config, block)
+    def make_layer(self, block: Block) -> PlainDecoderLayer:
+        return PlainDecoderLayer(self.config, block)
 
-    def make_module(self, block: Block, j: int) -> MTPModule:
-        return MTPModule(self.config, block, j)
+    def make_module(self, block: Block, j: int) -> PlainMTPModule:
+        return PlainMTPModule(self.config, block, j)
 
-    def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
+    def join(self, trunk: list[PlainDecoderLayer], modules: list[PlainMTPModule]) -> PlainTrunk:
         """Append the modules to the trunk's layers."""
-        return Model(self.config, [*trunk, *modules])
+        return PlainTrunk(self.config, [*trunk, *modules])
 
-    def module(self, k: int) -> MTPModule:
+    def module(self, k: int) -> PlainMTPModule:
         """Return module k, from 1."""
         module = self.model.layers[self.config.num_hidden_layers + k - 1]
-        assert isinstance(module, MTPModule)
+        assert isinstance(module, PlainMTPModule)
         return module
 
     def main(self, tokens: Tensor) -> Tensor:

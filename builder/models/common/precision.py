@@ -24,7 +24,7 @@ def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-def hold_in(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None:
+def set_dtype(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None:
     """Change the weights' dtype, without values, except for routers, and for heads on a CPU.
 
     A CPU has no product of bfloat16 that returns its fp32 sums unrounded (`matmul_wide`).

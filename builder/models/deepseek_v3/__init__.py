@@ -2,7 +2,7 @@
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
 from mtpbuild.builder.models.deepseek_v3 import config
-from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.targets.style import Attends
 
 FAMILY = Family(
@@ -11,12 +11,12 @@ FAMILY = Family(
     model_type="deepseek_v3",
     config=config.DeepseekV3Config,
     parse_config=config.parse_config,
-    make_model=late(f"{__name__}.model", "DeepseekV3"),
-    weight_table=late(f"{__name__}.weights", "weight_table"),
+    make_model=import_lazily(f"{__name__}.model", "DeepseekV3"),
+    weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=copies_in_layers,
     cache_specs=config.cache_specs,
     split_sizes=config.split_sizes,
     costs=config.costs,
-    reference=late(f"{__name__}.reference", "Transformer"),
+    reference=import_lazily(f"{__name__}.reference", "PlainDeepseek"),
     attention=Attends.LATENT,
 )

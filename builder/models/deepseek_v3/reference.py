@@ -4,12 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import Block, PlainModel, RMSNorm, feed_forward
+from mtpbuild.builder.models.common.plain import (
+    Block,
+    PlainCausalLM,
+    PlainRMSNorm,
+    plain_feed_forward,
+)
 from mtpbuild.builder.models.common.rope import rotate, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
-class Attention(nn.Module):
+class PlainLatentAttention(nn.Module):
     """Multi-head latent attention in the non-absorbed form."""
 
     def __init__(self, c: DeepseekV3Config) -> None:
@@ -20,10 +25,10 @@ class Attention(nn.Module):
             self.q_proj = nn.Linear(E, H * c.qk_head_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(E, c.q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps)
+            self.q_a_layernorm = PlainRMSNorm(c.q_lora_rank, c.latent_norm_eps)
             self.q_b_proj = nn.Linear(c.q_lora_rank, H * c.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(E, c.cache_dim, bias=False)
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps)
+        self.kv_a_layernorm = PlainRMSNorm(c.kv_lora_rank, c.latent_norm_eps)
         expanded = H * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, expanded, bias=False)
         self.o_proj = nn.Linear(H * c.v_head_dim, E, bias=False)
@@ -54,11 +59,11 @@ class Attention(nn.Module):
         return None
 
 
-class Transformer(PlainModel):
+class PlainDeepseek(PlainCausalLM):
     config: DeepseekV3Config
 
     def __init__(self, config: DeepseekV3Config) -> None:
         def block(layer: int) -> Block:
-            return Attention(config), feed_forward(config, layer)
+            return PlainLatentAttention(config), plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)

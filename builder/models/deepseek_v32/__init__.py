@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v32 import config
-from mtpbuild.builder.models.family import late
+from mtpbuild.builder.models.family import import_lazily
 from mtpbuild.builder.targets.style import Attends
 
 FAMILY = replace(
@@ -14,10 +14,10 @@ FAMILY = replace(
     model_type="deepseek_v32",
     config=config.DeepseekV32Config,
     parse_config=config.parse_config,
-    make_model=late(f"{__name__}.model", "DeepseekV32"),
-    weight_table=late(f"{__name__}.weights", "weight_table"),
+    make_model=import_lazily(f"{__name__}.model", "DeepseekV32"),
+    weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     cache_specs=config.cache_specs,
     costs=config.costs,
-    reference=late(f"{__name__}.reference", "Transformer"),
+    reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,
 )

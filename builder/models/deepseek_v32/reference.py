@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import Block, PlainModel, feed_forward
+from mtpbuild.builder.models.common.plain import Block, PlainCausalLM, plain_feed_forward
 from mtpbuild.builder.models.common.rope import rotate
-from mtpbuild.builder.models.deepseek_v3.reference import Attention
+from mtpbuild.builder.models.deepseek_v3.reference import PlainLatentAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
 
-class Indexer(nn.Module):
+class PlainIndexer(nn.Module):
     """A choice of `index_topk` rows for each token: those whose keys have the highest scores."""
 
     def __init__(self, c: DeepseekV32Config) -> None:
@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         """Return the rows that each token attends to, [B, T, T] bool, for x and queries' latent."""
         c, (B, T, _) = self.config, x.shape
         q = self.wq_b(latent).view(B, T, c.index_n_heads, c.index_head_dim).transpose(1, 2)
-        q, k = self.turned(q, cos, sin), self.turned(self.k_norm(self.wk(x)), cos, sin)
+        q, k = self.rotate_heads(q, cos, sin), self.rotate_heads(self.k_norm(self.wk(x)), cos, sin)
         scores = (q.float() @ k[:, None].mT.float() * c.index_head_dim**-0.5).relu()
         weights = self.weights_proj(x).float() * c.index_n_heads**-0.5
         sums = (weights[..., None, :] @ scores.transpose(1, 2))[..., 0, :]
@@ -35,13 +35,13 @@ class Indexer(nn.Module):
         best = order.indices[..., : c.index_topk]  # of equal scores the lowest positions
         return torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True) & ~unseen
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         R = self.config.qk_rope_head_dim
-        turned = rotate(x[..., :R], cos, sin, self.config.indexer_rope_interleave)
-        return torch.cat([turned, x[..., R:]], dim=-1)
+        rotate_heads = rotate(x[..., :R], cos, sin, self.config.indexer_rope_interleave)
+        return torch.cat([rotate_heads, x[..., R:]], dim=-1)
 
 
-class SparseAttention(Attention):
+class PlainSparseAttention(PlainLatentAttention):
     """Attention to the chosen rows; without an indexer it uses another layer's choice.
 
     later: number of last tokens that are drafts and attend to the rows of the first one.
@@ -50,9 +50,9 @@ class SparseAttention(Attention):
     config: DeepseekV32Config
     seen: Tensor  # [B, T, T] bool, of the last pass
 
-    def __init__(self, c: DeepseekV32Config, chooser: "SparseAttention | None") -> None:
+    def __init__(self, c: DeepseekV32Config, chooser: "PlainSparseAttention | None") -> None:
         super().__init__(c)
-        self.indexer = Indexer(c) if chooser is None else None
+        self.indexer = PlainIndexer(c) if chooser is None else None
         # A tuple, so that the chooser is not registered as a submodule.
         self.chooser = (self if chooser is None else chooser,)
         self.later = 0
@@ -66,21 +66,21 @@ class SparseAttention(Attention):
         return chooser.seen[:, None]
 
 
-class Transformer(PlainModel):
+class PlainDeepseekV32(PlainCausalLM):
     config: DeepseekV32Config
 
     def __init__(self, config: DeepseekV32Config) -> None:
-        made: list[SparseAttention] = []
+        made: list[PlainSparseAttention] = []
 
         def block(layer: int) -> Block:
             own = config.has_indexer(layer)
-            made.append(SparseAttention(config, None if own else made[config.chooser(layer)]))
-            return made[-1], feed_forward(config, layer)
+            made.append(PlainSparseAttention(config, None if own else made[config.chooser(layer)]))
+            return made[-1], plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         attention = self.module(k).self_attn
-        assert isinstance(attention, SparseAttention)
+        assert isinstance(attention, PlainSparseAttention)
         attention.later = later if self.config.mtp.shares_choice else 0
         return super().mtp(k, tokens, hidden)

@@ -2,7 +2,7 @@
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
 from mtpbuild.builder.models.common.grouped_config import cache_specs
-from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.glm4_moe import config
 
 FAMILY = Family(
@@ -11,11 +11,11 @@ FAMILY = Family(
     model_type="glm4_moe",
     config=config.Glm4MoeConfig,
     parse_config=config.parse_config,
-    make_model=late(f"{__name__}.model", "Glm4Moe"),
-    weight_table=late(f"{__name__}.weights", "weight_table"),
+    make_model=import_lazily(f"{__name__}.model", "Glm4Moe"),
+    weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=copies_in_layers,
     cache_specs=cache_specs,
     split_sizes=config.split_sizes,
     costs=config.costs,
-    reference=late(f"{__name__}.reference", "Plain"),
+    reference=import_lazily(f"{__name__}.reference", "PlainGlm4Moe"),
 )

@@ -2,18 +2,18 @@
 
 from mtpbuild.builder.models.common.plain import (
     Block,
-    GroupedAttention,
-    PlainModel,
-    feed_forward,
+    PlainCausalLM,
+    PlainGroupedAttention,
+    plain_feed_forward,
 )
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 
 
-class Plain(PlainModel):
+class PlainGlm4Moe(PlainCausalLM):
     config: Glm4MoeConfig
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         def block(layer: int) -> Block:
-            return GroupedAttention(config), feed_forward(config, layer)
+            return PlainGroupedAttention(config), plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.rotary_dim)

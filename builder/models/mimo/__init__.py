@@ -2,7 +2,7 @@
 
 from mtpbuild.builder.models.common.copies import tied_head
 from mtpbuild.builder.models.common.grouped_config import cache_specs
-from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.mimo import config
 
 FAMILY = Family(
@@ -11,12 +11,12 @@ FAMILY = Family(
     model_type="mimo",
     config=config.MimoConfig,
     parse_config=config.parse_config,
-    make_model=late(f"{__name__}.model", "Mimo"),
-    weight_table=late(f"{__name__}.weights", "weight_table"),
+    make_model=import_lazily(f"{__name__}.model", "Mimo"),
+    weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=tied_head,
     cache_specs=cache_specs,
     split_sizes=config.split_sizes,
     costs=config.costs,
-    reference=late(f"{__name__}.reference", "Plain"),
+    reference=import_lazily(f"{__name__}.reference", "PlainMimo"),
     modules=config.PREFIX,
 )

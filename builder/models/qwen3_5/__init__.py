@@ -1,7 +1,7 @@
 """Qwen3.5, its mixtures of experts, and Qwen3-Next: most layers are a gated delta rule."""
 
 from mtpbuild.builder.models.common.copies import tied_head
-from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.qwen3_5 import config
 
 FAMILY = Family(
@@ -16,14 +16,14 @@ FAMILY = Family(
     model_type="qwen3_5",
     config=config.Qwen35Config,
     parse_config=config.parse_config,
-    make_model=late(f"{__name__}.model", "Qwen35"),
-    weight_table=late(f"{__name__}.weights", "weight_table"),
+    make_model=import_lazily(f"{__name__}.model", "Qwen35"),
+    weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=tied_head,
     cache_specs=config.cache_specs,
     recurrent=config.recurrent,
     split_sizes=config.split_sizes,
     costs=config.costs,
-    reference=late(f"{__name__}.reference", "Plain"),
+    reference=import_lazily(f"{__name__}.reference", "PlainQwen35"),
     modules=f"{config.PREFIX}layers.",
     modules_key=config.MODULES,
     beside_modules=config.PREFIX,

@@ -18,7 +18,7 @@ from mtpbuild.builder.models.common.layers import (
     Rope,
     Rows,
     State,
-    over_ranks,
+    sum_over_ranks,
 )
 from mtpbuild.builder.models.common.moe import MoE, feed_forward
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -94,9 +94,9 @@ class DeltaLayer(RecurrentLayer):
 
     def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
         mixed, tokens = self.linear_attn(self.input_layernorm(x), state)
-        x = x + over_ranks(mixed, self.ranks)
+        x = x + sum_over_ranks(mixed, self.ranks)
         second = self.mlp(self.post_attention_layernorm(x))
-        return x + over_ranks(second, self.ranks), tokens
+        return x + sum_over_ranks(second, self.ranks), tokens
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
         return self.linear_attn.advance(state, tokens, n)

@@ -5,19 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.plain import (
-    MLP,
     Block,
-    DecoderLayer,
-    GroupedAttention,
-    Model,
-    MTPModule,
-    PlainModel,
-    RMSNorm,
+    PlainCausalLM,
+    PlainDecoderLayer,
+    PlainGroupedAttention,
+    PlainMLP,
+    PlainMTPModule,
+    PlainRMSNorm,
+    PlainTrunk,
 )
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 
 
-class Norm(RMSNorm):
+class PlainUnitRMSNorm(PlainRMSNorm):
     """A norm whose factor is 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,21 +26,24 @@ class Norm(RMSNorm):
         return (y * (1 + self.weight.float())).type_as(x)
 
 
-class Attention(GroupedAttention):
+class PlainGatedAttention(PlainGroupedAttention):
     """Grouped-query attention with a gate beside each head's query, for the head's output."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__(c)
         E, H, D = c.hidden_size, c.num_attention_heads, c.head_dim
-        self.q_norm, self.k_norm = Norm(D, c.rms_norm_eps), Norm(D, c.rms_norm_eps)
+        self.q_norm, self.k_norm = (
+            PlainUnitRMSNorm(D, c.rms_norm_eps),
+            PlainUnitRMSNorm(D, c.rms_norm_eps),
+        )
         self.q_proj = nn.Linear(E, 2 * H * D, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         D = self.config.head_dim
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * D)).split(D, dim=-1)
         k, v = (p(x).unflatten(-1, (-1, D)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
-        q = self.turned(self.q_norm(q).transpose(1, 2), cos, sin)
-        k = self.turned(self.k_norm(k), cos, sin)
+        q = self.rotate_heads(self.q_norm(q).transpose(1, 2), cos, sin)
+        k = self.rotate_heads(self.k_norm(k), cos, sin)
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
@@ -48,7 +51,7 @@ class Attention(GroupedAttention):
         return self.o_proj(o * gate.flatten(2).sigmoid())
 
 
-class Delta(nn.Module):
+class PlainGatedDelta(nn.Module):
     """The gated delta rule (arXiv:2412.06464), written out as it is defined."""
 
     def __init__(self, c: Qwen35Config) -> None:
@@ -110,17 +113,17 @@ def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
     return y.repeat_interleave(count // y.shape[2], dim=2)
 
 
-class Experts(nn.Module):
+class PlainQwen35MoE(nn.Module):
     """All routed experts, chosen by a softmax, and a shared one with a gate."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
         self.config, E = c, c.hidden_size
         self.gate = nn.Linear(E, c.n_routed_experts, bias=False)
-        each = (MLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
+        each = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
         self.experts = nn.ModuleList(each)
         if inner := c.shared_expert_intermediate_size:
-            self.shared_expert = MLP(E, inner)
+            self.shared_expert = PlainMLP(E, inner)
             self.shared_expert_gate = nn.Linear(E, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,13 +139,13 @@ class Experts(nn.Module):
         return y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
-class Layer(DecoderLayer):
+class PlainQwen35Layer(PlainDecoderLayer):
     def __init__(self, c: Qwen35Config, block: Block) -> None:
         nn.Module.__init__(self)
-        self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.kind = "linear_attn" if isinstance(block[0], Delta) else "self_attn"
+        self.input_layernorm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.kind = "linear_attn" if isinstance(block[0], PlainGatedDelta) else "self_attn"
         setattr(self, self.kind, block[0])
-        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = block[1]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -150,16 +153,16 @@ class Layer(DecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Module(MTPModule):
+class PlainQwen35Module(PlainMTPModule):
     """The checkpoint's `mtp.`: the join, one layer, and a norm."""
 
     def __init__(self, c: Qwen35Config, block: Block) -> None:
         nn.Module.__init__(self)
-        self.pre_fc_norm_embedding = Norm(c.hidden_size, c.rms_norm_eps)
-        self.pre_fc_norm_hidden = Norm(c.hidden_size, c.rms_norm_eps)
+        self.pre_fc_norm_embedding = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_fc_norm_hidden = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Layer(c, block)])
-        self.norm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.layers = nn.ModuleList([PlainQwen35Layer(c, block)])
+        self.norm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def own(self, name: str) -> None:
         """Return None: the module has no embedding and no head of its own."""
@@ -174,7 +177,7 @@ class Module(MTPModule):
         return y
 
 
-class Plain(PlainModel):
+class PlainQwen35(PlainCausalLM):
     config: Qwen35Config
 
     def __init__(self, config: Qwen35Config) -> None:
@@ -182,27 +185,27 @@ class Plain(PlainModel):
 
         def block(layer: int) -> Block:
             delta = layer < c.num_hidden_layers and c.delta_layers[layer]
-            first = Delta(c) if delta else Attention(c)
+            first = PlainGatedDelta(c) if delta else PlainGatedAttention(c)
             if c.is_moe(layer):
-                return first, Experts(c)
-            return first, MLP(c.hidden_size, c.intermediate_size)
+                return first, PlainQwen35MoE(c)
+            return first, PlainMLP(c.hidden_size, c.intermediate_size)
 
         super().__init__(c, block, c.rotary_dim)
 
-    def make_layer(self, block: Block) -> DecoderLayer:
-        return Layer(self.config, block)
+    def make_layer(self, block: Block) -> PlainDecoderLayer:
+        return PlainQwen35Layer(self.config, block)
 
-    def make_module(self, block: Block, j: int) -> MTPModule:
-        return Module(self.config, block)
+    def make_module(self, block: Block, j: int) -> PlainMTPModule:
+        return PlainQwen35Module(self.config, block)
 
-    def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
+    def join(self, trunk: list[PlainDecoderLayer], modules: list[PlainMTPModule]) -> PlainTrunk:
         for module in modules:  # at most one; set by hand, as `mtp` is a method
             self._modules["mtp"] = module
-        model = Model(self.config, trunk)
-        model.norm = Norm(self.config.hidden_size, self.config.rms_norm_eps)
+        model = PlainTrunk(self.config, trunk)
+        model.norm = PlainUnitRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
         return model
 
-    def module(self, k: int) -> MTPModule:
+    def module(self, k: int) -> PlainMTPModule:
         module = self._modules["mtp"]
-        assert isinstance(module, Module)
+        assert isinstance(module, PlainQwen35Module)
         return module

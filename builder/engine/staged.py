@@ -22,7 +22,7 @@ LOCK = "lock"
 logger = logging.getLogger(__name__)
 
 
-class Finished(BaseModel):
+class FinishedPart(BaseModel):
     """A finished part of the engine; `files` maps paths in the engine to their sha256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,18 +32,18 @@ class Finished(BaseModel):
     program: ProgramSpec | None = None
 
 
-class Building:
+class StagedEngine:
     """An unfinished engine: `folder` becomes the engine, `finished` has the parts so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.finished: dict[str, Finished] = {}
+        self.finished: dict[str, FinishedPart] = {}
         self._journal = folder.parent / JOURNAL
 
-    def resume(self, inputs: str, *, anew: bool) -> None:
+    def resume(self, inputs: str, *, discard_parts: bool) -> None:
         """Keep the intact parts of an earlier build of the same inputs, and remove all else."""
         before, *lines = _read(self._journal).splitlines() or [""]
-        found = _parse(lines) if before == inputs and not anew else []
+        found = _parse(lines) if before == inputs and not discard_parts else []
         self.finished = {part.name: part for part in found if self._is_intact(part)}
         lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
         self._journal.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -53,7 +53,7 @@ class Building:
     def add(self, name: str, files: Mapping[Path, str], program: ProgramSpec | None = None) -> None:
         """Record a finished part in the journal; files: path -> sha256."""
         named = {path.relative_to(self.folder).as_posix(): files[path] for path in sorted(files)}
-        part = Finished(name=name, files=named, program=program)
+        part = FinishedPart(name=name, files=named, program=program)
         if self.finished.get(name) == part:
             return
         self.finished[name] = part
@@ -76,7 +76,7 @@ class Building:
             elif not any(path.iterdir()):
                 path.rmdir()
 
-    def _is_intact(self, part: Finished) -> bool:
+    def _is_intact(self, part: FinishedPart) -> bool:
         try:
             return all(hash_file(self.folder / name) == part.files[name] for name in part.files)
         except OSError:
@@ -87,12 +87,12 @@ def _read(journal: Path) -> str:
     return journal.read_text(encoding="utf-8", errors="replace") if journal.exists() else ""
 
 
-def _parse(lines: list[str]) -> list[Finished]:
+def _parse(lines: list[str]) -> list[FinishedPart]:
     """Parse a journal up to the first line that is incomplete."""
     parts = []
     with contextlib.suppress(ValidationError):
         for line in lines:
-            parts.append(Finished.model_validate_json(line))
+            parts.append(FinishedPart.model_validate_json(line))
     return parts
 
 
@@ -127,37 +127,37 @@ def _old(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def under_construction(
+def staged_folder(
     out: Path,
     what: str = "engine",
     *,
     inputs: str = "",
-    anew: bool = True,
+    discard_parts: bool = True,
     rank: int | None = None,
     put: Callable[[Path, Path], None] = replace_folder,
-) -> Iterator[Building]:
+) -> Iterator[StagedEngine]:
     """Make a folder beside `out`, and move it to `out` if the block succeeds.
 
-    If the block fails, its finished parts stay for the next build of the same inputs; a build with
-    `anew` discards them. rank: the only rank that is built, if any; builds of other ranks may run
-    at the same time. put: moves the folder into place. Raises BuildError if the folder can't be
+    If the block fails, its finished parts stay for the next build of the same inputs, unless that
+    one has `discard_parts`. rank: the only rank that is built, if any; builds of other ranks may
+    run at the same time. put: moves the folder into place. Raises BuildError if the folder can't be
     written, or if another process builds the same engine.
     """
     place = out.resolve()  # if `out` is a link, its target is replaced
-    home = _home(place, rank)
+    home = _staging_home(place, rank)
     try:
         with _locked(home, out):
-            _undo_replacing(place)
-            building = Building(home / place.name)
+            _restore_replaced(place)
+            staged = StagedEngine(home / place.name)
             try:
-                building.resume(inputs, anew=anew)
-                if building.finished:
-                    logger.warning("resuming %s: %s done", out, ", ".join(building.finished))
-                yield building
-                put(building.folder, place)
-                building.finished.clear()
+                staged.resume(inputs, discard_parts=discard_parts)
+                if staged.finished:
+                    logger.warning("resuming %s: %s done", out, ", ".join(staged.finished))
+                yield staged
+                put(staged.folder, place)
+                staged.finished.clear()
             finally:
-                _leave(building, home, out)
+                _keep_or_remove(staged, home, out)
     except OSError as error:
         raise BuildError(f"{out}: can't write the {what} ({error.strerror or error})") from None
 
@@ -168,14 +168,14 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     The parts of other inputs stay, and so do the parts of a running build.
     """
     place = out.resolve()
-    home = _home(place, rank)
+    home = _staging_home(place, rank)
     with contextlib.suppress(OSError, BuildError):
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
             with _locked(home, out):
-                _leave(Building(home / place.name), home, out)
+                _keep_or_remove(StagedEngine(home / place.name), home, out)
 
 
-def _home(place: Path, rank: int | None) -> Path:
+def _staging_home(place: Path, rank: int | None) -> Path:
     alone = "" if rank is None else f".{rank_name(rank)}"
     return place.parent / f".{place.name}{alone}.building"
 
@@ -203,7 +203,7 @@ def _locked(home: Path, out: Path) -> Iterator[None]:
         lock.release()
 
 
-def _undo_replacing(out: Path) -> None:
+def _restore_replaced(out: Path) -> None:
     """Restore the engine that a killed build had moved aside, if nothing has taken its place."""
     old = _old(out)
     if old.exists() and not out.exists():
@@ -211,15 +211,15 @@ def _undo_replacing(out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _leave(building: Building, home: Path, out: Path) -> None:
+def _keep_or_remove(staged: StagedEngine, home: Path, out: Path) -> None:
     """Keep the finished parts; if there are none, remove the folder."""
     with contextlib.suppress(OSError):  # never hide the error that ended the build
-        if building.finished:
-            building.prune()
+        if staged.finished:
+            staged.prune()
             logger.warning(
                 "note: the same build of %s goes on from what is finished: %s, in %s",
                 out,
-                ", ".join(building.finished),
+                ", ".join(staged.finished),
                 home,
             )
             return
