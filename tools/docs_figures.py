@@ -201,17 +201,17 @@ def model_sizes() -> str:
             continue
         plan = json.loads(run(f"mtpbuild plan --model {recipe.name} --nextn 0 --json"))
         local = json.loads(run(f"mtpbuild plan --model {recipe.name} --nextn 0 --cpu --json"))
-        main, modules, copies = (portion["parameters"] for portion in local["portions"])
+        main = local["portions"][0]["parameters"]
         config = load_config(recipe.config_folder)
         mains = (one for one in plan["classes"] if not one["mtp"] and one["name"] == "experts")
         experts = sum(one["parameters"] for one in mains)
         used = plan["distinct_experts"][0] / max(1, config.n_routed_experts)  # by one token
-        counts = (main, main - round(experts * (1 - used)), modules, copies)
-        sizes = (f"{count / 1e9:,.3f}" if count else "-" for count in counts)
+        counts = (main, main - round(experts * (1 - used)))
+        sizes = (f"{count / 1e9:,.3f}" for count in counts)
         stored = gigabytes(plan["checkpoint_bytes"])
         family = family_of(config).name.removesuffix("ForCausalLM")
         rows.append((f"`{recipe.name}`", family, *sizes, stored, recipe.layout))
-    head = ("recipe", "class", "main model", "active", "MTP layers", "copies", "stored", "format")
+    head = ("recipe", "class", "main model", "active", "stored", "format")
     return table(head, sorted(rows))
 
 
