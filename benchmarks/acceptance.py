@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
+from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.runtime import Engine, SamplingParams
 
 TEMPERATURES = (0.6, 1.0)
@@ -45,7 +45,7 @@ def main() -> None:
     table = Table("kind", "temperature", *METHODS)
     with Engine.load(arguments.engine) as engine:
         for kind in BUILT_IN:
-            asked = Asked(kind, arguments.requests, output_len=arguments.tokens)
+            asked = Dataset(kind, arguments.requests, output_len=arguments.tokens)
             prompts = [p.token_ids for group in load_groups(asked, engine, 1) for p in group]
             greedy = SamplingParams(max_tokens=arguments.tokens)
             table.add_row(kind, "0", f"{acceptance_length(engine, prompts, greedy):.2f}")

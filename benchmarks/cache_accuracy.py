@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.builder.build import build
+from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
@@ -38,7 +38,9 @@ def built(work: Path, weights: str | None, caches: str) -> Path:
 def continued(folder: Path, texts: int, tokens: int) -> Texts:
     """Return the first prompts of the built-in sets, alternating, with the engine's answers."""
     with Engine.load(folder, threads=1) as engine:
-        sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
+        sets = [
+            load_groups(Dataset(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN
+        ]
         prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
         params = SamplingParams(tokens, temperature=0.0)
         answers = (engine.generate(prompt, params) for prompt in prompts[:texts])

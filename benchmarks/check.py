@@ -27,9 +27,9 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
-from mtpbuild.builder.bench.dataset import Asked
-from mtpbuild.builder.bench.engines import Wanted
-from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.prompts import Dataset
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine
 
 RECORDED = Path(__file__).parent / "results" / "check.json"
@@ -122,17 +122,15 @@ def real_size(threads: int) -> dict[str, float]:
 
 def figures(threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        asked = Asked(num_requests=8, output_len=128)
-        wanted = Wanted(MODEL, (0, NEXTN))
-        (report,) = bench(BenchRequest(wanted, asked, threads, Path(folder)))
+        asked = Dataset(num_requests=8, output_len=128)
+        built = BuildRequest(MODEL, (0, NEXTN))
+        (report,) = bench(BenchRequest(built, asked, threads=threads, out=Path(folder)))
     row, engine = report.rows[-1], report.engines[NEXTN]
-    assert row.cost.v is not None  # only nextn auto has none
-    assert row.cost.d is not None
     return {
-        "reasoning": row.kinds["reasoning"].speedup.value,
-        "code": row.kinds["code"].speedup.value,
-        "v": row.cost.v,
-        "d": row.cost.d,
+        "reasoning": row.speedup("reasoning").value,
+        "code": row.speedup("code").value,
+        "v": row.overall["verify_cost"],
+        "d": row.overall["draft_cost"],
         "host": host_share(engine, threads),
         "load": load_seconds(engine, threads),
         "build": build_seconds(),

@@ -24,8 +24,8 @@ from rich.table import Table
 from script import run
 from torch import Tensor
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.builder.build import build
+from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.request import BuildRequest
@@ -50,7 +50,7 @@ def acceptance(work: Path) -> Table:
         cells = []
         with Engine.load(out) as engine:
             for kind in BUILT_IN:
-                groups = load_groups(Asked(kind, 20, output_len=192), engine, 1)
+                groups = load_groups(Dataset(kind, 20, output_len=192), engine, 1)
                 prompts = [prompt.token_ids for group in groups for prompt in group]
                 params = SamplingParams(max_tokens=192)
                 cells.append(f"{acceptance_length(engine, prompts, params):.2f}")

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.bench.dataset import Asked, load_groups
-from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.build import build
+from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.prompts import Dataset, load_groups
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
@@ -369,7 +369,7 @@ def main() -> None:
     each, output = arguments.requests or each, arguments.output_len or output
     build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"))
     with Engine.load(FOLDER / "fp32_n0") as engine:
-        groups = load_groups(Asked(num_requests=2 * each, output_len=output), engine, 1)
+        groups = load_groups(Dataset(num_requests=2 * each, output_len=output), engine, 1)
     asked = [prompt for group in groups for prompt in group]
     kinds: dict[str, list[int]] = {}
     for i, prompt in enumerate(asked):

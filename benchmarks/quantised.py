@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from script import run
 
-from mtpbuild.builder.bench.figures import ALL
-from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.eval.figures import Figures, rows
-from mtpbuild.builder.eval.problems import Answered, ask, load_problems
+from mtpbuild.builder.eval.problems import GradedAnswer, ask, load_problems
+from mtpbuild.builder.measure.runs import STRICT
+from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
@@ -73,15 +73,15 @@ class Row:
     figures: Figures
 
     def cells(self) -> list[str]:
-        low, high = self.figures.accuracy_interval
+        low, high = self.figures["accuracy_interval"]
         return [
             self.name,
             f"{self.checkpoint / 1e6:.1f}",
             f"{self.engine / 1e6:.1f} {self.held}",
             f"{self.loss:.4f}",
-            f"{self.figures.accuracy:.1%} ({low:.1%}-{high:.1%})",
-            f"{self.figures.spec_decode_acceptance_length:.2f}",
-            f"{self.figures.user_tokens_per_s:.0f}",
+            f"{self.figures['accuracy']:.1%} ({low:.1%}-{high:.1%})",
+            f"{self.figures['spec_decode_acceptance_length']:.2f}",
+            f"{self.figures['user_tokens_per_s']:.0f}",
         ]
 
 
@@ -96,7 +96,7 @@ def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tup
     return checkpoint, engine
 
 
-def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
+def answers(folder: Path, problems: int, threads: int | None) -> list[GradedAnswer]:
     """Answer the built-in problems greedily."""
     with Engine.load(folder, threads=threads) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
@@ -104,11 +104,11 @@ def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
 
 
 @torch.no_grad()
-def loss(checkpoint: Path, texts: Sequence[Answered]) -> float:
+def loss(checkpoint: Path, texts: Sequence[GradedAnswer]) -> float:
     """Return the nats per output token of the texts, each after its prompt."""
     model, total, count = load_plain(checkpoint), 0.0, 0
     for text in texts:
-        prompt, said = list(text.problem.prompt.token_ids), list(text.sample.token_ids)
+        prompt, said = list(text.problem.prompt.token_ids), list(text.answer.token_ids)
         logits = model.lm_head(model.main(torch.tensor([prompt + said[:-1]])))
         logits = logits[0, len(prompt) - 1 :]
         total += float(F.cross_entropy(logits, torch.tensor(said), reduction="sum"))
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/quantised"))
     arguments = parser.parse_args()
     source = find_model(arguments.model).folder
-    texts: list[Answered] = []
+    texts: list[GradedAnswer] = []
     table = []
     for name in (SOURCE, *arguments.only):
         how = (arguments.work, arguments.nextn, arguments.target)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.builder.build import build
+from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
@@ -30,7 +30,9 @@ FORMATS = [(weights, kernels) for kernels in ("own", "stock") for weights in WEI
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
     """Return the engine's answers to the first prompts of the built-in sets, alternating."""
     with Engine.load(folder, threads=1) as engine:
-        sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
+        sets = [
+            load_groups(Dataset(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN
+        ]
         prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
         asked = [
             SamplingParams(tokens, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=0)

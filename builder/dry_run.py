@@ -85,8 +85,8 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from mtpbuild.builder.show.tables import names_column
-    from mtpbuild.builder.step_counts import in_bytes, in_words
+    from mtpbuild.builder.show.tables import format_size, names_column
+    from mtpbuild.builder.step_counts import in_words
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
     files = [entry.file for entry in model.stored.tensors.values()]
@@ -122,11 +122,11 @@ def print_dry_run(done: DryRun) -> None:
             console.print(f"{engine.folder}: exported without weights: {sizes}")
         if step := engine.graphs.get(PLAIN):
             each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-            held = f"weights {in_bytes(engine.weights)}, caches {in_bytes(engine.caches)}"
+            held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
             if engine.held != engine.weights:
-                held += f", all programs together hold {in_bytes(engine.held)} of weights"
+                held += f", all programs together hold {format_size(engine.held)} of weights"
             passing = max(found.temporary for found in engine.graphs.values())
-            beside = f"intermediate results up to {in_bytes(passing)}"
+            beside = f"intermediate results up to {format_size(passing)}"
             console.print(f"{each}{held}; a step: {in_words(step)}; {beside}")
     for line in done.lacking:
         console.print(f"can't be built here: {line}", markup=False)  # [group] of packages

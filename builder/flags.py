@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.threads import THREADS, parse_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,35 @@ class PlanFlags:
 
 
 @dataclass(frozen=True)
-class AskedFlags:
+class DatasetFlags:
     """Flags of `bench` that choose the requests."""
 
     dataset: str | None = flag(None, "code, reasoning, or JSONL (docs/bench.md). Default: both.")
     num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's.")
     input_len: int | None = flag(None, "Cut or extend every prompt to so many tokens.")
     output_len: int | None = flag(None, "Most output tokens; default: the dataset's, or 256.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalFlags:
+    """Flags of `eval`."""
+
+    task: str = flag("reasoning", "reasoning, or a JSONL file with answers (docs/eval.md).")
+    num_problems: int | None = flag(None, "Default: 60 of the built-in ones, all of a file's.")
+    threads: int | None = flag(None, THREADS, parser=parse_threads)
+    out: Path = flag(Path("eval_results"), "Folder for eval.json and eval.png.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    """Flags of `verify`."""
+
+    against: Path | None = flag(None, "Engine to compare with; default: nextn 0, built if absent.")
+    model: str | None = flag(
+        None, "Recipe name, checkpoint folder, or OWNER/NAME; default: the recipe of that name."
+    )
+    prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones.")
+    output_len: int = flag(64, "Tokens of each text.")
+    seeds: int = flag(250, "Sampled texts per prompt, for their law.")
+    threads: int | None = flag(None, THREADS, parser=parse_threads)
+    exact: bool = flag(False, "Refuse an engine whose results depend on more than its input.")

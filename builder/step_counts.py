@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.show.tables import format_size
 from mtpbuild.plugins import (
     OPS,
     SUM_PARTS,
@@ -201,13 +202,6 @@ def _stand_in(arg: Any) -> Any:
     return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 
-def in_bytes(size: int) -> str:
-    """Format a number of bytes in the largest unit of which it has one or more."""
-    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-    name, unit = next((u for u in units if size >= u[1]), ("bytes", 1))
-    return f"{size:,} bytes" if unit == 1 else f"{size / unit:,.2f} {name}"
-
-
 def in_words(counts: Counts) -> str:
     """Describe a step's calls for a dry run."""
     said = (
@@ -215,7 +209,7 @@ def in_words(counts: Counts) -> str:
         f"kernels of ours, {counts.others:,} of other operators, fused)"
     )
     if counts.collectives:
-        said += f", {counts.collectives:,} collectives of {in_bytes(counts.summed)}"
+        said += f", {counts.collectives:,} collectives of {format_size(counts.summed)}"
     if counts.one_shot:
         said += f" ({counts.one_shot:,} of them one-shot)"
     return said

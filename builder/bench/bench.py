@@ -2,37 +2,51 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.dataset import Asked, load_groups, split
-from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
+from mtpbuild.builder.bench.engines import EnginePair, build_engines
 from mtpbuild.builder.bench.figures import rows
-from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
-from mtpbuild.builder.bench.picture import draw, draw_batches, draw_steps
-from mtpbuild.builder.bench.report import Benchmark, to_batches_json, to_json, to_rows
-from mtpbuild.builder.show.picture import missing
-from mtpbuild.builder.show.results import prepare, write_csv, write_json
+from mtpbuild.builder.bench.pictures import draw_batches, draw_speedups, draw_steps
+from mtpbuild.builder.bench.report import Benchmark, csv_rows, to_batches_json, to_json
+from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.prompts import Dataset, load_groups, split
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.engine import Engine
-
-OUT = Path("bench_results")
-JSON, CSV = "bench.json", "bench.csv"
-PICTURE, STEPS_PICTURE, BATCHES_PICTURE = "bench.png", "bench_steps.png", "bench_batches.png"
+from mtpbuild.runtime.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """The flags of `mtpbuild bench`."""
+    """A request of `mtpbuild bench`; `build` has all but the largest batch."""
 
-    wanted: Wanted
-    asked: Asked = field(default_factory=Asked)
+    build: BuildRequest
+    dataset: Dataset = field(default_factory=Dataset)
+    concurrency: tuple[int, ...] = (1,)
     threads: int | None = None
-    out: Path = OUT
+    out: Path = Path("bench_results")
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
+        for size in self.concurrency:
+            in_range(1, size, MAX_BATCH, "--concurrency")
+            if self.max_batch % size:
+                raise UsageError(
+                    f"--concurrency {size} does not divide {self.max_batch}: groups of the largest "
+                    "are split for the others, so that all run the same requests"
+                )
+
+    @property
+    def max_batch(self) -> int:
+        return self.concurrency[-1]
 
 
 def bench(
@@ -42,30 +56,30 @@ def bench(
 
     Returns a benchmark per concurrency, smallest first. Raises the errors of builds and engines.
     """
-    prepare(request.out)
+    check_writable(request.out)
     machine = describe_machine(request.threads)
 
     # 1. Build an engine per nextn, and a verifier for it: an engine that drafts nothing.
-    built = build_engines(request.wanted, Stages(watch))
+    built = build_engines(replace(request.build, max_batch=request.max_batch), Stages(watch))
 
     with ExitStack() as stack:
         watch("loading the engines")
         contenders = [load(one, request, stack) for one in built]
 
         # 2. Measure: all engines get the same requests in turn, at each concurrency.
-        groups = load_groups(request.asked, contenders[0].engine, request.wanted.max_batch)
-        total = len(groups) * request.wanted.max_batch
+        groups = load_groups(request.dataset, contenders[0].engine, request.max_batch)
+        total = len(groups) * request.max_batch
         measured = {
             size: measure(contenders, split(groups, size), partial(tell, watch, size, total))
-            for size in request.wanted.concurrency
+            for size in request.concurrency
         }
 
         # 3. Compute the figures.
         settings = {
             "num_requests": total,
-            "dataset": request.asked.dataset or "built-in",
-            **{k: getattr(request.asked, k) for k in ("input_len", "output_len")},
-            "sampling": asdict(request.asked.params),
+            "dataset": request.dataset.dataset or "built-in",
+            **{k: getattr(request.dataset, k) for k in ("input_len", "output_len")},
+            "sampling": asdict(request.dataset.params),
         }
         reports = [
             Benchmark(
@@ -87,7 +101,7 @@ def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None
     watch(f"request {done * size + 1} of {total}{at_once}")
 
 
-def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
+def load(built: EnginePair, request: BenchRequest, stack: ExitStack) -> Contender:
     """Return an engine and its verifier; `stack` closes them."""
 
     def opened(folder: Path) -> Engine:
@@ -102,17 +116,11 @@ def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
 def write(reports: Sequence[Benchmark], out: Path) -> None:
     """Write the figures and the pictures of the first concurrency.
 
-    With several concurrencies, a further picture compares them. Without matplotlib there are no
-    pictures.
+    With several concurrencies, a further picture compares them.
     """
     first, several = reports[0], len(reports) > 1
-    write_json(out / JSON, to_batches_json(reports) if several else to_json(first))
-    write_csv(out / CSV, to_rows(reports))
-    if missing():
-        return
-    m = first.machine
-    note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
-    draw(first.rows, out / PICTURE, f"{first.model}: what MTP gives", note)
-    draw_steps(first.rows, out / STEPS_PICTURE, f"{first.model}: step by step", note)
+    pictures = {"bench": partial(draw_speedups, first), "bench_steps": partial(draw_steps, first)}
     if several:
-        draw_batches(reports, out / BATCHES_PICTURE, note)
+        pictures["bench_batches"] = partial(draw_batches, reports)
+    document = to_batches_json(reports) if several else to_json(first)
+    write_results(out, "bench", document, csv_rows(reports), pictures)

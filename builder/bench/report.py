@@ -1,29 +1,18 @@
 """A benchmark as tables for people and as one JSON object for programs."""
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from mtpbuild.builder.bench.figures import (
-    ALL,
-    Figures,
-    Row,
-    disagreements,
-    percentile,
-    recommendation,
-)
-from mtpbuild.builder.bench.measure import Measured, intervals
+from mtpbuild.builder.bench.figures import PER_POSITION, Row, disagreements, recommendation
+from mtpbuild.builder.bench.measure import Measured
+from mtpbuild.builder.measure.statistics import ALL, PERCENTILES
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.show.tables import figures_table, say
 
-PERCENTILES = (50, 90, 99)
-PANELS: dict[str, Callable[[Figures], float]] = {
-    "tokens/s of all users": lambda f: f.throughput,
-    "tokens/s per user": lambda f: f.tokens_per_s,
-}
+PANELS = {"tokens/s of all users": "output_throughput", "tokens/s per user": "user_tokens_per_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +42,8 @@ def to_json(report: Benchmark) -> dict[str, Any]:
                 "nextn": row.nextn,
                 "drafter": row.drafter,
                 "engine": report.engines[row.nextn],
-                **keys(row, row.overall),
-                "kinds": {k: keys(row, f) for k, f in row.kinds.items() if k != ALL},
+                **row.overall,
+                "kinds": {k: f for k, f in row.kinds.items() if k != ALL},
                 "requests": list(_requests(report.measured[row.nextn])),
             }
             for row in report.rows
@@ -69,9 +58,7 @@ def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
             {
                 "concurrency": report.settings["concurrency"],
                 "nextn": row.nextn,
-                "output_throughput": row.overall.throughput,
-                "user_tokens_per_s": row.overall.tokens_per_s,
-                "speedup": asdict(row.overall.speedup),
+                **{key: row.overall[key] for key in (*PANELS.values(), "speedup")},
             }
             for report in reports
             for row in report.rows
@@ -80,8 +67,8 @@ def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
     }
 
 
-def to_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
-    """List a table's rows: the figures of each concurrency, nextn and kind of prompt."""
+def csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
+    """List the CSV's rows: the figures of each concurrency, nextn and kind of prompt."""
     for report in reports:
         for row in report.rows:
             for kind, figures in row.kinds.items():
@@ -90,7 +77,7 @@ def to_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
                     "nextn": row.nextn,
                     "drafter": row.drafter,
                     "kind": kind,
-                    **keys(row, figures),
+                    **figures,
                 }
 
 
@@ -106,71 +93,27 @@ def differs(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def keys(row: Row, figures: Figures) -> dict[str, Any]:
-    """List the figures of one nextn and one kind of prompt."""
-    drafting, f = figures.drafting, figures
-    rate, length = drafting.draft_acceptance_rate, drafting.mean_acceptance_length
-    result: dict[str, Any] = {
-        "completed": f.requests,
-        "total_input_tokens": f.input_tokens,
-        "total_output_tokens": f.output_tokens,
-        "duration": f.duration,
-        "request_throughput": f.requests / f.duration,
-        "output_throughput": f.throughput,
-    }
-    for name, seconds in (("ttft", f.ttft), ("tpot", f.tpot), ("itl", f.itl), ("e2el", f.e2el)):
-        for key, value in spread(seconds).items():
-            result[f"{key}_{name}_ms"] = 1000 * value
-    return result | {
-        "spec_decode_acceptance_length": length,
-        "spec_decode_acceptance_rate": None if rate is None else 100 * rate,
-        "spec_decode_per_position_acceptance_rates": drafting.per_position_acceptance_rates,
-        "spec_decode_num_drafts": drafting.num_spec_steps,
-        "spec_decode_draft_tokens": drafting.num_draft_tokens,
-        "spec_decode_accepted_tokens": drafting.num_accepted_draft_tokens,
-        "user_tokens_per_s": f.tokens_per_s,
-        "tokens_per_step": f.tokens_per_step,
-        "speedup": asdict(f.speedup),
-        "predicted_speedup": f.predicted,
-        "step_ms": 1000 * row.cost.step,
-        "verify_step_ms": None if row.cost.verify is None else 1000 * row.cost.verify,
-        "verify_cost": row.cost.v,
-        "draft_cost": row.cost.d,
-        "draft_share": row.cost.draft_share,
-        "same_output_as_nextn_0": f.same_output,
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": statistics.fmean(values),
-        "median": statistics.median(values),
-        "std": statistics.pstdev(values),
-        **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES},
-    }
-
-
 def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
     """List, for each request, the numbers from which the figures can be computed again."""
     for group in measured.groups:
-        for s in group:
-            assert s.drafting is not None
+        for a in group:
+            assert a.drafting is not None
             yield {
-                "kind": s.prompt.kind,
-                "task_id": s.prompt.task_id,
-                "input_tokens": len(s.prompt.token_ids),
-                "output_tokens": len(s.token_ids),
-                "ttft_ms": 1000 * (s.times[0] - s.begun),
-                "e2el_ms": 1000 * (s.times[-1] - s.begun),
-                "steps": len(s.times),
-                "itl_ms": [round(1000 * seconds, 4) for seconds in intervals(s)],
-                "acceptance_histogram": s.drafting.acceptance_histogram,
+                "kind": a.prompt.kind,
+                "task_id": a.prompt.task_id,
+                "input_tokens": len(a.prompt.token_ids),
+                "output_tokens": len(a.token_ids),
+                "ttft_ms": 1000 * (a.times[0] - a.submitted),
+                "e2el_ms": 1000 * (a.times[-1] - a.submitted),
+                "steps": len(a.times),
+                "itl_ms": [round(1000 * seconds, 4) for seconds in a.intervals],
+                "acceptance_histogram": a.drafting.acceptance_histogram,
             }
 
 
 def lines(nextn: int) -> dict[str, str]:
-    """Return the table's lines as templates of `keys`; nextn 0 to 4 must fit in 80 columns."""
-    rate = "{{spec_decode_per_position_acceptance_rates[{}]:.2f}}"
+    """Return the table's lines as templates of the figures; five nextn fit in 80 columns."""
+    rate = f"{{{{{PER_POSITION}[{{}}]:.2f}}}}"
     return {
         "tokens/s per user": "{user_tokens_per_s:.1f}",
         "speedup over nextn 0": "{speedup[value]:.2f}x",
@@ -203,11 +146,10 @@ def table(report: Benchmark, kind: str) -> Table:
     """Make a table with a column per nextn."""
     result = figures_table("nextn", (row.nextn for row in report.rows))
     result.add_row("drafter", *((row.drafter or "-").removeprefix("mtp-") for row in report.rows))
-    columns = []
-    for row in report.rows:
-        figures = row.kinds[kind]
-        interval = figures.speedup.interval if row.nextn else "-"
-        columns.append({**keys(row, figures), "interval": interval})
+    columns = [
+        row.kinds[kind] | {"interval": row.speedup(kind).interval if row.nextn else "-"}
+        for row in report.rows
+    ]
     for name, template in lines(max(row.most for row in report.rows)).items():
         result.add_row(name, *(cell(template, column) for column in columns))
     return result
@@ -215,10 +157,10 @@ def table(report: Benchmark, kind: str) -> Table:
 
 def _title(report: Benchmark, kind: str) -> str:
     figures = report.rows[0].kinds[kind]
-    requests = "1 request" if figures.requests == 1 else f"{figures.requests} requests"
+    requests = "{completed} request" + ("s" if figures["completed"] > 1 else "")
+    counts = requests + ", {total_input_tokens} prompt and {total_output_tokens} output tokens"
     return (
-        f"\n{report.model}, {kind}: {requests}, "
-        f"{figures.input_tokens} prompt and {figures.output_tokens} output tokens, "
+        f"\n{report.model}, {kind}: {counts.format(**figures)}, "
         f"concurrency {report.settings['concurrency']}"
     )
 
@@ -243,7 +185,7 @@ def batches_table(reports: Sequence[Benchmark], name: str) -> Table:
     """Make a table with a line per concurrency and a column per nextn."""
     result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
     for report in reports:
-        cells = (f"{PANELS[name](row.overall):.1f}" for row in report.rows)
+        cells = (f"{row.overall[PANELS[name]]:.1f}" for row in report.rows)
         result.add_row(f"concurrency {report.settings['concurrency']}", *cells)
     return result
 

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show, show_results
-from mtpbuild.builder.flags import AskedFlags
+from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.configuration import Settings, asked_ranks, check_engine
@@ -34,7 +34,7 @@ def bench(
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
-    asked: AskedFlags,
+    dataset: DatasetFlags,
     target_flags: TargetFlags,
     load_flags: LoadFlags,
     nextn: str | None = flag(
@@ -49,10 +49,11 @@ def bench(
     json: bool = flag(False, "Print bench.json instead of the tables."),
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
-    from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
-    from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
-    from mtpbuild.builder.bench.engines import Wanted
+    from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.report import print_batches, print_report
+    from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
+    from mtpbuild.builder.recipe import default_target
+    from mtpbuild.builder.request import BuildRequest
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(
@@ -69,15 +70,16 @@ def bench(
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = changed(target_flags)
-    wanted = Wanted(model, numbers, settings.drafter, sizes, target=target, options=options)
-    requests = Asked(**vars(asked), params=params)
-    request = BenchRequest(wanted, requests, threads, out, changed(load_flags))
+    target = target or default_target(model)
+    built = BuildRequest(model, numbers, settings.drafter, target, options=options)
+    requests = Dataset(**vars(dataset), params=params)
+    request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
     with progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
     if len(reports) > 1:
-        show_results(out / JSON, json, lambda: print_batches(reports), "pictures")
+        show_results(out / "bench.json", json, lambda: print_batches(reports), "pictures")
     else:
-        show_results(out / JSON, json, lambda: print_report(reports[0]), "picture")
+        show_results(out / "bench.json", json, lambda: print_report(reports[0]), "picture")
 
 
 @error_line
@@ -87,19 +89,16 @@ def evaluate(
     sampling: SamplingFlags,
     compat: CompatFlags,
     load_flags: LoadFlags,
-    task: str = flag("reasoning", "reasoning, or a JSONL file with answers (docs/eval.md)."),
-    num_problems: int | None = flag(None, "Default: 60 of the built-in ones, all of a file's."),
+    flags: EvalFlags,
     relaxed_topk: str | None = flag(None, f"Values to try at temperature 0. Default: {TOPK}."),
     relaxed_delta: str | None = flag(None, f"Values to try with each of them. Default: {DELTA}."),
     use_relaxed_acceptance_for_thinking: bool = flag(
         False, "TensorRT-LLM's; at temperature 0 it is always compared."
     ),
-    threads: int | None = flag(None, THREADS, parser=parse_threads),
-    out: Path = flag(Path("eval_results"), "Folder for eval.json and eval.png."),
     json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with rejection."""
-    from mtpbuild.builder.eval.evaluate import JSON, OUTPUT_TOKENS, EvalRequest, evaluate
+    from mtpbuild.builder.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
     from mtpbuild.builder.eval.report import print_report
     from mtpbuild.runtime.contract.manifest import read_manifest
 
@@ -112,12 +111,11 @@ def evaluate(
     check_engine(settings, read_manifest(engine).build)
     topk, delta = grid(relaxed_topk, relaxed_delta, settings)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)
-    request = EvalRequest(
-        engine, task, num_problems, topk, delta, params, threads, out, changed(load_flags)
-    )
+    options = changed(load_flags)
+    request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    show_results(out / JSON, json, lambda: print_report(report), "picture")
+    show_results(flags.out / "eval.json", json, lambda: print_report(report), "picture")
 
 
 def grid(
@@ -147,24 +145,14 @@ def _tried(
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
     load_flags: LoadFlags,
-    against: Path | None = flag(None, "Engine to compare with; default: nextn 0, built if absent."),
-    model: str | None = flag(
-        None, "Recipe name, checkpoint folder, or OWNER/NAME; default: the recipe of that name."
-    ),
-    prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones."),
-    output_len: int = flag(64, "Tokens of each text."),
-    seeds: int = flag(250, "Sampled texts per prompt, for their law."),
-    threads: int | None = flag(None, THREADS, parser=parse_threads),
-    exact: bool = flag(False, "Refuse an engine whose results depend on more than its input."),
+    flags: VerifyFlags,
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
     from mtpbuild.builder.verify.report import print_report, to_json
     from mtpbuild.builder.verify.verify import VerifyRequest, verify
 
-    request = VerifyRequest(
-        *(engine, against, model, prompts, output_len, seeds, threads, exact), changed(load_flags)
-    )
+    request = VerifyRequest(engine=engine, options=changed(load_flags), **vars(flags))
     with progress("reading the engine") as watch:
         verification = verify(request, watch)
     show(json, to_json(verification), lambda: print_report(verification))
@@ -180,8 +168,7 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.builder.study.report import print_report
-    from mtpbuild.builder.study.study import JSON, study
+    from mtpbuild.builder.study import print_report, study
 
     found = study(traces, out)
-    show_results(out / JSON, json, lambda: print_report(found), "picture")
+    show_results(out / "study.json", json, lambda: print_report(found), "picture")

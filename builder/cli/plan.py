@@ -50,9 +50,9 @@ def plan(
     from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
     from mtpbuild.builder.forecast.latency import parse_measured
     from mtpbuild.builder.forecast.report import as_json, draw, print_report
-    from mtpbuild.builder.show.picture import missing
+    from mtpbuild.builder.show.pictures import why_no_pictures
 
-    if picture is not None and (why := missing()):
+    if picture is not None and (why := why_no_pictures()):
         raise MissingDependencyError(why)
     lengths = None
     if acceptance is not None:

@@ -104,9 +104,9 @@ def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str
 
     Without matplotlib, a line on standard error says why there are no pictures.
     """
-    from mtpbuild.builder.show.picture import missing
+    from mtpbuild.builder.show.pictures import why_no_pictures
 
-    why = missing()
+    why = why_no_pictures()
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:

@@ -2,37 +2,32 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.machine import describe_machine
-from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.problems import Settings, ask, load_problems
-from mtpbuild.builder.eval.report import Evaluation, draw, to_json, to_rows
-from mtpbuild.builder.show.picture import missing
-from mtpbuild.builder.show.results import prepare, write_csv, write_json
+from mtpbuild.builder.eval.report import Evaluation, csv_rows, draw, to_json
+from mtpbuild.builder.flags import EvalFlags
+from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.runs import STRICT
+from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 
-OUT = Path("eval_results")
-JSON, CSV, PICTURE = "eval.json", "eval.csv", "eval.png"
 OUTPUT_TOKENS = 256  # of a problem that sets no number
 
 
-@dataclass(frozen=True, slots=True)
-class EvalRequest:
-    """The flags of `mtpbuild eval`."""
+@dataclass(frozen=True)
+class EvalRequest(EvalFlags):
+    """A request of `mtpbuild eval`."""
 
     engine: Path
-    task: str
-    num_problems: int | None = None
     topk: tuple[int, ...] = (2, 5, 10)
     delta: tuple[float, ...] = (0.1, 0.3, 0.6)
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_TOKENS))
-    threads: int | None = None
-    out: Path = OUT
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
@@ -40,7 +35,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
     """Measure, and write the results; raise UsageError and the errors of the engine."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
-    prepare(request.out)
+    check_writable(request.out)
     machine = describe_machine(request.threads)
     watch("loading the engine")
     with Engine.load(request.engine, threads=request.threads, **request.options) as engine:
@@ -51,7 +46,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         problems = load_problems(request.task, engine, request.params, request.num_problems)
 
         # 2. Answer every problem under every setting in turn, strict first.
-        answered = ask(engine, problems, choose(request), watch)
+        graded = ask(engine, problems, choose(request), watch)
 
         # 3. Compute the figures.
         report = Evaluation(
@@ -63,13 +58,11 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
                 "num_problems": len(problems),
                 "sampling": asdict(request.params),
             },
-            rows=rows(answered),
-            answered=answered,
+            rows=rows(graded),
+            graded=graded,
         )
-    write_json(request.out / JSON, to_json(report))
-    write_csv(request.out / CSV, to_rows(report))
-    if not missing():
-        draw(report, request.out / PICTURE)
+    pictures = {"eval": partial(draw, report)}
+    write_results(request.out, "eval", to_json(report), csv_rows(report), pictures)
     return report
 
 

@@ -2,13 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
-from mtpbuild.builder.bench.figures import ALL, Ratio, decode, merged, resampled, speedup
-from mtpbuild.builder.eval.problems import Answered
+from mtpbuild.builder.eval.problems import GradedAnswer
+from mtpbuild.builder.measure.statistics import (
+    ALL,
+    Estimate,
+    count_decoded,
+    estimate_share,
+    kinds_of,
+    resampled_interval,
+    speedup,
+    sum_drafting,
+)
 
-Z = 1.959964  # of a two-sided 95 % interval
+Figures = dict[str, Any]  # of the problems of one form; keys of eval.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +34,6 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """A setting's figures over the problems of one form or over all; the keys of eval.json."""
-
-    problems_asked: int
-    right: int
-    accuracy: float
-    accuracy_interval: tuple[float, float]
-    against_strict: Difference
-    spec_decode_acceptance_length: float
-    total_output_tokens: int
-    user_tokens_per_s: float  # after each request's first token
-    speedup_over_strict: Ratio  # of user_tokens_per_s
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """All figures of one setting."""
 
@@ -49,52 +44,49 @@ class Row:
     def overall(self) -> Figures:
         return self.forms[ALL]
 
+    @property
+    def speedup(self) -> Estimate:
+        return Estimate(**self.overall["speedup_over_strict"])
 
-def rows(answered: dict[str, list[Answered]]) -> list[Row]:
+
+def rows(graded: dict[str, list[GradedAnswer]]) -> list[Row]:
     """Compute a row per setting; the first one is strict."""
-    strict, *_ = answered.values()
-    forms = dict.fromkeys([ALL, *(a.problem.prompt.kind for a in strict)])
+    strict, *_ = graded.values()
+    forms = kinds_of(g.answer for g in strict)
 
-    def of_form(answers: Sequence[Answered], form: str) -> list[Answered]:
-        return [a for a in answers if form in (ALL, a.problem.prompt.kind)]
+    def of_form(answers: Sequence[GradedAnswer], form: str) -> list[GradedAnswer]:
+        return [g for g in answers if form in (ALL, g.answer.prompt.kind)]
 
     return [
         Row(name, {form: figures_of(of_form(mine, form), of_form(strict, form)) for form in forms})
-        for name, mine in answered.items()
+        for name, mine in graded.items()
     ]
 
 
-def figures_of(mine: Sequence[Answered], strict: Sequence[Answered]) -> Figures:
-    groups, base = [[a.sample] for a in mine], [[a.sample] for a in strict]
-    drafting = merged([a.sample.drafting for a in mine if a.sample.drafting is not None])
-    tokens, seconds = decode(groups)
-    count, right = len(mine), sum(a.right for a in mine)
-    return Figures(
-        problems_asked=count,
-        right=right,
-        accuracy=right / count,
-        accuracy_interval=wilson(right, count),
-        against_strict=difference([a.right for a in mine], [a.right for a in strict]),
-        spec_decode_acceptance_length=drafting.mean_acceptance_length or 0.0,
-        total_output_tokens=sum(len(a.sample.token_ids) for a in mine),
-        user_tokens_per_s=tokens / seconds if seconds else 0.0,
-        speedup_over_strict=speedup(groups, base),
-    )
-
-
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """Compute Wilson's interval of the share `right` of `n`."""
-    p = right / n
-    middle = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
+def figures_of(mine: Sequence[GradedAnswer], strict: Sequence[GradedAnswer]) -> Figures:
+    answers, base = [g.answer for g in mine], [[g.answer] for g in strict]
+    groups = [[answer] for answer in answers]
+    tokens, seconds = count_decoded(groups)
+    count, right = len(mine), sum(g.right for g in mine)
+    share = estimate_share(right, count)
+    return {
+        "problems_asked": count,
+        "right": right,
+        "accuracy": share.value,
+        "accuracy_interval": (share.low, share.high),
+        "against_strict": asdict(difference([g.right for g in mine], [g.right for g in strict])),
+        "spec_decode_acceptance_length": sum_drafting(answers).mean_acceptance_length or 0.0,
+        "total_output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "user_tokens_per_s": tokens / seconds if seconds else 0.0,  # after the first token
+        "speedup_over_strict": asdict(speedup(groups, base)),  # of user_tokens_per_s
+    }
 
 
 def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
     pairs = list(zip(mine, strict, strict=True))
     lost, gained = pairs.count((False, True)), pairs.count((True, False))
     each = [a - b for a, b in pairs]
-    low, high = resampled(each, fmean)
+    low, high = resampled_interval(each, fmean)
     return Difference(fmean(each), low, high, lost, gained, mcnemar(lost, gained))
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench import measure
-from mtpbuild.builder.bench.dataset import Prompt, built_in, check_room, seeded
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.measure.prompts import Prompt, built_in, check_room, seeded
+from mtpbuild.builder.measure.runs import Answer, changed, rotated, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.input_file import AskingLine, read_lines
 
@@ -77,16 +77,16 @@ def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class GradedAnswer:
     """An answer to one problem under one setting."""
 
     problem: Problem
-    answer: str | None  # None: still thinking at the last token
-    sample: measure.Sample
+    text: str | None  # after the thinking phase; None: still thinking at the last token
+    answer: Answer
 
     @property
     def right(self) -> bool:
-        return self.answer == self.problem.answer
+        return self.text == self.problem.answer
 
 
 def ask(
@@ -94,18 +94,15 @@ def ask(
     problems: Sequence[Problem],
     settings: Settings,
     watch: Callable[[str], None] = lambda stage: None,
-) -> dict[str, list[Answered]]:
+) -> dict[str, list[GradedAnswer]]:
     """Answer the problems under each setting; the settings take turns at being first."""
-    answered: dict[str, list[Answered]] = {name: [] for name in settings}
+    graded: dict[str, list[GradedAnswer]] = {name: [] for name in settings}
     with no_garbage_collection():
         for i, problem in enumerate(problems):
             watch(f"problem {i + 1} of {len(problems)}")
-            for name, changes in measure.rotated([*settings.items()], i):
-                prompt = problem.prompt
-                own = measure.changed([prompt], **changes)
+            for name, changes in rotated([*settings.items()], i):
                 # The previous run used another program, so let the first steps settle.
-                measure.run_together(engine, measure.endless(own), measure.SETTLING_STEPS)
-                (sample,) = measure.run_together(engine, own)
-                answer = answer_of(sample.token_ids, prompt.token_ids, engine)
-                answered[name].append(Answered(problem, answer, sample))
-    return answered
+                (answer,) = run_settled(engine, changed([problem.prompt], **changes))
+                text = answer_of(answer.token_ids, problem.prompt.token_ids, engine)
+                graded[name].append(GradedAnswer(problem, text, answer))
+    return graded

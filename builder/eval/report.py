@@ -1,21 +1,31 @@
 """An evaluation as tables and a picture for people, and as JSON for programs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from mtpbuild.builder.bench.figures import ALL
-from mtpbuild.builder.eval.figures import Row
-from mtpbuild.builder.eval.problems import Answered
-from mtpbuild.builder.show.picture import COLOURS, GREY, label_x, panels, spans, write_above
+from mtpbuild.builder.eval.figures import Difference, Row
+from mtpbuild.builder.eval.problems import GradedAnswer
+from mtpbuild.builder.measure.statistics import ALL, Estimate
+from mtpbuild.builder.show.pictures import (
+    COLOURS,
+    GREY,
+    label_x,
+    machine_note,
+    panels,
+    spans,
+    write_above,
+)
 from mtpbuild.builder.show.tables import figures_table, say
 from mtpbuild.runtime import Manifest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SHARE = "right answers, %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,7 @@ class Evaluation:
     machine: dict[str, Any]
     settings: dict[str, Any]
     rows: list[Row]
-    answered: dict[str, list[Answered]]
+    graded: dict[str, list[GradedAnswer]]
 
 
 def to_json(report: Evaluation) -> dict[str, Any]:
@@ -42,18 +52,18 @@ def to_json(report: Evaluation) -> dict[str, Any]:
         "results": [
             {
                 "setting": row.name,
-                **asdict(row.overall),
-                "forms": {form: asdict(f) for form, f in row.forms.items() if form != ALL},
+                **row.overall,
+                "forms": {form: f for form, f in row.forms.items() if form != ALL},
                 "problems": [
                     {
-                        "task_id": a.problem.prompt.task_id,
-                        "form": a.problem.prompt.kind,
-                        "answer": a.answer,
-                        "right": a.right,
-                        "output_tokens": len(a.sample.token_ids),
-                        "decode_ms": 1000 * (a.sample.times[-1] - a.sample.times[0]),
+                        "task_id": g.answer.prompt.task_id,
+                        "form": g.answer.prompt.kind,
+                        "answer": g.text,
+                        "right": g.right,
+                        "output_tokens": len(g.answer.token_ids),
+                        "decode_ms": 1000 * (g.answer.times[-1] - g.answer.times[0]),
                     }
-                    for a in report.answered[row.name]
+                    for g in report.graded[row.name]
                 ],
             }
             for row in report.rows
@@ -67,17 +77,17 @@ def table(rows: Sequence[Row]) -> Table:
     result = figures_table("accepted", columns)
     for row in rows:
         f, strict = row.overall, row is rows[0]
-        low, high = f.accuracy_interval
-        d, speedup = f.against_strict, f.speedup_over_strict
+        low, high = f["accuracy_interval"]
+        d = Difference(**f["against_strict"])
         apart = (f"{100 * d.value:+.1f}", f"{100 * d.low:+.0f} {100 * d.high:+.0f}")
         result.add_row(
             row.name,
-            f"{100 * f.accuracy:.1f} %",
+            f"{100 * f['accuracy']:.1f} %",
             f"{100 * low:.0f}-{100 * high:.0f}",
             *(("", "", "") if strict else (*apart, f"{d.p_value:.2f}")),
-            f"{f.spec_decode_acceptance_length:.2f}",
-            f"{f.user_tokens_per_s:.0f}",
-            "" if strict else f"{speedup.value:.2f} ({speedup.interval})",
+            f"{f['spec_decode_acceptance_length']:.2f}",
+            f"{f['user_tokens_per_s']:.0f}",
+            "" if strict else f"{row.speedup.value:.2f} ({row.speedup.interval})",
         )
     return result
 
@@ -87,21 +97,20 @@ def forms_table(rows: Sequence[Row]) -> Table:
     forms = [form for form in rows[0].forms if form != ALL]
     result = figures_table("right / L", forms)
     for row in rows:
-        found = (row.forms[form] for form in forms)
-        cells = (f"{f.right} / {f.spec_decode_acceptance_length:.2f}" for f in found)
-        result.add_row(row.name, *cells)
+        cell = "{right} / {spec_decode_acceptance_length:.2f}"
+        result.add_row(row.name, *(cell.format(**row.forms[form]) for form in forms))
     return result
 
 
 def conclusion(rows: Sequence[Row]) -> str:
     """Write whether a setting's accuracy differs from strict's, and which setting is fastest."""
     strict, *others = rows
-    count = strict.overall.problems_asked
-    said = f"strict: {strict.overall.right} of {count} {'problem' if count == 1 else 'problems'}"
-    fastest = max(others, key=lambda row: row.overall.speedup_over_strict.value)
-    ratio = fastest.overall.speedup_over_strict.value
+    count = strict.overall["problems_asked"]
+    said = f"strict: {strict.overall['right']} of {count} {'problem' if count == 1 else 'problems'}"
+    fastest = max(others, key=lambda row: row.speedup.value)
+    ratio = fastest.speedup.value
     said += f"; fastest: {fastest.name}, {ratio:.2f}x" if ratio > 1 else "; none is faster"
-    apart = [row.name for row in others if row.overall.against_strict.p_value < 0.05]
+    apart = [row.name for row in others if row.overall["against_strict"]["p_value"] < 0.05]
     if apart:
         return f"{said}. Other than strict's accuracy (p < 0.05): {', '.join(apart)}"
     return f"{said}. No setting's accuracy is seen to differ from strict's (p < 0.05)"
@@ -120,54 +129,56 @@ def print_report(report: Evaluation) -> None:
 
 def draw(report: Evaluation, path: Path) -> None:
     """Draw accuracy and speed of the settings, and one over the other, with 95 % intervals."""
-    found, m = [row.overall for row in report.rows], report.machine
+    rows, build = report.rows, report.manifest.build
+    ratios = [row.speedup for row in rows]
     note = "95 % intervals; above the speedups: acceptance length"
-    with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}", 3) as drawn:
-        figure, (left, right, both) = drawn
-        shares = [(f.accuracy, *f.accuracy_interval) for f in found]
-        draw_points(left, [(100 * p, 100 * low, 100 * high) for p, low, high in shares], COLOURS[0])
-        left.set_ylabel("right answers, %")
-        ratios = [f.speedup_over_strict for f in found]
-        speeds = [(r.value, r.low or r.value, r.high or r.value) for r in ratios]
-        draw_points(right, speeds, COLOURS[1])
-        right.set_ylabel("speedup over strict")
-        for place, (f, speed) in enumerate(zip(found, speeds, strict=True)):
-            write_above(right, f"{f.spec_decode_acceptance_length:.2f}", place, speed[2])
-        for axes in (left, right):
-            name = "acceptance: strict, or relaxed top-k / delta" if len(found) > 2 else ""
-            label_x(axes, name, [row.name for row in report.rows], rotation=45)
+    with panels(path, f"{note}; {machine_note(report.machine)}", 3) as (figure, drawn):
+        left, middle, right = drawn
+        draw_points(left, shares(rows), COLOURS[0])
+        left.set_ylabel(SHARE)
+        draw_points(middle, ratios, COLOURS[1])
+        middle.set_ylabel("speedup over strict")
+        for place, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
+            length = row.overall["spec_decode_acceptance_length"]
+            write_above(middle, f"{length:.2f}", place, ratio.high or ratio.value)
+        for axes in (left, middle):
+            name = "acceptance: strict, or relaxed top-k / delta" if len(rows) > 2 else ""
+            label_x(axes, name, [row.name for row in rows], rotation=45)
             axes.margins(y=0.15)
-        draw_trade(both, report.rows)
+        draw_trade(right, rows)
         figure.suptitle(
-            f"{report.manifest.model.name}, nextn {report.manifest.build.nextn}: "
+            f"{report.manifest.model.name}, nextn {build.nextn}: "
             f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
         )
 
 
-def draw_points(axes: "Axes", points: list[tuple[float, float, float]], colour: str) -> None:
-    """Draw each setting's (value, low, high), and a line at strict's value."""
-    values = [value for value, *_ in points]
+def shares(rows: Sequence[Row]) -> list[Estimate]:
+    """Return each setting's percentage of right answers."""
+    found = ((row.overall["accuracy"], *row.overall["accuracy_interval"]) for row in rows)
+    return [Estimate(*(100 * value for value in each)) for each in found]
+
+
+def draw_points(axes: "Axes", points: Sequence[Estimate], colour: str) -> None:
+    """Draw each setting's value and interval, and a line at strict's value."""
+    values = [point.value for point in points]
     axes.errorbar(range(len(points)), values, spans(points), fmt="o", color=colour, capsize=3)
     axes.axhline(values[0], color=GREY, linewidth=0.8)
 
 
 def draw_trade(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draw each setting's accuracy over its speed; points above and to the right are better."""
-    found = [row.overall for row in rows]
-    speeds = [f.user_tokens_per_s for f in found]
-    shares = [(f.accuracy, *f.accuracy_interval) for f in found]
-    points = [(100 * p, 100 * low, 100 * high) for p, low, high in shares]
-    values = [value for value, *_ in points]
+    points, speeds = shares(rows), [row.overall["user_tokens_per_s"] for row in rows]
+    values = [point.value for point in points]
     axes.errorbar(speeds, values, spans(points), fmt="o", color=COLOURS[2], elinewidth=0.5)
-    for row, *point in zip(rows, speeds, values, strict=True):
-        write_above(axes, row.name, *point, rotation=60, ha="left")
+    for row, speed, value in zip(rows, speeds, values, strict=True):
+        write_above(axes, row.name, speed, value, rotation=60, ha="left")
     axes.margins(y=0.2)
     axes.set_xlabel("tokens/s per user")
-    axes.set_ylabel("right answers, %")
+    axes.set_ylabel(SHARE)
 
 
-def to_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
-    """List a table's rows: the figures of each setting and form."""
+def csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
+    """List the CSV's rows: the figures of each setting and form."""
     for row in report.rows:
         for form, figures in row.forms.items():
-            yield {"setting": row.name, "form": form, **asdict(figures)}
+            yield {"setting": row.name, "form": form, **figures}

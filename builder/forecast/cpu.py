@@ -10,16 +10,14 @@ from mtpbuild.builder.forecast.forecast import (
     ByNextn,
     ForecastRequest,
     acceptance_lengths,
-    check,
-    with_nextn,
+    open_model,
 )
 from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import Load, Model
-from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, find_layout, portions
+from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, portions
 from mtpbuild.builder.host import Machine, read_bandwidth, this_machine
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
-from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.recipe import name_model
 from mtpbuild.builder.weights.formats import INT8, Format, Integers
 from mtpbuild.builder.weights.made import WHOLE, Stored
@@ -99,13 +97,9 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine: this machine if it is not given.
     """
     machine = machine or this_machine()
-    check(request)
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
-    layout = find_layout(request.model, request.checkpoint)
-    request = with_nextn(request, layout.config)
-    for nextn in request.nextn:
-        choose_drafter(layout.config, nextn, None)
+    request, layout = open_model(request)
     lengths = acceptance_lengths(request)
     sizes = portions(layout, classes(layout, ALONE))
     fetched = must_be_fetched(request)

@@ -3,13 +3,12 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast, cached_bytes
-from mtpbuild.builder.forecast.report import size
 from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.show.tables import format_size, say
 from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.prefix_pool import SHARE
 
@@ -56,55 +55,64 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
 
 def print_report(f: CpuForecast) -> None:
     """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
-    console, machine = Console(highlight=False, soft_wrap=True), f.machine
-    console.print(
-        f"{f.name} on this machine's CPU: memory {size(machine.memory)}, of it "
-        f"{size(machine.available)} available"
+    available = format_size(f.machine.available)
+    say(
+        f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
+        f"{available} available",
+        _portions(f),
+        _download(f),
+        _engines(f),
     )
-    _checkpoint(console, f)
-    _engines(console, f)
-    _reads(console, f)
+    _room(f)
+    _reads(f)
 
 
-def _checkpoint(console: Console, f: CpuForecast) -> None:
+def _portions(f: CpuForecast) -> Table:
     table = Table("checkpoint", "parameters", "size")
     for name, portion in f.portions.items():
         if portion.parameters:
-            table.add_row(name, f"{portion.parameters / 1e9:.4g} B", size(portion.bytes))
-    console.print(table)
-    if f.download:
-        free = f.machine.downloads.free
-        console.print(f"download: {size(f.download)} to {cache_folder()}, {size(free)} free there")
-    else:
-        console.print("download: nothing")
+            parameters = f"{portion.parameters / 1e9:.4g} B"
+            table.add_row(name, parameters, format_size(portion.bytes))
+    return table
 
 
-def _engines(console: Console, f: CpuForecast) -> None:
-    request, most = f.request, f.request.nextn[-1]
-    table = Table("--weights", "engine", f"memory, nextn {most}", "fits")
+def _download(f: CpuForecast) -> str:
+    if not f.download:
+        return "download: nothing"
+    free = format_size(f.machine.downloads.free)
+    return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
+
+
+def _engines(f: CpuForecast) -> Table:
+    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits")
     for engine in f.engines:
-        sizes = map(size, (engine.bytes, engine.memory[-1]))
+        sizes = map(format_size, (engine.bytes, engine.memory[-1]))
         table.add_row(engine.weights or AS_STORED, *sizes, verdict(engine))
-    console.print(table)
-    console.print(
-        f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
-        f"measured (docs/plan.md), and caches: "
-        f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
-        f"{size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
-        f"--max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows of ended requests "
-        f"besides, in at most 1/{SHARE} of what is then free (--prefix-cache-bytes)"
-    )
-    shared = ", of which the download takes its part" if f.shares_disk else ""
-    console.print(f"disk of this folder: {size(f.machine.engines.free)} free{shared}")
+    return table
 
 
 def verdict(engine: CpuEngine) -> str:
     lacks = {"memory": engine.too_much, "disk": engine.lacking}
-    missing = ", ".join(f"{size(bytes)} of {what}" for what, bytes in lacks.items() if bytes)
+    missing = ", ".join(f"{format_size(size)} of {what}" for what, size in lacks.items() if size)
     return f"no, lacks {missing}" if missing else "yes"
 
 
-def _reads(console: Console, f: CpuForecast) -> None:
+def _room(f: CpuForecast) -> None:
+    request, most = f.request, f.request.nextn[-1]
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    say(
+        f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
+        f"measured (docs/plan.md), and caches: "
+        f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
+        f"{format_size(cached_bytes(request, f.model, most))} for --max-batch "
+        f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
+        f"of ended requests besides, in at most 1/{SHARE} of what is then free "
+        "(--prefix-cache-bytes)",
+        f"disk of this folder: {format_size(f.machine.engines.free)} free{shared}",
+    )
+
+
+def _reads(f: CpuForecast) -> None:
     request = f.request
     read, speed = (
         Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
@@ -114,16 +122,14 @@ def _reads(console: Console, f: CpuForecast) -> None:
         speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
         read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
         speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
-    console.print(read)
-    console.print(
-        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
-        "routed experts: those that the tokens choose, if all are equally likely"
-    )
-    console.print(speed)
     measured = "given" if request.bandwidth else "measured now, all cores"
     lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
-    console.print(
+    say(
+        read,
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely",
+        speed,
         f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
         f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
-        f"their part. Acceptance lengths: {lengths}"
+        f"their part. Acceptance lengths: {lengths}",
     )

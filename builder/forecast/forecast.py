@@ -9,8 +9,7 @@ from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
-from mtpbuild.builder.forecast.weights import classes, find_layout, portions
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.forecast.weights import Layout, classes, find_layout, portions
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
@@ -46,6 +45,14 @@ class Step:
     def roofline(self) -> float:
         """Return the seconds that memory and arithmetic need."""
         return sum(part.seconds for part in self.parts)
+
+    @property
+    def bytes(self) -> float:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def operations(self) -> float:
+        return sum(part.operations for part in self.parts)
 
     @property
     def seconds(self) -> float:
@@ -130,14 +137,10 @@ class Forecast:
 def forecast(request: ForecastRequest) -> Forecast:
     """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
-    check(request)
-    layout = find_layout(request.model, request.checkpoint)
-    request = with_nextn(request, layout.config)
+    request, layout = open_model(request)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
-    for nextn in request.nextn:
-        choose_drafter(layout.config, nextn, None)
     lengths = acceptance_lengths(request)
     found = classes(layout, request.ranks)
     formats = {one.name: one.format for one in found if not one.module}
@@ -162,19 +165,20 @@ def forecast(request: ForecastRequest) -> Forecast:
     )
 
 
-def check(request: ForecastRequest) -> None:
+def open_model(request: ForecastRequest) -> tuple[ForecastRequest, Layout]:
+    """Check the flags and find the model's layout; fill in the usual nextn if none is given."""
     for name in ("max_seq_len", "max_batch", "context_len", "prefill_chunk"):
         if (value := getattr(request, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if request.kv_cache not in CACHE_BYTES:
         known = ", ".join(CACHE_BYTES)
         raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {known}")
-
-
-def with_nextn(request: ForecastRequest, config: ModelConfig) -> ForecastRequest:
-    """Fill in the usual nextn for a request without --nextn."""
-    usual = USUAL_NEXTN if config.num_nextn_predict_layers else (0,)
-    return replace(request, nextn=request.nextn or usual)
+    layout = find_layout(request.model, request.checkpoint)
+    usual = USUAL_NEXTN if layout.config.num_nextn_predict_layers else (0,)
+    request = replace(request, nextn=request.nextn or usual)
+    for nextn in request.nextn:
+        choose_drafter(layout.config, nextn, None)
+    return request, layout
 
 
 def acceptance_lengths(request: ForecastRequest) -> ByNextn:

@@ -5,14 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
 from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.show.picture import COLOURS, label_x, panels
+from mtpbuild.builder.show.pictures import COLOURS, label_x, panels
+from mtpbuild.builder.show.tables import format_size, say
 from mtpbuild.builder.targets import targets_that
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
@@ -67,8 +67,8 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "acceptance_lengths": [step.acceptance for step in f.steps],
         "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
         "parts": [[asdict(part) for part in step.parts] for step in f.steps],
-        "bytes_per_step": [sum(part.bytes for part in step.parts) for step in f.steps],
-        "operations_per_step": [sum(part.operations for part in step.parts) for step in f.steps],
+        "bytes_per_step": [step.bytes for step in f.steps],
+        "operations_per_step": [step.operations for step in f.steps],
         "roofline_step_s": [step.roofline for step in f.steps],
         "predicted_step_s": [step.seconds for step in f.steps],
         "roofline_tokens_per_s": [step.acceptance / step.roofline for step in f.steps],
@@ -81,63 +81,63 @@ def as_json(f: Forecast) -> dict[str, Any]:
 
 def print_report(f: Forecast) -> None:
     """Print weights by class, memory, a line per nextn, the last nextn's parts, assumptions."""
-    console = Console(highlight=False, soft_wrap=True)
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
-    console.print(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    _weights(console, f)
-    _memory(console, f)
-    _steps(console, f)
-    _parts(console, f)
-    _assumptions(console, f)
+    say(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
+    say(_weights(f))
+    _memory(f)
+    say(_steps(f), _parts(f))
+    _assumptions(f)
 
 
-def _weights(console: Console, f: Forecast) -> None:
+def _weights(f: Forecast) -> Table:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
     for one in f.model.classes:
         table.add_row(
             f"MTP: {one.name}" if one.module else one.name,
             ", ".join(sorted(one.formats)),
             f"{one.parameters / 1e9:.3g} B",
-            size(one.bytes),
-            size(one.per_rank),
+            format_size(one.bytes),
+            format_size(one.per_rank),
         )
-    stored = sum(one.bytes for one in f.model.classes)
-    if f.checkpoint_bytes > stored:
-        table.add_row("copies in MTP layers", "", "", size(f.checkpoint_bytes - stored), "shared")
+    copies = f.checkpoint_bytes - sum(one.bytes for one in f.model.classes)
+    if copies > 0:
+        table.add_row("copies in MTP layers", "", "", format_size(copies), "shared")
     parameters = sum(one.parameters for one in f.model.classes) / 1e9
-    total = (f"{parameters:.4g} B", size(f.checkpoint_bytes), size(f.weight_bytes))
+    total = (f"{parameters:.4g} B", format_size(f.checkpoint_bytes), format_size(f.weight_bytes))
     table.add_row("all", "", *total, style="bold")
-    console.print(table)
+    return table
 
 
-def _memory(console: Console, f: Forecast) -> None:
-    console.print(
-        f"memory per rank: {size(f.model.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
-        f"{size(f.scratch_bytes)} scratch, {size(f.model.gpu.memory * RESERVED)} reserved"
-    )
-    console.print(
-        f"target tensorrt holds {size(f.tensorrt_bytes)} of weights: experts and head once, "
-        f"all others in each of its {PROGRAMS} programs"
+def _memory(f: Forecast) -> None:
+    request, gpu = f.request, f.model.gpu
+    sizes = (gpu.memory, f.weight_bytes, f.scratch_bytes, gpu.memory * RESERVED)
+    memory, weights, scratch, reserved = map(format_size, sizes)
+    say(
+        f"memory per rank: {memory}, of it {weights} weights, {scratch} scratch, {reserved} "
+        "reserved",
+        f"target tensorrt holds {format_size(f.tensorrt_bytes)} of weights: experts and head "
+        f"once, all others in each of its {PROGRAMS} programs",
     )
     if f.free_bytes < 0:
-        console.print(f"does not fit: {size(-f.free_bytes)} too much before any cache", style="red")
+        too_much = format_size(-f.free_bytes)
+        say(f"does not fit: {too_much} too much before any cache", style="red")
         return
-    console.print(
+    say(
         f"cache: {f.cache_bytes:,} bytes per token on every rank; {f.cache_tokens:,} tokens fit, "
-        f"{f.needed_tokens:,} are needed for --max-batch {f.request.max_batch} of "
-        f"--max-seq-len {f.request.max_seq_len}"
+        f"{f.needed_tokens:,} are needed for --max-batch {request.max_batch} of "
+        f"--max-seq-len {request.max_seq_len}"
     )
     if not f.fits:
-        console.print("does not fit: lower --max-batch or --max-seq-len", style="red")
+        say("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
-def _steps(console: Console, f: Forecast) -> None:
+def _steps(f: Forecast) -> Table:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
     lines: dict[str, Callable[[Step], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
-        "GB read": lambda s: f"{sum(part.bytes for part in s.parts) / 1e9:.2f}",
-        "Gop": lambda s: f"{sum(part.operations for part in s.parts) / 1e9:.1f}",
+        "GB read": lambda s: f"{s.bytes / 1e9:.2f}",
+        "Gop": lambda s: f"{s.operations / 1e9:.1f}",
         "roofline, ms": lambda s: f"{1e3 * s.roofline:.2f}",
         "step, ms": lambda s: f"{1e3 * s.seconds:.2f}",
         "limit": lambda s: s.limit,
@@ -149,52 +149,41 @@ def _steps(console: Console, f: Forecast) -> None:
         table.add_row(name, *map(figure, f.steps))
     if f.fits:
         table.add_row("over nextn 0", *(f"{speedup:.2f}" for speedup in f.speedups))
-    console.print(table)
+    return table
 
 
-def _parts(console: Console, f: Forecast) -> None:
+def _parts(f: Forecast) -> Table:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
+
+    def add(name: str, moved: str, computed: str, seconds: float, limit: str) -> None:
+        spent = f"{1e3 * seconds:.3f}", f"{seconds / step.seconds:.1%}"
+        table.add_row(name, moved, computed, *spent, limit)
+
     for part in step.parts:
         moved, computed = f"{part.bytes / 1e9:.3f}", f"{part.operations / 1e9:.1f}"
-        spent = (f"{1e3 * part.seconds:.3f}", f"{part.seconds / step.seconds:.1%}")
-        table.add_row(part.name, moved, computed, *spent, part.limit)
-    spent = (f"{1e3 * step.latency:.3f}", f"{step.latency / step.seconds:.1%}")
-    table.add_row("the rest", "", "", *spent, "latency")
-    console.print(table)
+        add(part.name, moved, computed, part.seconds, part.limit)
+    add("the rest", "", "", step.latency, "latency")
+    return table
 
 
-def _assumptions(console: Console, f: Forecast) -> None:
+def _assumptions(f: Forecast) -> None:
     request, late = f.request, f.latency
-    console.print(
+    say(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
-        f"cached tokens ({request.kv_cache})"
-    )
-    console.print(
+        f"cached tokens ({request.kv_cache})",
         f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
-        f"constants: {late.source}"
+        f"constants: {late.source}",
     )
     if request.measured is None and not f.is_published:
-        console.print(
-            "assumed to hold here: another model, machine or load has others; measure two nextn "
-            "and give --calibrate",
-            style="yellow",
-        )
+        said = "assumed to hold here: another model, machine or load has others; measure two nextn "
+        say(f"{said}and give --calibrate", style="yellow")
     attention = family_of(f.model.config).attention
     if not targets_that(lambda target: attention in target.gpu_attention):
-        console.print(
-            "targets for GPUs have no kernel for this model's attention yet: `mtpbuild build` "
-            "refuses them",
-            style="yellow",
-        )
+        said = "targets for GPUs have no kernel for this model's attention yet: "
+        say(f"{said}`mtpbuild build` refuses them", style="yellow")
     if request.acceptance is None:
-        console.print("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
-
-
-def size(bytes: float) -> str:
-    if bytes >= 1e6:
-        return f"{bytes / 1e9:,.2f} GB" if bytes >= 1e9 else f"{bytes / 1e6:,.2f} MB"
-    return f"{bytes / 1e3:,.1f} kB"
+        say("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
 
 
 def draw(f: Forecast, path: Path) -> None:
@@ -215,10 +204,16 @@ def draw_time(axes: "Axes", f: Forecast) -> None:
     group = {part: name for name, parts in GROUPS.items() for part in parts}
     bottom = [0.0] * len(f.steps)
     for name, colour in zip((*GROUPS, "latency"), (*COLOURS, LATENCY), strict=True):
-        values = [1e3 * step.latency if name == "latency" else 0.0 for step in f.steps]
-        for i, step in enumerate(f.steps):
-            parts = (p for p in step.parts if group.get(p.name, "other weights") == name)
-            values[i] += 1e3 * sum(part.seconds for part in parts)
+        values = [
+            1e3 * step.latency
+            if name == "latency"
+            else sum(
+                1e3 * part.seconds
+                for part in step.parts
+                if group.get(part.name, "other weights") == name
+            )
+            for step in f.steps
+        ]
         axes.bar(range(len(f.steps)), values, 0.7, bottom, color=colour, label=name)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.set_ylabel("ms per step")

@@ -1,1 +1,1 @@
-"""Tables, pictures and JSON files that all measuring commands share."""
+"""Tables, pictures and files of results that all measuring commands share."""

@@ -3,14 +3,15 @@
 import csv
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.builder.show.pictures import why_no_pictures
 from mtpbuild.runtime.errors import UsageError
 
 
-def prepare(out: Path) -> None:
+def check_writable(out: Path) -> None:
     """Check before the measurement that its results can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -19,21 +20,31 @@ def prepare(out: Path) -> None:
         raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+def write_results(
+    out: Path,
+    name: str,
+    document: dict[str, Any],
+    rows: Iterable[Mapping[str, Any]],
+    pictures: Mapping[str, Callable[[Path], None]],
+) -> None:
+    """Write NAME.json, NAME.csv with a line per row, and a PNG for each function that draws one.
 
-
-def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a line per row; nested values get columns with dotted names."""
-    flat = [dict(_flat(row)) for row in rows]
+    Without matplotlib there are no pictures.
+    """
+    text = json.dumps(document, indent=1) + "\n"
+    (out / f"{name}.json").write_text(text, encoding="utf-8")
+    flat = [dict(_flatten(row)) for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with (out / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [*names])
         writer.writeheader()
         writer.writerows(flat)
+    if not why_no_pictures():
+        for picture, draw in pictures.items():
+            draw(out / f"{picture}.png")
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """List the values within objects and lists, each with the path to it."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
@@ -41,4 +52,4 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, part in value.items():
-        yield from _flat(part, f"{name}.{key}" if name else str(key))
+        yield from _flatten(part, f"{name}.{key}" if name else str(key))

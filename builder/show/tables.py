@@ -1,4 +1,4 @@
-"""Tables and lines for people, printed by `bench`, `eval` and `verify`."""
+"""Tables and lines for people, as all commands print them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -27,3 +27,10 @@ def say(*lines: str | Table | None, style: str | None = None) -> None:
     for line in lines:
         if line is not None:
             console.print(line, style=style, soft_wrap=isinstance(line, str))
+
+
+def format_size(size: float) -> str:
+    """Format a number of bytes in the largest unit of which it has one or more."""
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+    name, unit = next((u for u in units if size >= u[1]), ("bytes", 1))
+    return f"{size:,.0f} bytes" if unit == 1 else f"{size / unit:,.2f} {name}"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtpbuild.builder.verify.play import Played
+from mtpbuild.builder.measure.runs import Answer
 
 EXPECTED = 5  # a cell with fewer expected texts is pooled with others
 
@@ -22,7 +22,7 @@ class Fit:
     worst: tuple[Prefix, int, float]
 
 
-def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
+def known_prefixes(texts: Sequence[Answer]) -> dict[Prefix, float]:
     """Return each prefix's exact probability at temperature 1, without filters."""
     known: dict[Prefix, float] = {}
     for text in texts:

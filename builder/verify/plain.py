@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.measure.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
+from mtpbuild.builder.measure.runs import Answer
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
-from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.weights.requantised import see
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import open_slice
@@ -36,7 +36,7 @@ def load_plain(
 
 @torch.no_grad()
 def judge(
-    model: PlainLM, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
+    model: PlainLM, prompts: Sequence[list[int]], played: Sequence[Answer], most: float = MOST
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 

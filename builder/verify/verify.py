@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, built_in, check_room
-from mtpbuild.builder.bench.engines import Wanted, build_engines
+from mtpbuild.builder.bench.engines import build_engines
 from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.flags import VerifyFlags
+from mtpbuild.builder.measure.compare import Finding, NotChecked
+from mtpbuild.builder.measure.prompts import BUILT_IN, built_in, check_room
+from mtpbuild.builder.measure.runs import reload_engine
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
-from mtpbuild.builder.verify.compare import Finding, NotChecked
-from mtpbuild.builder.verify.play import load_again
+from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, layers_of, needed_here
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.compiled_prefixes import check_prefixes
@@ -26,18 +28,11 @@ PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
-    """The flags of `mtpbuild verify`."""
+@dataclass(frozen=True)
+class VerifyRequest(VerifyFlags):
+    """A request of `mtpbuild verify`."""
 
     engine: Path
-    against: Path | None = None
-    model: str | None = None
-    prompts: Path | None = None
-    output_len: int = 64
-    seeds: int = 250
-    threads: int | None = None
-    exact: bool = False  # refuse an engine that is not exact
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
@@ -86,12 +81,12 @@ def verify(
             base = str(reason)
 
         def reloaded(chunk: int | None = None, threads: int | None = request.threads) -> Engine:
-            found = load_again(request.engine, engine, chunk, threads, **request.options)
+            found = reload_engine(request.engine, engine, chunk, threads, **request.options)
             return stack.enter_context(found)
 
         # 3. Run the checks in turn.
-        case = Case(
-            engine, base, reloaded, prompts, request.output_len, request.seeds, request.model
+        case = VerifyCase(
+            engine, reloaded, prompts, request.output_len, base, request.seeds, request.model
         )
         checks = {}
         for name in CHECKS:
@@ -100,7 +95,7 @@ def verify(
     return Verification(request.engine, engine.manifest, against, checks)
 
 
-def check(name: str, case: Case) -> Finding:
+def check(name: str, case: VerifyCase) -> Finding:
     """Run one check, or return why it can't be made."""
     try:
         return CHECKS[name](case)
@@ -134,13 +129,12 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
     missing = "there is no nextn 0 engine, and {}: give --against"
     with needed_here(manifest, "--against or --model", missing):
         target = manifest.target.name
-        wanted = Wanted(
+        wanted = BuildRequest(
             request.model or manifest.whole_model,
-            (),
+            target=target,
             layers=layers_of(manifest),
             scheme=engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
-            target=target,
             options=find_target(target).build_flags(manifest),
         )
         try:

@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 import typer
 
-from mtpbuild.builder.bench import dataset, engines, measure
+from mtpbuild.builder.bench import engines, measure
 from mtpbuild.builder.bench.bench import BenchRequest, bench
-from mtpbuild.builder.bench.dataset import Asked, group_up, load_groups, sized
-from mtpbuild.builder.bench.engines import Wanted
 from mtpbuild.builder.bench.figures import (
     rows,
 )
-from mtpbuild.builder.bench.measure import Sample
 from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import TargetFlags
+from mtpbuild.builder.measure.prompts import (
+    NUM_REQUESTS,
+    OUTPUT_LEN,
+    Dataset,
+    group_up,
+    load_groups,
+    sized,
+)
+from mtpbuild.builder.measure.runs import Answer, rotated
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -39,7 +45,7 @@ from tests.support.registry import programs_by
 
 
 def test_the_built_in_prompts() -> None:
-    asked = Asked(num_requests=96)
+    asked = Dataset(num_requests=96)
     groups = load_groups(asked, fake_engine(0, max_batch=2), 2)
     kinds = [group[0].kind for group in groups]
     assert kinds == ["code", "reasoning"] * 24
@@ -47,8 +53,8 @@ def test_the_built_in_prompts() -> None:
     ids = [p.task_id for group in groups for p in group]
     assert len(set(ids)) == 96
     assert {p.params.max_tokens for group in groups for p in group} == {256}
-    one_kind = load_groups(Asked("reasoning", output_len=7), fake_engine(0), 1)
-    assert len(one_kind) == dataset.NUM_REQUESTS
+    one_kind = load_groups(Dataset("reasoning", output_len=7), fake_engine(0), 1)
+    assert len(one_kind) == NUM_REQUESTS
     assert one_kind[0][0].params.max_tokens == 7
 
 
@@ -83,10 +89,10 @@ def test_a_datasets_lines(tmp_path: Path) -> None:
         {"task_id": 7, "input_ids": [5, 6, 7], "output_tokens": 9},
         {"task_id": "x", "prompt": "def f"},
     )
-    (first,), (second,) = load_groups(Asked(str(path)), fake_engine(0), 1)
+    (first,), (second,) = load_groups(Dataset(str(path)), fake_engine(0), 1)
     assert (first.kind, first.task_id, first.token_ids) == ("mine", 7, [5, 6, 7])
-    assert (first.params.max_tokens, second.params.max_tokens) == (9, dataset.OUTPUT_LEN)
-    (cut,), _ = load_groups(Asked(str(path), input_len=2, output_len=3), fake_engine(0), 1)
+    assert (first.params.max_tokens, second.params.max_tokens) == (9, OUTPUT_LEN)
+    (cut,), _ = load_groups(Dataset(str(path), input_len=2, output_len=3), fake_engine(0), 1)
     assert (cut.token_ids, cut.params.max_tokens) == ([6, 7], 3)
 
 
@@ -107,7 +113,7 @@ def test_datasets_that_are_refused(
 ) -> None:
     (tmp_path / "mine.jsonl").write_text(text)
     with pytest.raises(UsageError, match=says):
-        load_groups(Asked(str(tmp_path / "mine.jsonl"), **flags), fake_engine(0), 1)
+        load_groups(Dataset(str(tmp_path / "mine.jsonl"), **flags), fake_engine(0), 1)
 
 
 # The measurement
@@ -128,22 +134,22 @@ def test_every_engine_gets_every_request(size: int) -> None:
             assert s.drafting is not None
             assert s.drafting.num_spec_steps == len(s.times)
             assert len(s.token_ids) == 8
-            assert s.begun <= s.times[0]
+            assert s.submitted <= s.times[0]
             assert s.times == sorted(s.times)
     made = rows(contenders, measured)
-    assert [r.overall.same_output for r in made] == [4 * size] * 3
-    lengths = [r.overall.drafting.mean_acceptance_length for r in made]
+    assert [r.overall["same_output_as_nextn_0"] for r in made] == [4 * size] * 3
+    lengths = [r.overall["spec_decode_acceptance_length"] for r in made]
     assert lengths == [1, pytest.approx(9 / 5), 3]  # 8 tokens: 1+2+2+2+2, and 1+4+4, whole steps
 
 
 def test_turns_go_round() -> None:
     contenders = [contender(k) for k in (0, 1, 2)]
-    order = [[c.nextn for c in measure.rotated(contenders, i)] for i in range(4)]
+    order = [[c.nextn for c in rotated(contenders, i)] for i in range(4)]
     assert order == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 def test_contexts_lie_within_the_text() -> None:
-    asked, said = [prompt(length=4)], [Sample(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])]
+    asked, said = [prompt(length=4)], [Answer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])]
     assert measure.contexts_within(asked, said, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
     assert measure.contexts_within(asked, said, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
     assert measure.contexts_within(asked, said, 0.5, -3)[0].token_ids == [0]
@@ -168,9 +174,9 @@ def test_sampled_requests_have_seeds(tmp_path: Path) -> None:
     )
     hot = SamplingParams(8, temperature=0.6)
     for params, seeds in ((hot, [0, 9, 2]), (replace(hot, seed=4), [4, 9, 4])):
-        groups = load_groups(Asked(str(path), params=params), fake_engine(0), 1)
+        groups = load_groups(Dataset(str(path), params=params), fake_engine(0), 1)
         assert [group[0].params.seed for group in groups] == seeds
-    greedy = load_groups(Asked(str(path)), fake_engine(0), 1)
+    greedy = load_groups(Dataset(str(path)), fake_engine(0), 1)
     assert [group[0].params.seed for group in greedy] == [None, 9, None]
 
 
@@ -184,7 +190,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folders(model: Path, *nextn: Nextn, **flags: Any) -> list[str]:
-    built = engines.build_engines(Wanted(str(model), nextn, **flags), Stages())
+    built = engines.build_engines(BuildRequest(str(model), nextn, **flags), Stages())
     return [str(folder) for one in built for folder in (one.folder, one.verifier) if folder]
 
 
@@ -198,7 +204,7 @@ def test_engines_and_their_verifiers(smallest: Path) -> None:
     before = Path("engines/small_n2/engine.json").stat()
     folders(smallest, 2)
     assert Path("engines/small_n2/engine.json").stat().st_ino == before.st_ino  # reused
-    assert folders(smallest, 0, concurrency=(2,)) == ["engines/.bench/small_n0_default_b2"]
+    assert folders(smallest, 0, max_batch=2) == ["engines/.bench/small_n0_default_b2"]
     assert folders(smallest, "auto") == ["engines/small_n0", "engines/small_nauto"]
     assert folders(smallest, 1, drafter="mtp-eagle") == [
         "engines/.bench/small_n0_mtp-eagle_b1",
@@ -410,9 +416,10 @@ def test_errors_are_one_line(
 @pytest.mark.full
 def test_real_engines(smallest: Path, lines_file: Path) -> None:
     """All of it, on a random model: nothing is faked, and drafting changes no token."""
-    wanted = Wanted(str(smallest), (1,))
-    [report] = bench(BenchRequest(wanted, Asked(str(lines_file), num_requests=2), 1, Path("out")))
-    assert [r.overall.same_output for r in report.rows] == [2, 2]
-    assert report.rows[1].overall.drafting.num_draft_tokens > 0
+    dataset = Dataset(str(lines_file), num_requests=2)
+    request = BuildRequest(str(smallest), (1,))
+    [report] = bench(BenchRequest(request, dataset, threads=1, out=Path("out")))
+    assert [r.overall["same_output_as_nextn_0"] for r in report.rows] == [2, 2]
+    assert report.rows[1].overall["spec_decode_draft_tokens"] > 0
     assert len(report.measured[1].verify) == len(report.measured[1].steps)
     assert (Path("out") / "bench.png").exists()

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -11,31 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from rich.console import Console
 
-from mtpbuild.builder.bench import picture
-from mtpbuild.builder.bench.bench import CSV, JSON, write
-from mtpbuild.builder.bench.figures import (
-    ALL,
-    Cost,
-    Figures,
-    Ratio,
-    Row,
-    disagreements,
-    merged,
-    recommendation,
-    rows,
-    speedup,
-)
+from mtpbuild.builder.bench import pictures
+from mtpbuild.builder.bench.bench import write
+from mtpbuild.builder.bench.figures import Row, disagreements, recommendation, rows
 from mtpbuild.builder.bench.measure import Measured
-from mtpbuild.builder.bench.report import Benchmark, print_report, spread, table, to_json
+from mtpbuild.builder.bench.report import Benchmark, print_report, table, to_json
 from mtpbuild.builder.cli.shared import show_results
+from mtpbuild.builder.measure.statistics import ALL, Estimate, speedup, spread, sum_drafting
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.builder.show.results import prepare
+from mtpbuild.builder.show.results import check_writable
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import (
+    answer,
     contender,
-    drafting,
     made_by_hand,
-    sample,
 )
 from tests.support.stand_ins import importing
 
@@ -62,64 +52,65 @@ def test_a_spread() -> None:
 
 def test_figures_by_hand() -> None:
     base, fast = made_by_hand().rows
-    assert base.overall.tokens_per_s == pytest.approx(8 / 16)
-    assert base.overall.speedup == Ratio(1, 1, 1)
-    assert (base.cost.v, base.cost.d, base.overall.predicted) == (1, 0, 1)
-    assert (fast.cost.v, fast.cost.d) == (1.25, 0.25)
-    assert fast.cost.draft_share == pytest.approx(1 / 6)
+    assert base.overall["user_tokens_per_s"] == pytest.approx(8 / 16)
+    assert base.speedup() == Estimate(1, 1, 1)
+    costs = ("verify_cost", "draft_cost", "predicted_speedup")
+    assert [base.overall[name] for name in costs] == [1, 0, 1]
     code, talk, both = fast.kinds["code"], fast.kinds["talk"], fast.overall
+    assert [both[name] for name in costs[:2]] == [1.25, 0.25]
+    assert both["draft_share"] == pytest.approx(1 / 6)
     assert list(fast.kinds) == [ALL, "code", "talk"]
-    assert code.tokens_per_s == pytest.approx(4 / 6)
-    assert code.tokens_per_step == 2
-    assert code.predicted == pytest.approx(2 / 1.5)
-    assert code.speedup.value == pytest.approx((4 / 6) / (4 / 8))
-    assert talk.speedup.value == pytest.approx((4 / 10) / (4 / 8))
-    assert both.speedup.value == pytest.approx((8 / 16) / (8 / 16))
-    assert both.speedup.low == pytest.approx(talk.speedup.value)  # only two requests to draw from
-    assert both.speedup.high == pytest.approx(code.speedup.value)
-    assert (code.ttft, code.e2el, code.itl) == ([4], [10], [3, 3])
-    assert both.tpot == [pytest.approx(6 / 4), pytest.approx(10 / 4)]
-    assert (both.requests, both.input_tokens, both.output_tokens) == (2, 8, 10)
-    assert both.duration == 10 + 13
-    assert both.same_output == 2
+    assert code["user_tokens_per_s"] == pytest.approx(4 / 6)
+    assert code["tokens_per_step"] == 2
+    assert code["predicted_speedup"] == pytest.approx(2 / 1.5)
+    assert code["speedup"]["value"] == pytest.approx((4 / 6) / (4 / 8))
+    assert talk["speedup"]["value"] == pytest.approx((4 / 10) / (4 / 8))
+    assert fast.speedup().value == pytest.approx((8 / 16) / (8 / 16))
+    assert fast.speedup().low == pytest.approx(fast.speedup("talk").value)  # two to draw from
+    assert fast.speedup().high == pytest.approx(fast.speedup("code").value)
+    assert [code[f"median_{name}_ms"] for name in ("ttft", "e2el", "itl")] == [4000, 10000, 3000]
+    assert (both["p50_tpot_ms"], both["std_tpot_ms"]) == (pytest.approx(2000), pytest.approx(500))
+    counts = ("completed", "total_input_tokens", "total_output_tokens", "duration")
+    assert [both[name] for name in counts] == [2, 8, 10, 10 + 13]
+    assert both["same_output_as_nextn_0"] == 2
 
 
 def test_acceptance_counts_all_steps() -> None:
-    both = made_by_hand().rows[1].overall.drafting
+    (first, second) = made_by_hand().measured[2].groups
+    both = sum_drafting([*first, *second])
     assert both.acceptance_histogram == [4, 3, 0]
     assert both.mean_acceptance_length == pytest.approx(1 + 3 / 7)
     assert both.per_position_acceptance_rates == [pytest.approx(3 / 7), 0]
     assert both.draft_acceptance_rate == pytest.approx(3 / 10)
-    assert merged([drafting([2], 0)]).draft_acceptance_rate is None
+    assert sum_drafting([answer("code", [1, 2], [2])]).draft_acceptance_rate is None
 
 
 def test_requests_that_ran_at_once_count_once() -> None:
-    group = [sample("code", [1, 2, 4], [3], begun=0), sample("code", [1, 3, 5], [3], begun=0.5)]
+    group = [answer("code", [1, 2, 4], [3], begun=0), answer("code", [1, 3, 5], [3], begun=0.5)]
     measured: dict[Nextn, Measured] = {0: Measured([group], steps=[1.0])}
     (row,) = rows([contender(0)], measured)
-    assert row.overall.duration == 5
-    assert row.overall.tokens_per_s == pytest.approx(4 / 7)
+    assert row.overall["duration"] == 5
+    assert row.overall["user_tokens_per_s"] == pytest.approx(4 / 7)
 
 
 def test_speedup_skips_draws_without_time() -> None:
-    one = [sample("code", [1.0], [1])]
-    two = [sample("code", [1.0, 2.0], [2])]
-    assert speedup([one, two], [one, two]) == Ratio(1, 1, 1)
-    assert speedup([two], [two]) == Ratio(1, None, None)
-    assert Ratio(1, None, None).interval == "-"
+    one = [answer("code", [1.0], [1])]
+    two = [answer("code", [1.0, 2.0], [2])]
+    assert speedup([one, two], [one, two]) == Estimate(1, 1, 1)
+    assert speedup([two], [two]) == Estimate(1, None, None)
+    assert Estimate(1, None, None).interval == "-"
 
 
 def test_nothing_to_time() -> None:
-    measured: dict[Nextn, Measured] = {0: Measured([[sample("code", [1.0], [1])]])}
+    measured: dict[Nextn, Measured] = {0: Measured([[answer("code", [1.0], [1])]])}
     with pytest.raises(UsageError, match="no request gave two tokens"):
         rows([contender(0)], measured)
 
 
 def row(nextn: int, **ratios: tuple[float, float, float]) -> Row:
     figures = made_by_hand().rows[1].overall
-    names = {f.name: getattr(figures, f.name) for f in Figures.__dataclass_fields__.values()}
-    kinds = {kind: Figures(**names | {"speedup": Ratio(*r)}) for kind, r in ratios.items()}
-    return Row(nextn, "mtp-eagle" if nextn else None, Cost(1, 1.2, 1.5), kinds)
+    kinds = {kind: figures | {"speedup": asdict(Estimate(*r))} for kind, r in ratios.items()}
+    return Row(nextn, "mtp-eagle" if nextn else None, kinds)
 
 
 ONE = (1.0, 1.0, 1.0)
@@ -163,7 +154,7 @@ def test_recommendation(rest: list[Row], nextn: int, says: str) -> None:
 
 def test_disagreements() -> None:
     figures = made_by_hand().rows[1]
-    assert figures.overall.predicted == pytest.approx(1.6 / 1.5)
+    assert figures.overall["predicted_speedup"] == pytest.approx(1.6 / 1.5)
     close, far = row(1, all=(1.1, 1.0, 1.2)), row(2, all=(1.3, 1.2, 1.4))
     assert disagreements([close]) is None
     assert "5 % apart: nextn 2 1.30x against 1.07x." in (disagreements([close, far]) or "")
@@ -228,7 +219,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    picture.draw(made_by_hand().rows, tmp_path / "x.png", "title", "note")
+    pictures.draw_speedups(made_by_hand(), tmp_path / "x.png")
     data = (tmp_path / "x.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
@@ -236,9 +227,11 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_the_numbers_stand_above_bar_and_prediction() -> None:
     axes, rows = Figure().subplots(), made_by_hand().rows
-    picture.draw_speedup(axes, rows, ["code", "talk"])
+    pictures.draw_speedup(axes, rows, ["code", "talk"])
     heights = [text.xy[1] for text in axes.texts if isinstance(text, Annotation)]
-    marks = [row.kinds[kind].predicted or 0.0 for kind in ("code", "talk") for row in rows]
+    marks = [
+        row.kinds[kind]["predicted_speedup"] or 0.0 for kind in ("code", "talk") for row in rows
+    ]
     assert len(heights) == len(marks) == 4
     assert all(height >= mark for height, mark in zip(heights, marks, strict=True))
 
@@ -247,22 +240,22 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with importing({"matplotlib": None}):
-        prepare(tmp_path / "out")
+        check_writable(tmp_path / "out")
         write([made_by_hand()], tmp_path / "out")
-        show_results(tmp_path / "out" / JSON, False, lambda: print("tables"), "picture")
+        show_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"), "picture")
     printed = capsys.readouterr()
-    assert printed.out == f"tables\nwrote {tmp_path / 'out' / JSON}\n"
+    assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {JSON, CSV}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json", "bench.csv"}
 
 
 def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
     """A line per nextn and kind, with the JSON's keys; lists and objects have dotted columns."""
     report = made_by_hand()
     write([report], tmp_path)
-    with (tmp_path / CSV).open(newline="") as file:
+    with (tmp_path / "bench.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    document = json.loads((tmp_path / JSON).read_text())
+    document = json.loads((tmp_path / "bench.json").read_text())
     results = {str(result["nextn"]): result for result in document["results"]}
     kinds = ("all", "code", "talk")
     assert [(line["nextn"], line["kind"]) for line in lines] == list(product("02", kinds))
@@ -278,11 +271,12 @@ def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
 
 def test_the_picture_of_steps_has_all_of_them() -> None:
     """Each nextn's bars add up to 1, and its accepted drafts are those of the table."""
-    rows, (left, right) = made_by_hand().rows, Figure().subplots(1, 2)
-    picture.draw_times(left, rows)
+    report, (left, right) = made_by_hand(), Figure().subplots(1, 2)
+    pictures.draw_times(left, report)
     heights = [polygon.get_path().vertices[1:-1:2, 1] for polygon in left.patches]
     assert [sum(each) for each in heights] == pytest.approx([1, 1])
-    picture.draw_positions(right, rows)
+    pictures.draw_positions(right, report.rows)
     drawn = [list(line.get_ydata()) for line in right.lines]
-    assert drawn == [[*row.overall.drafting.per_position_acceptance_rates] for row in rows]
+    name = "spec_decode_per_position_acceptance_rates"
+    assert drawn == [[*row.overall[name]] for row in report.rows]
     assert drawn[1]

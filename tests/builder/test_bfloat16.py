@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.measure.runs import Answer, run_prompts
 from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -25,7 +26,6 @@ from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Programs
@@ -48,7 +48,7 @@ GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
 WIDE = {"lm_head", "gate.weight", "gate.e_score_correction_bias"}
-Run = Callable[..., list[Played]]
+Run = Callable[..., list[Answer]]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_texts_of_every_nextn(eagerly: MakePrograms, model: PlainDeepseek) -> No
     for nextn, drafter in ENGINES:
         programs, manifest = eagerly(nextn, drafter)
         with Engine(programs, manifest) as engine:
-            texts.append(play(engine, asked, [GREEDY] * len(asked), together=True))
-            hot = play(engine, asked[:1], [HOT])
+            texts.append(run_prompts(engine, asked, [GREEDY] * len(asked), together=True))
+            hot = run_prompts(engine, asked[:1], [HOT])
         check(model, asked, texts[-1])
         check_logprobs(model, asked[:1], hot)
         drafting = texts[-1][0].drafting
@@ -127,7 +127,7 @@ def test_on_a_gpu(eagerly: MakePrograms, model: PlainDeepseek, tmp_path: Path) -
     programs, manifest = eagerly(2, "mtp-eagle", gpu)
     asked = prompts(9, 3, 5)
     with Engine(programs, manifest) as engine:
-        check(model, asked, play(engine, asked, [GREEDY] * 3, together=True))
+        check(model, asked, run_prompts(engine, asked, [GREEDY] * 3, together=True))
     assert isinstance(programs, CudaPrograms)
     assert programs.state["kv.0"].dtype == np.uint16
     held, opener = programs._given.values(), opened(programs._packages)
@@ -252,5 +252,5 @@ def test_compiled(
         built = build_engine(folder, nextn, drafter, **flags)
     asked = prompts(140, 1, 6, 11)
     with Engine.load(built, threads=1) as engine:
-        check(model, asked, play(engine, asked, [GREEDY] * len(asked)))
-        check_logprobs(model, asked, play(engine, asked, [HOT] * len(asked)))
+        check(model, asked, run_prompts(engine, asked, [GREEDY] * len(asked)))
+        check_logprobs(model, asked, run_prompts(engine, asked, [HOT] * len(asked)))

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.measure.checks import ROUNDED
+from mtpbuild.builder.measure.runs import Answer, run_prompts
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify import verify
-from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.requantised import Requantised
@@ -370,10 +370,10 @@ def test_the_programs(small: Path, tmp_path: Path) -> None:
     assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
 
 
-def texts_of(engine: Path) -> list[Played]:
+def texts_of(engine: Path) -> list[Answer]:
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(engine, threads=1) as loaded:
-        return play(loaded, PROMPTS, params)
+        return run_prompts(loaded, PROMPTS, params)
 
 
 def no_wide_ends(engine: Path) -> None:

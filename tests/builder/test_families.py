@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.measure.checks import ROUNDED
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
@@ -27,9 +29,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
@@ -537,7 +537,7 @@ def test_quantised_engines_equal_the_dequantised_model(
     prompts = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (2, 9, 20)]
     params = [SamplingParams(max_tokens=30, ignore_eos=True, logprobs=1)] * len(prompts)
     with Engine.load(engine.folder, threads=1) as loaded:
-        played = play(loaded, prompts, params)
+        played = run_prompts(loaded, prompts, params)
     found = judge(plain_with_rounding(checkpoint), prompts, played, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.measure.checks import ROUNDED
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.blocks import (
     Blocks,
     EmbeddingBlocks,
@@ -16,9 +18,7 @@ from mtpbuild.builder.models.common.blocks import (
 )
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
@@ -156,7 +156,7 @@ def test_an_engine(name: str, kernels: str, folders: dict[str, Path], tmp_path: 
     assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(tmp_path / "e", threads=1) as engine:
-        played = play(engine, PROMPTS, params)
+        played = run_prompts(engine, PROMPTS, params)
     found = judge(plain_with_rounding(folders[name]), PROMPTS, played, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.measure.compare import MOST
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -22,9 +24,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.placed import EngineWeights
@@ -257,7 +257,7 @@ def test_an_engine(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     assert manifest.files[WEIGHTS].size < 1.5 * sources, "spread scales, embedding and head in fp32"
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(tmp_path, threads=1) as engine:
-        played = play(engine, PROMPTS, params)
+        played = run_prompts(engine, PROMPTS, params)
     for prompt, text in zip(PROMPTS, played, strict=True):
         assert text.token_ids == greedy(plain, prompt, 40)
     found = judge(plain, PROMPTS, played, MOST)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.study.figures import BINS, binned, judged, studied
+from mtpbuild.builder.study import BINS, judged_drafts, make_bins, study_trace
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.trace.lines import read_trace
 from mtpbuild.runtime.trace.recorder import entropies
@@ -32,7 +32,7 @@ def write_trace(path: Path, *, nextn: int = 2, tokens: int = 50) -> Path:
 def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
     """Those of the fake are accepted by their position; behind a wrong one nothing is judged."""
     trace = read_trace(write_trace(tmp_path / "a.jsonl"))
-    drafts = [*judged(trace)]
+    drafts = [*judged_drafts(trace)]
     assert all(draft.accepted == (draft.position % 4 != 0) for draft in drafts)
     assert {draft.draft for draft in drafts} == {1, 2}
     for task_id, traced in trace.requests.items():
@@ -46,7 +46,7 @@ def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
 
 
 def test_shares_by_the_place_in_a_step(tmp_path: Path) -> None:
-    found = studied(read_trace(write_trace(tmp_path / "a.jsonl")))
+    found = study_trace(read_trace(write_trace(tmp_path / "a.jsonl")))
     counts = Counter((draft.draft, draft.accepted) for draft in found.drafts)
     for each in found.bins["draft"]:
         assert each.low == each.high == each.mean
@@ -60,15 +60,15 @@ def test_bins_have_every_point_once(distinct: int) -> None:
     rng = np.random.default_rng(distinct)
     values = rng.permutation(np.arange(1000) % distinct / 7)
     points = [(float(value), bool(value * 7 % 2 > 0.5)) for value in values]
-    bins = binned(points)
+    bins = make_bins(points)
     assert sum(each.judged for each in bins) == 1000
     assert all(a.high < b.low for a, b in pairwise(bins))
     for each in bins:
         mine = [(x, y) for x, y in points if each.low <= x <= each.high]
         assert (each.judged, each.accepted) == (len(mine), sum(y for _, y in mine))
         assert each.mean == pytest.approx(sum(x for x, _ in mine) / len(mine))
-        low, high = each.interval
-        assert low - 1e-9 <= each.share <= high + 1e-9
+        share = each.share
+        assert share.low - 1e-9 <= share.value <= share.high + 1e-9
     assert len(bins) == min(distinct, BINS)
     most = 1000 / BINS + 4 if distinct == 500 else 1000
     assert max(each.judged for each in bins) <= most
@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, out, err = invoke("study", *paths, "--out", tmp_path / "out")
     assert (code, err) == (0, "")
     traces = [read_trace(path) for path in paths]
-    every = [draft for trace in traces for draft in judged(trace)]
+    every = [draft for trace in traces for draft in judged_drafts(trace)]
     with (tmp_path / "out" / "study.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [int(line["position"]) for line in lines] == [draft.position for draft in every]

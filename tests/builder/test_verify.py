@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,22 +13,22 @@ import pytest
 import typer
 
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.measure.compare import LEAST, TIE, Finding, NotChecked, compare
+from mtpbuild.builder.measure.prompts import Prompt
+from mtpbuild.builder.measure.runs import Answer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.verify import verify as module
-from mtpbuild.builder.verify.checks import CHECKS, Case
-from mtpbuild.builder.verify.compare import LEAST, TIE, Finding, NotChecked, compare
+from mtpbuild.builder.verify.checks import CHECKS, VerifyCase
 from mtpbuild.builder.verify.distribution import EXPECTED, fit, survival
 from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
-from mtpbuild.runtime import Engine
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.cpu_library import ISAS, find_library
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.safetensors_header import read_header
-from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
@@ -56,9 +57,9 @@ TOY_CHECKS = [name for name in CHECKS if name not in (PLAIN, MACHINE)]
 PROMPTS = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
 
 
-def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> Case:
+def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> VerifyCase:
     engine = toy_engine(kind, nextn, **build)
-    return Case(
+    return VerifyCase(
         engine,
         base=toy_engine(Toy, 0),
         reloaded=lambda chunk=64, threads=None: toy_engine(kind, nextn, prefill_chunk=chunk),
@@ -135,7 +136,7 @@ def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
     return str(reason.value)
 
 
-def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> Case:
+def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase:
     """A case whose manifest says that the engine computes in `dtype`, with weights in a format."""
     made = case(kind)
     build = made.engine.manifest.build.model_copy(update={"dtype": dtype, "weights": weights})
@@ -161,7 +162,7 @@ def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: st
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
 
 
-def exact_case(kind: type[Toy] = Toy) -> Case:
+def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
     """A case of two engines that say that they are exact."""
     made = case(kind, max_batch=3)
     for engine in (made.engine, made.base):
@@ -220,8 +221,12 @@ def test_a_baseline_is_of_the_engines_target(
 # The arithmetic
 
 
-def played(tokens: list[int], margins: list[float], logprob: float = -1.0) -> Played:
-    return Played(tokens, [logprob] * len(tokens), margins, Acceptance(0).report())
+def played(
+    tokens: list[int], margins: list[float], logprob: float | Sequence[float] = -1.0
+) -> Answer:
+    logprobs = [logprob] * len(tokens) if isinstance(logprob, float) else [*logprob]
+    prompt = Prompt("", 0, [], SamplingParams())
+    return Answer(prompt, token_ids=tokens, logprobs=logprobs, margins=margins)
 
 
 def test_near_ties() -> None:
@@ -230,7 +235,7 @@ def test_near_ties() -> None:
     ours = played([1, 5, 6, 7], [9.0, 1e-6, 9.0, 9.0], -1.0)
     seen = []
 
-    def replay(number: int, known: list[int], count: int) -> Played:
+    def replay(number: int, known: list[int], count: int) -> Answer:
         seen.append((number, known, count))
         return played([3, 4], [9.0, 9.0])
 
@@ -248,7 +253,7 @@ def test_what_is_near_is_measured() -> None:
     """4 times the difference of the log-probabilities of the same tokens."""
     theirs, margin = played([1, 2], [9.0, 5e-4], -1.0), 5e-4
     for noise, passes in ((1e-4, False), (2e-4, True)):
-        ours = Played([1, 3], [-1.0 - noise, -1.0], [9.0, margin], theirs.drafting)
+        ours = played([1, 3], [9.0, margin], [-1.0 - noise, -1.0])
         found = compare([ours], [theirs], lambda *_: pytest.fail("nothing is left to say"))
         assert found.passed == passes
     assert margin > TIE * LEAST
@@ -260,7 +265,7 @@ def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
     theirs = played([1] * count, [9.0] * count, -1.0)
     for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):
         logprobs = [-1.07] * jumps + [-1.0] * (count - jumps)
-        ours = Played([1] * count, logprobs, [9.0] * count, theirs.drafting)
+        ours = played([1] * count, [9.0] * count, logprobs)
         found = compare([ours], [theirs], lambda *_: pytest.fail("they don't part"))
         assert found.passed == passes
 
@@ -302,8 +307,8 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: PlainDeep
     best, second = known.topk(2).indices.tolist()
     logprobs = known.log_softmax(-1)
 
-    def said(token: int, off: float = 0.0) -> list[Played]:
-        return [Played([token], [float(logprobs[token]) + off], [1.0], Acceptance(0).report())]
+    def said(token: int, off: float = 0.0) -> list[Answer]:
+        return [played([token], [1.0], float(logprobs[token]) + off)]
 
     assert judge(model, prompts, said(best)).passed
     found = judge(model, prompts, said(second))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.targets.capability import GPUS, architecture
-from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.programs.aot_package import open_packages
@@ -98,8 +98,8 @@ def test_bfloat16(
     flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": slots}
     asked = prompts(140, 1, 6, 11)
     with Engine.load(build_engine(folder, nextn, drafter, dtype="bfloat16", **flags)) as engine:
-        check(exact, asked, play(engine, asked, [GREEDY] * len(asked), together=True))
-        check_logprobs(exact, asked, play(engine, asked, [HOT] * len(asked)))
+        check(exact, asked, run_prompts(engine, asked, [GREEDY] * len(asked), together=True))
+        check_logprobs(exact, asked, run_prompts(engine, asked, [HOT] * len(asked)))
 
 
 @pytest.fixture

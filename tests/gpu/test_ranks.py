@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT
@@ -88,7 +88,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"tp": 2, "device": "cuda", "dtype": "bfloat16"}
     asked = [PROMPT, [5]]
     with started(make(checkpoint, tmp_path / "engine", **flags)) as loaded:
-        check(exact, asked, play(loaded, asked, [GREEDY] * 2))
+        check(exact, asked, run_prompts(loaded, asked, [GREEDY] * 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

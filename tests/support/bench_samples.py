@@ -6,14 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.dataset import Prompt
 from mtpbuild.builder.bench.figures import (
     Row,
     rows,
 )
-from mtpbuild.builder.bench.machine import describe_machine
-from mtpbuild.builder.bench.measure import Contender, Measured, Sample
+from mtpbuild.builder.bench.measure import Contender, Measured
 from mtpbuild.builder.bench.report import Benchmark
+from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.prompts import Prompt
+from mtpbuild.builder.measure.runs import Answer
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
@@ -35,13 +36,13 @@ def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
     return acceptance.report()
 
 
-def sample(kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0) -> Sample:
+def answer(kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0) -> Answer:
     """Makes a request in which all tokens of every step were kept."""
     tokens = sum((j + 1) * steps for j, steps in enumerate(histogram))
     assert sum(histogram) == len(times)
     nextn = len(histogram) - 1
     report = drafting(histogram, nextn * (len(times) - 1))
-    return Sample(prompt(kind), begun, list(times), list(range(tokens)), report)
+    return Answer(prompt(kind), begun, list(times), list(range(tokens)), report)
 
 
 def by_hand() -> dict[Nextn, Measured]:
@@ -49,8 +50,8 @@ def by_hand() -> dict[Nextn, Measured]:
 
     With nextn 2 they are the same 5 tokens in 3 steps of 3 s, and 4 tokens.
     """
-    base = [sample("code", [3, 5, 7, 9, 11], [5]), sample("talk", [2, 4, 6, 8, 10], [5])]
-    fast = [sample("code", [4, 7, 10], [1, 2, 0]), sample("talk", [3, 6, 10, 13], [3, 1, 0])]
+    base = [answer("code", [3, 5, 7, 9, 11], [5]), answer("talk", [2, 4, 6, 8, 10], [5])]
+    fast = [answer("code", [4, 7, 10], [1, 2, 0]), answer("talk", [3, 6, 10, 13], [3, 1, 0])]
     return {
         0: Measured([[s] for s in base], steps=[2.0, 2.0, 9.0]),
         2: Measured([[s] for s in fast], steps=[3.0, 3.0, 1.0], verify=[2.5]),

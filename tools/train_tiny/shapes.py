@@ -80,16 +80,16 @@ def warm_up(trainer: train.Trainer, code: Any, chats: Any) -> None:
 def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Measure milliseconds per step and their ratios with mtpbuild's own benchmark."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
-    from mtpbuild.builder.bench.dataset import Asked
-    from mtpbuild.builder.bench.engines import Wanted
     from mtpbuild.builder.bench.report import to_json
+    from mtpbuild.builder.measure.prompts import Dataset
+    from mtpbuild.builder.request import BuildRequest
 
     write(model, folder)
     for name in FILES:
         shutil.copy(Path(args.tokenizer) / name, folder / name)
-    asked = Asked(num_requests=args.requests, output_len=96)
-    wanted = Wanted(str(folder), (NEXTN,))
-    [report] = bench(BenchRequest(wanted, asked, threads=args.threads, out=folder / "bench"))
+    asked = Dataset(num_requests=args.requests, output_len=96)
+    built = BuildRequest(str(folder), (NEXTN,))
+    [report] = bench(BenchRequest(built, asked, threads=args.threads, out=folder / "bench"))
     plain, drafting = to_json(report)["results"]
     v, d = drafting["verify_cost"], drafting["draft_cost"]
     return {

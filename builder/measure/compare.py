@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from mtpbuild.builder.verify.play import Played
+from mtpbuild.builder.measure.runs import Answer
 
 # A near-tie has a margin of at most TIE times the measured difference between the log-probabilities
 # that the two engines give to the same tokens.
@@ -16,7 +16,7 @@ MOST = 1e-2  # beyond this difference the two are different models
 PARTED = 0.05  # share of the texts that may diverge; one text always may
 
 # (number of the text, tokens to append to its prompt, number of tokens to add) -> our answer
-Replay = Callable[[int, list[int], int], Played]
+Replay = Callable[[int, list[int], int], Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class NotChecked(Exception):  # noqa: N818 - not an error: a check that has noth
 
 
 def compare(
-    ours: Sequence[Played],
-    theirs: Sequence[Played],
+    ours: Sequence[Answer],
+    theirs: Sequence[Answer],
     replay: Replay,
     most: float = MOST,
     parted: float = PARTED,
@@ -68,7 +68,7 @@ def compare(
     return Finding(True, said + near, figures)
 
 
-def equal(ours: Sequence[Played], theirs: Sequence[Played]) -> Finding:
+def equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Finding:
     """Compare every token and every log-probability, of which no bit may differ."""
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs)}
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -81,7 +81,7 @@ def equal(ours: Sequence[Played], theirs: Sequence[Played]) -> Finding:
 
 
 def differences(
-    number: int, ours: Played, theirs: Played, replay: Replay
+    number: int, ours: Answer, theirs: Answer, replay: Replay
 ) -> Iterator[tuple[float, str]]:
     """Find every place where our engine chooses another token after the same tokens.
 
@@ -111,7 +111,7 @@ def largest_but_jumps(differences: Iterable[float]) -> float:
     return found[-1 - len(found) // 100] if found else 0.0
 
 
-def apart(ours: Played, theirs: Played) -> list[float]:
+def apart(ours: Answer, theirs: Answer) -> list[float]:
     """List the differences of log-probabilities, up to the first token that differs."""
     same = first_difference(ours.token_ids, theirs.token_ids)
     return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]

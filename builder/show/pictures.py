@@ -1,6 +1,6 @@
 """The parts that all pictures share: panels, intervals, the small print."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from mtpbuild.builder.measure.statistics import Estimate
+
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 GREY = "#777777"
 
 
-def missing() -> str | None:
+def why_no_pictures() -> str | None:
     """Return why nothing can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
         return f"pictures need matplotlib, which is not installed: {install('bench')}"
@@ -47,6 +49,11 @@ def panels(
     figure.savefig(path, dpi=160)
 
 
+def machine_note(machine: Mapping[str, Any]) -> str:
+    """Return the small print that names the machine that was measured, and the command."""
+    return f"{machine['cpu']}, {machine['cores']} cores; {machine['command']}"
+
+
 def colour(number: int) -> str:
     """Choose the colour of a series; after the last colour the first one follows."""
     return COLOURS[number % len(COLOURS)]
@@ -56,6 +63,13 @@ def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -
     """Write the names of the places 0, 1, .. under a panel."""
     axes.set_xlabel(name)
     axes.set_xticks(range(len(places)), list(map(str, places)), **options)
+
+
+def draw_lines(axes: "Axes", places: Sequence[float], lines: Mapping[str, Sequence[float]]) -> None:
+    """Draw a line with dots per series, each in its colour; a line may end before the others."""
+    for number, (label, values) in enumerate(lines.items()):
+        look: dict[str, Any] = {"color": colour(number), "label": label}
+        axes.plot(places[: len(values)], values, "o-", **look)
 
 
 def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
@@ -71,10 +85,10 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
     )
 
 
-def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
-    """Return how far intervals reach below and above their values; None: no interval."""
-    below = [max(0.0, value - (low or value)) for value, low, _ in points]
-    return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
+def spans(points: Sequence["Estimate"]) -> list[list[float]]:
+    """Return how far intervals reach below and above their values."""
+    below = [max(0.0, p.value - (p.low or p.value)) for p in points]
+    return [below, [max(0.0, (p.high or p.value) - p.value) for p in points]]
 
 
 def write_above(axes: "Axes", text: str, place: float, height: float, **look: Any) -> None:

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.flags import AskedFlags
+from mtpbuild.builder.flags import DatasetFlags
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -19,8 +19,8 @@ NUM_REQUESTS = 20  # of the built-in prompts, without --num-requests
 
 
 @dataclass(frozen=True)
-class Asked(AskedFlags):
-    """The flags that choose the requests."""
+class Dataset(DatasetFlags):
+    """A choice of requests: from which file, how many, and how long."""
 
     # Defaults for parameters that neither a line nor a flag sets.
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_LEN))
@@ -39,13 +39,13 @@ class Prompt:
 Group = list[Prompt]  # of one kind; its requests run concurrently
 
 
-def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
+def load_groups(dataset: Dataset, engine: Engine, concurrency: int) -> list[Group]:
     """Make groups of `concurrency` requests, in which the kinds alternate; raise UsageError."""
-    names = BUILT_IN if asked.dataset is None else (asked.dataset,)
+    names = BUILT_IN if dataset.dataset is None else (dataset.dataset,)
     paths = [built_in(name) if name in BUILT_IN else Path(name) for name in names]
-    prompts = {path.stem: _read(path, asked, engine) for path in paths}
+    prompts = {path.stem: _read(path, dataset, engine) for path in paths}
     default = NUM_REQUESTS if names[0] in BUILT_IN else None
-    return group_up(prompts, concurrency, asked.num_requests, default)
+    return group_up(prompts, concurrency, dataset.num_requests, default)
 
 
 def built_in(name: str) -> Path:
@@ -92,18 +92,18 @@ def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None
     return replace(prompt, token_ids=[*start, *body])
 
 
-def _read(path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
+def _read(path: Path, dataset: Dataset, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
     hint = f"; built in: {', '.join(BUILT_IN)}"
     prompts = [
         Prompt(path.stem, r.task_id, r.token_ids, seeded(r.params, number))
-        for number, r in enumerate(read_requests(path, engine, asked.params, "--dataset", hint))
+        for number, r in enumerate(read_requests(path, engine, dataset.params, "--dataset", hint))
     ]
-    if asked.output_len is not None:
-        most = in_range(1, asked.output_len, capacity, "--output-len")
+    if dataset.output_len is not None:
+        most = in_range(1, dataset.output_len, capacity, "--output-len")
         prompts = [replace(p, params=replace(p.params, max_tokens=most)) for p in prompts]
-    if asked.input_len is not None:
-        length = in_range(1, asked.input_len, capacity, "--input-len")
+    if dataset.input_len is not None:
+        length = in_range(1, dataset.input_len, capacity, "--input-len")
         bos = engine.manifest.model.bos_token_id
         prompts = [sized(p, length, prompts, bos) for p in prompts]
     hint = ": see --input-len, --output-len"

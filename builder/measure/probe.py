@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.verify.checks import Case, batch, chunks
-from mtpbuild.builder.verify.compare import Finding, NotChecked, equal
-from mtpbuild.builder.verify.play import load_again, play
+from mtpbuild.builder.measure.checks import Case, batch, chunks
+from mtpbuild.builder.measure.compare import Finding, NotChecked, equal
+from mtpbuild.builder.measure.runs import reload_engine, run_prompts
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import MtpbuildError
 
@@ -33,9 +33,9 @@ def probe(folder: Path) -> ProbeResult:
             engine = stack.enter_context(Engine.load(folder, threads=1))
 
             def reloaded(chunk: int | None = None, threads: int = 2) -> Engine:
-                return stack.enter_context(load_again(folder, engine, chunk, threads))
+                return stack.enter_context(reload_engine(folder, engine, chunk, threads))
 
-            case = Case(engine, "", reloaded, [*prompts(engine)], TOKENS, seeds=0, checkpoint=None)
+            case = Case(engine, reloaded, [*prompts(engine)], TOKENS)
             for name, check in CHECKS.items():
                 try:
                     found = check(case)
@@ -71,7 +71,7 @@ def steps(case: Case) -> Finding:
         replace(text, token_ids=text.token_ids[half:], logprobs=text.logprobs[half:])
         for text in case.greedy
     ]
-    return equal(play(case.engine, longer, params), rest)
+    return equal(run_prompts(case.engine, longer, params), rest)
 
 
 CHECKS = {

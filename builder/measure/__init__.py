@@ -1,0 +1,1 @@
+"""What the commands that measure engines share: prompts, runs of requests, statistics."""

@@ -1,0 +1,172 @@
+"""`mtpbuild study`: which drafts were accepted, from traces, by their place and certainty."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtpbuild.builder.measure.statistics import Estimate, estimate_share
+from mtpbuild.builder.show.pictures import colour, panels, share_legend, spans
+from mtpbuild.builder.show.results import check_writable, write_results
+from mtpbuild.builder.show.tables import figures_table, say
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.trace.lines import TaskId, TraceFile, read_trace
+
+BINS = 8
+AXES = {  # by the field of `JudgedDraft` that drafts are binned by
+    "draft": "draft of a step",
+    "position": "position in the context",
+    "margin": "margin of the target",
+    "entropy": "entropy of the target, nats",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedDraft:
+    """A draft that a step judged; drafts after the first rejected one are not judged."""
+
+    task_id: TaskId
+    step: int
+    draft: int  # 1 for the first of its step
+    position: int  # of the drafted token, among prompt and output
+    accepted: bool
+    margin: float | None  # None for an infinite one
+    entropy: float | None  # of the target, in nats; None if the trace has none
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """The drafts whose value lies between `low` and `high`, both included."""
+
+    low: float
+    high: float
+    mean: float
+    judged: int
+    accepted: int
+
+    @property
+    def share(self) -> Estimate:
+        return estimate_share(self.accepted, self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStudy:
+    """The drafts of one trace, and bins by each of `AXES` that the trace records."""
+
+    trace: TraceFile
+    drafts: list[JudgedDraft]
+    bins: dict[str, list[Bin]]
+
+    @property
+    def accepted(self) -> int:
+        return sum(draft.accepted for draft in self.drafts)
+
+
+def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
+    """Read traces and write study.json, study.csv and study.png; raise UsageError."""
+    check_writable(out)
+    found = [study_trace(read_trace(path)) for path in paths]
+    document = {"traces": [to_json(one) for one in found]}
+    rows = ({"trace": str(one.trace.path), **asdict(d)} for one in found for d in one.drafts)
+    write_results(out, "study", document, rows, {"study": partial(draw, found)})
+    return found
+
+
+def study_trace(trace: TraceFile) -> TraceStudy:
+    drafts = [*judged_drafts(trace)]
+    if not drafts:
+        raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
+    bins = {}
+    for name in AXES:
+        values = [(getattr(draft, name), draft.accepted) for draft in drafts]
+        if known := [(value, accepted) for value, accepted in values if value is not None]:
+            bins[name] = make_bins(known)
+    return TraceStudy(trace, drafts, bins)
+
+
+def judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
+    """List the drafts of a trace that were judged."""
+    for task_id, request in trace.requests.items():
+        for step, row in request.rows():
+            if row < step.num_drafts:
+                yield JudgedDraft(
+                    task_id=task_id,
+                    step=step.step,
+                    draft=row + 1,
+                    position=step.position + 1 + row,
+                    accepted=row < step.n - 1,
+                    margin=step.margins[row],
+                    entropy=step.entropies[row] if step.entropies else None,
+                )
+
+
+def make_bins(points: Sequence[tuple[float, bool]]) -> list[Bin]:
+    """Put points into a bin per value, or into at most `BINS` bins of similar counts."""
+    values, accepted = np.array([x for x, _ in points], float), np.array([y for _, y in points])
+    distinct = np.unique(values)
+    if len(distinct) > BINS:
+        distinct = np.unique(np.quantile(values, np.arange(BINS) / BINS, method="lower"))
+    places = np.searchsorted(distinct, values, side="right") - 1
+    bins = []
+    for place in range(len(distinct)):
+        mine, verdicts = values[places == place], accepted[places == place]
+        counts = len(mine), int(verdicts.sum())
+        bins.append(Bin(float(mine.min()), float(mine.max()), float(mine.mean()), *counts))
+    return bins
+
+
+def to_json(one: TraceStudy) -> dict[str, Any]:
+    first = next(iter(one.trace.requests.values())).request
+    return {
+        "trace": str(one.trace.path),
+        **{name: getattr(first, name) for name in ("model", "nextn", "drafter", "target")},
+        "judged": len(one.drafts),
+        "accepted": one.accepted,
+        "by": {
+            name: [
+                asdict(b) | {"share": b.share.value, "interval": (b.share.low, b.share.high)}
+                for b in bins
+            ]
+            for name, bins in one.bins.items()
+        },
+    }
+
+
+def print_report(found: Sequence[TraceStudy]) -> None:
+    """Print a table for each trace and each of its axes."""
+    for one in found:
+        say(f"{one.trace.path}: {one.accepted} of {len(one.drafts)} judged drafts", style="bold")
+        for name, bins in one.bins.items():
+            table = figures_table(AXES[name], ("judged", "accepted", "95 %"))
+            for each in bins:
+                share = each.share
+                ends = dict.fromkeys(f"{end:.4g}" for end in (each.low, each.high))
+                cells = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
+                table.add_row(" to ".join(ends), str(each.judged), *cells)
+            say(table)
+        if "entropy" not in one.bins:
+            say("it has no entropies: `mtpbuild run` with --json --logprobs 1 records them")
+
+
+def draw(found: Sequence[TraceStudy], path: Path) -> None:
+    """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
+    note = "of the drafts that were judged; a point: drafts of like values; 95 % intervals"
+    with panels(path, note, rows=2) as (figure, every):
+        for axes, (name, title) in zip(every, AXES.items(), strict=True):
+            for number, one in enumerate(found):
+                bins = one.bins.get(name, [])
+                shares = [b.share for b in bins]
+                x, y = [b.mean for b in bins], [share.value for share in shares]
+                look: dict[str, Any] = {"color": colour(number), "label": one.trace.path.name}
+                axes.errorbar(x, y, spans(shares) if bins else None, fmt="o-", capsize=2, **look)
+            axes.set_xlabel(title)
+            axes.set_ylabel("share accepted")
+            axes.set_ylim(0, 1.02)
+        draft, _, _, entropy = every
+        draft.set_xticks(sorted({int(b.low) for one in found for b in one.bins["draft"]}))
+        if not any("entropy" in one.bins for one in found):
+            entropy.set_title("not in these traces", fontsize=9)
+        share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])

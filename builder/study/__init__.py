@@ -1,1 +1,0 @@
-"""`mtpbuild study`: where drafts were accepted, from traces."""
