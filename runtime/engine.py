@@ -15,7 +15,6 @@ from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import (
     ContextLengthError,
@@ -33,6 +32,7 @@ from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thoug
 from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
+from mtpbuild.runtime.step_controls import make_step_controls
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 from mtpbuild.runtime.warm import warm_up
 
@@ -268,7 +268,7 @@ class Engine:
         Raises MissingDependencyError for a grammar if llguidance is not installed. form: whether to
         compile the grammar, which may take a second.
         """
-        controls = controls_of([0], params, self.manifest)
+        controls = make_step_controls([0], params, self.manifest)
         if form:
             self._grammars.holding(params, controls)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import WORD, Controls
+from mtpbuild.runtime.contract.controls import WORD, StepControls
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
@@ -57,7 +57,12 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: "LLMatcher", ends: Sequence[int], window: int, words: int, controls: Controls
+        self,
+        matcher: "LLMatcher",
+        ends: Sequence[int],
+        window: int,
+        words: int,
+        controls: StepControls,
     ) -> None:
         self._matcher, self._ends = matcher, ends
         self._shape = window, words
@@ -127,16 +132,16 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
 
-    def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
+    def holding(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
         """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
-        if not params.held:
+        if not params.constraint:
             return None
-        self._check_able(params.held)
+        self._check_able(params.constraint)
         return TokenLimits(params, self._manifest, self._tokenizer)
 
-    def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
+    def matcher(self, asked: StructuredOutputs, controls: StepControls) -> Matcher:
         """Return a matcher at the start of a grammar.
 
         Raises RequestError if the engine has no constraints or cannot follow this grammar,

@@ -10,7 +10,6 @@ from typing import Literal, Protocol, Self
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
 from mtpbuild.runtime.errors import (
     EngineError,
     MtpbuildError,
@@ -23,6 +22,7 @@ from mtpbuild.runtime.grammar import Grammar
 from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
+from mtpbuild.runtime.step_controls import end_ids, make_step_controls, rates_of
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ class Request:
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.controls = controls_of(prompt, params, manifest, tokenizer)
+        self.controls = make_step_controls(prompt, params, manifest, tokenizer)
         self.synthetic = rates_of(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -25,27 +25,37 @@ from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    MAX_SALT,
-    MAX_STOP,
-    MAX_STOP_IDS,
-    MAX_STOPS,
-    MAX_TOKENS,
-    MAX_WORD,
     Setting,
-    Wishes,
     annotations,
     defaults_of,
-    noted,
-    penalty,
 )
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic
 
+MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
+MAX_STOP = 1024  # characters of a stop string
+MAX_SALT = 256  # characters of a request's cache_salt
+MAX_WORD = 256  # characters of a text in bad_words
+MAX_STOP_IDS = 1024
+MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
+# At this temperature even neighbouring float32 logits are so far apart that only the most probable
+# token is left. Division by a lower temperature would overflow.
+COLDEST = 1e-20
+
+shaping = partial(Setting, everywhere=True, differs="refused")
+penalty = partial(Setting, differs="refused")
+noted = partial(Setting, differs="noted")
 judging = partial(noted, everywhere=True)
 private = partial(Setting, http=False)
 token = whole_number(0)
 token_ids = partial(list_of, "int", token)
+
+
+def read_temperature(value: object) -> float:
+    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    found: float = number(0, 100)(value)
+    return max(found, COLDEST) if found else 0.0
 
 
 def rule_name(value: object) -> str:
@@ -63,7 +73,7 @@ def typed_biases(flag: str, text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams(Wishes):
+class SamplingParams:
     """The settings for continuing a prompt; RequestError for an invalid value.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
@@ -109,6 +119,37 @@ class SamplingParams(Wishes):
     """
 
     max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
+    _: KW_ONLY
+    temperature: Annotated[float, shaping(read_temperature, "0: greedy.")] = 0.0
+    top_k: Annotated[
+        int, shaping(whole_number(-1), "Sample from so many tokens, the most probable; 0: all.")
+    ] = 0
+    top_p: Annotated[
+        float,
+        shaping(number(0, 1), "Sample from the most probable tokens with this much probability."),
+    ] = 1.0
+    min_p: Annotated[
+        float, shaping(number(0, 1), "Least probability of a token, as a share of the largest.")
+    ] = 0.0
+    relaxed_topk: Annotated[
+        int, noted(whole_number(1), "Relaxed: accept one of so many most probable tokens.")
+    ] = 1
+    relaxed_delta: Annotated[
+        float, noted(number(0, 1), "Relaxed: accept a token so much less probable than the first.")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, penalty(number(-2, 2), "Subtract it from the logits of tokens in the output; -2..2.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        penalty(
+            number(-2, 2), "Subtract it once for each time that the output has a token; -2..2."
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        penalty(number(0.01, 100), "Above 1: tokens of prompt and output become less probable."),
+    ] = 1.0
     min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
         Sequence[str],
@@ -212,16 +253,18 @@ class SamplingParams(Wishes):
         # They would emit forbidden tokens, or continue after the end of a form.
         beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
         for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
-            if self.held and getattr(self, name):
+            if self.constraint and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
-                raise RequestError(f"{self.held} can't go with {name}")
+                raise RequestError(f"{self.constraint} can't go with {name}")
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
         """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
         said = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
-            object.__setattr__(self, "acceptance_settings", find_rule(self.acceptance).asked(said))
+            object.__setattr__(
+                self, "acceptance_settings", find_rule(self.acceptance).check_settings(said)
+            )
         elif said:
             name = next(iter(said))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
@@ -233,7 +276,7 @@ class SamplingParams(Wishes):
         return own
 
     @property
-    def held(self) -> str:
+    def constraint(self) -> str:
         """The name of the setting that limits the tokens of each step; "" if there is none."""
         names = ("structured_outputs", "allowed_token_ids", "bad_words")
         return next((name for name in names if getattr(self, name) not in (None, ())), "")
@@ -250,7 +293,7 @@ DEFAULTS = defaults_of(SamplingParams)
 
 def http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
-    rules = {name: setting for rule in all_rules() for name, setting in rule.known.items()}
+    rules = {name: setting for rule in all_rules() for name, setting in rule.declarations.items()}
     return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from mtpbuild.runtime.contract.controls import WORD
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
-from mtpbuild.runtime.controls_of import end_ids
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.step_controls import end_ids
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 

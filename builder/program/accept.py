@@ -19,8 +19,8 @@ from mtpbuild.plugins.accept_mixed.op import (
     without_banned,
 )
 from mtpbuild.plugins.accept_rewind.op import best_token
-from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.penalties import READ, penalised, recorded
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
@@ -86,7 +86,7 @@ class MixedAcceptance(Acceptance):
 
     def __init__(
         self,
-        asked: Asked,
+        asked: Controls,
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
@@ -158,7 +158,7 @@ class KernelAcceptance(MixedAcceptance):
         asked = self.core()
         if self.rules and "draft_probs" in state:
             asked["synthetic"] = self.ruled(logits, state, probs)
-        operands = (logits, *slots_of(state, active), probs, in_order(asked))
+        operands = (logits, *slots_of(state, active), probs, list_controls(asked))
         tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
         top = logits.log_softmax(-1).topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
         decided = (tokens, n, self.lengths, logprobs, margins, thinking)
@@ -169,7 +169,7 @@ class KernelAcceptance(MixedAcceptance):
         number = draft_number(self.asked, self.lengths, k)
         chosen = (self.asked["sampled_drafts"] & (self.asked["temperature"] > 0))[:, None]
         best = logits.argmax(-1)
-        q = shaped_probs_op(logits, in_order(self.core()))
+        q = shaped_probs_op(logits, list_controls(self.core()))
         point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
         self.probs.append(torch.where(chosen[..., None], q, point))
         return torch.where(chosen, draw(q, number)[0], best)
@@ -185,7 +185,7 @@ class KernelAcceptance(MixedAcceptance):
         """
         window, rates = state["window"], self.asked["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
-        p = shaped_probs_op(without_banned(logits, at, self.asked), in_order(self.core()))
+        p = shaped_probs_op(without_banned(logits, at, self.asked), list_controls(self.core()))
         judged = judge_of(p, window, draft_probs, at, state["thinking"], self.asked)
         for rule in self.rules:
             assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
@@ -200,7 +200,7 @@ def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _sampled_draft(
-    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked, *counted: Any
+    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Controls, *counted: Any
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 

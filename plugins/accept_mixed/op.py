@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import Branch, when
+from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
@@ -52,7 +52,7 @@ class Judged:
     draft_probs: Tensor  # [B, K, V] the distributions that the drafts were drawn from
     numbers: Tensor  # [B, T] uniform in [0, 1), drawn for acceptance alone
     thinking: Tensor  # [B, T] bool: the row is in the thinking phase
-    asked: Asked  # controls by name, including the rule's own: [B, *shape]
+    asked: Controls  # controls by name, including the rule's own: [B, *shape]
 
 
 class Rule(Protocol):
@@ -72,7 +72,7 @@ def accept_mixed(
     active: Tensor,
     thinking: Tensor,
     draft_probs: Tensor,
-    asked: Asked,
+    asked: Controls,
     history: Tensor | None = None,
     grammar: Mapping[str, Tensor] | None = None,
     rules: Sequence[Rule] = (),
@@ -148,7 +148,7 @@ def accept_mixed_op(
     draft_probs is not read and may be any tensor [B, .., V].
     """
     slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
-    v = accept_mixed(logits, *slots, named(asked))
+    v = accept_mixed(logits, *slots, name_controls(asked))
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
 
 
@@ -166,7 +166,7 @@ def _edited(
     at: Tensor,
     window: Tensor,
     lengths: Tensor,
-    asked: Asked,
+    asked: Controls,
     history: Tensor | None,
 ) -> Tensor:
     """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
@@ -182,13 +182,13 @@ def _edited(
 
 
 def _banned_and_penalised(
-    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Asked, history: Tensor
+    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
     left = without_banned(logits, at, edits)
     return (penalised(left, history, lengths, (window,), edits),)
 
 
-def without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
+def without_banned(logits: Tensor, at: Tensor, asked: Controls) -> Tensor:
     """Set the logits [B, T, V] of tokens that may not be emitted yet (min_tokens) to -inf."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
@@ -313,7 +313,7 @@ def _accepted(
     numbers: Tensor,
     lucky: Tensor,
     phases: Tensor,
-    asked: Asked,
+    asked: Controls,
 ) -> Tensor:
     """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
@@ -329,7 +329,7 @@ def _accepted(
 
 
 def judge_of(
-    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, asked: Asked
+    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, asked: Controls
 ) -> Judged:
     """Gather the inputs of rules; at [B, T]: the positions that the rows decide."""
     drafts = torch.cat([window[:, 1:], window[:, :1]], dim=1).clamp(0, p.shape[-1] - 1)
@@ -358,7 +358,7 @@ def _nothing_kept(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
 
 
-def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
+def _near(p: Tensor, drafts: Tensor, asked: Controls) -> Tensor:
     """Return whether a draft is among the top k and within delta of the first [B, T]."""
     p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
@@ -382,7 +382,7 @@ def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
     return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
 
 
-def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
+def draft_number(asked: Controls, lengths: Tensor, k: int) -> Tensor:
     """Return the number [B, 1] that draws draft k (from 1) after `lengths` committed rows."""
     shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
-from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
@@ -234,7 +234,7 @@ def verdict_of_mixed_slot(
 def accept_mixed_launches(*operands: Any) -> Launches:
     """Return the launches of accept_mixed."""
     known = bind(accept_mixed_op, operands)
-    known |= named(known.pop("asked"))
+    known |= name_controls(known.pop("asked"))
     logits, bans = known["logits"], known["banned_ids"]
     B, T, V = logits.shape
     until = known["banned_until"]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.control_tensors import Controls, name_controls
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape a distribution
 
 
-def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
+def shaped_probs(logits: Tensor, asked: Controls) -> Tensor:
     """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
     top-p applies to the tokens that top-k has kept, min-p is relative to the largest probability.
@@ -34,7 +34,7 @@ def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
 @torch.library.custom_op("mtpbuild::shaped_probs", mutates_args=())
 def shaped_probs_op(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
     """Do `shaped_probs` as an op, for targets with its kernel; others trace the reference."""
-    return shaped_probs(logits, named(asked))
+    return shaped_probs(logits, name_controls(asked))
 
 
 shaped_probs_op.register_fake(lambda logits, asked: torch.empty_like(logits))

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
-from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
@@ -132,7 +132,7 @@ def shape_row(
 def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
     """Return the launch of shaped_probs."""
     B, T, V = logits.shape
-    known: dict[str, Any] = {**named(asked), "logits": logits, "vocab": V}
+    known: dict[str, Any] = {**name_controls(asked), "logits": logits, "vocab": V}
     known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
     probs = logits.new_empty(B, T, V)
     return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)

@@ -67,18 +67,18 @@ class Rule:
         return (chosen, *controls_in(self.settings))
 
     @property
-    def known(self) -> dict[str, Setting]:
+    def declarations(self) -> dict[str, Setting]:
         """The rule's settings by name."""
         return annotations(self.settings, Setting)
 
-    def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
+    def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Return a value for each setting, defaults included; a wrong one is a RequestError."""
         values = defaults_of(self.settings)
-        for name, value in said.items():
+        for name, value in given.items():
             if name not in values:
                 raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
             try:
-                values[name] = self.known[name].check(value)
+                values[name] = self.declarations[name].check(value)
             except (ValueError, TypeError, ArithmeticError) as error:
                 raise RequestError(f"{name} {error}") from None
         return values

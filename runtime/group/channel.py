@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
@@ -212,7 +212,7 @@ def _encode(message: list[Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """Represent an array or controls as JSON."""
-    if isinstance(value, Controls):
+    if isinstance(value, StepControls):
         return {"controls": asdict(value)}
     return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
 
@@ -224,7 +224,7 @@ def _typed(said: dict[str, Any]) -> Any:
     if "controls" in said:
         items = said["controls"].items()
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
-        return Controls(**fields)
+        return StepControls(**fields)
     return said
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Programs, StepOutput
@@ -92,7 +92,7 @@ class LeadingPrograms:
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._call("prefill", slot, start, tokens)
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self._call("begin", slot, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:

@@ -14,7 +14,7 @@ from mtpbuild.runtime.target_options import changed
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.server.service import Settings
+    from mtpbuild.runtime.server.service import ServerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class ReplicaFlags:
             "prefix_cache_dir": self.prefix_cache_dir,
         }
 
-    def settings(self, **others: Any) -> "Settings":
+    def settings(self, **others: Any) -> "ServerOptions":
         """Return the service's settings; raises UsageError if the key's file can't be read."""
         from mtpbuild.runtime.server.server import read_key
-        from mtpbuild.runtime.server.service import Settings
+        from mtpbuild.runtime.server.service import ServerOptions
 
-        return Settings(
+        return ServerOptions(
             model=self.served_model_name,
             api_key=read_key(self.api_key),
             max_queue=self.max_queue,

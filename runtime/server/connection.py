@@ -9,7 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.service import ServerOptions
 
 access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each request to it
 HEADERS = 64 * 1024  # bytes of a request's headers
@@ -28,7 +28,7 @@ class PathAlone(logging.Filter):
 access.addFilter(PathAlone())
 
 
-def limited(settings: Settings) -> type[H11Protocol]:
+def limited(settings: ServerOptions) -> type[H11Protocol]:
     """Return uvicorn's HTTP/1.1 protocol with time limits, for `uvicorn.Config(http=..)`.
 
     A request's headers must be complete `header_timeout` seconds after the connection was made, or,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.service import ServerOptions
 
 FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
@@ -20,7 +20,7 @@ class Gate:
     Every body is treated as JSON, whatever its Content-Type is: curl's default is a form.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerOptions) -> None:
         self._app, self._settings = app, settings
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, settings.hosts)}
 

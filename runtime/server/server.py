@@ -22,7 +22,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limited
-from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.server.service import ServerOptions, Service
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130
@@ -95,7 +95,9 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
     return defaults
 
 
-def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
+def serve(
+    folder: Path, load: Callable[[], Engine], settings: ServerOptions, address: Address
+) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
     hosts = (*settings.hosts, address.host)
     settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
@@ -127,7 +129,7 @@ def configuration(service: Service) -> uvicorn.Config:
 
 
 async def _serve(
-    load: Callable[[], Engine], settings: Settings, address: Address, own: socket.socket
+    load: Callable[[], Engine], settings: ServerOptions, address: Address, own: socket.socket
 ) -> None:
     service = Service(settings)
     listener = Listener(configuration(service))

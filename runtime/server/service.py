@@ -32,7 +32,7 @@ CUT = 0.5  # seconds that clients have to read the error after their requests we
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerOptions:
     """The flags of `mtpbuild serve` that concern requests."""
 
     model: str | None = None  # its name to clients; None: the engine's
@@ -58,7 +58,7 @@ class Service:
     The service is ready once the engine is loaded, until it drains or the engine fails.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerOptions) -> None:
         self.settings = settings
         self.engine: Engine | None = None
         self.draining = False

@@ -25,7 +25,7 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.follow import follow
@@ -94,7 +94,7 @@ def test_tokens(engine: Path, model: Transformer) -> None:
     with running(engine) as loaded:
         results = loaded.generate(asked, params)
         (follower,) = followers()
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
@@ -97,7 +97,7 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
         steps = own._gpu.replays
         assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
@@ -130,7 +130,7 @@ def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: Transformer, logs
         asked = [replace(params, max_tokens=6) for params in (GREEDY, HOT)]
         results = [loaded.generate(PROMPT, params) for params in asked]
     assert results[0].token_ids == greedy(model, PROMPT, 6)
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[1].token_ids == sample(model, PROMPT, 6, drawn)
     lines = agreed(logs)
     graphs = [line for line in lines if line.startswith("graph ")]

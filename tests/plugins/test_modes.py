@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
-from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import COLDEST
@@ -124,7 +124,7 @@ def test_the_margin_is_the_distance_to_the_cell_border() -> None:
 class Judged(torch.nn.Module):
     """A verdict with the request's wishes in a list, as a step has them."""
 
-    def forward(self, operands: list[torch.Tensor], asked: Asked) -> torch.Tensor:
+    def forward(self, operands: list[torch.Tensor], asked: Controls) -> torch.Tensor:
         return accept_mixed(*operands, asked).tokens  # type: ignore[call-arg, arg-type]
 
 

@@ -15,10 +15,11 @@ from mtpbuild.runtime.contract import rules
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
     CONTROLS,
+    FIELDS,
     GREEDY,
     HISTORY,
     Control,
-    Controls,
+    StepControls,
     control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
@@ -28,7 +29,7 @@ from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Setting, annotations
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.sampling import SETTINGS, http_settings
+from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
 from mtpbuild.runtime.server.answers import seeded
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live
@@ -120,7 +121,7 @@ class Filled(FakePrograms):
         shapes = control_shapes(manifest.build.nextn, 64, V)
         self.places = {control.name: (shapes[control.name], control.dtype) for control in CONTROLS}
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
         for name, row in controls.rows(self.places):
             assert np.isfinite(row).all(), name
@@ -179,6 +180,12 @@ def test_what_may_be_said_of_a_setting(engine: Engine, name: str) -> None:
         assert "\n" not in error
         error.encode()
     assert not answer(engine, "max_tokens", 2)  # the next request is right
+
+
+def test_settings_that_steps_are_given_have_the_same_defaults() -> None:
+    shared = SETTINGS.keys() & FIELDS.keys()
+    assert {"temperature", "top_k", "relaxed_delta", "repetition_penalty"} <= shared
+    assert {name: getattr(GREEDY, name) for name in shared} == {n: DEFAULTS[n] for n in shared}
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -272,7 +279,7 @@ SEEDS = (0, 5, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
 
 
 def numbers(seed: int) -> bytes:
-    return Controls(seed=seed).uniforms(8).tobytes()
+    return StepControls(seed=seed).uniforms(8).tobytes()
 
 
 def test_every_seed_has_numbers_of_its_own() -> None:
@@ -282,7 +289,7 @@ def test_every_seed_has_numbers_of_its_own() -> None:
     for seed in SEEDS[:4]:  # as they have always been
         keys = [np.random.Philox(key=[seed, stream]) for stream in range(4)]
         wanted = [np.random.Generator(key).random(8, np.float32) for key in keys]
-        assert np.array_equal(Controls(seed=seed).uniforms(8, 4), wanted)
+        assert np.array_equal(StepControls(seed=seed).uniforms(8, 4), wanted)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, -1, -2, -(2**63)])

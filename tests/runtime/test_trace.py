@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
@@ -113,7 +113,7 @@ def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
     (traced,) = read_trace(path).requests.values()
     seed = traced.request.params["seed"]
     assert seed == result.seed
-    numbers = Controls(temperature=0.7, seed=seed).uniforms(64)
+    numbers = StepControls(temperature=0.7, seed=seed).uniforms(64)
     for step in traced.steps:
         decided = slice(step.position + 1, step.position + 1 + step.num_drafts + 1)
         assert step.uniforms is not None

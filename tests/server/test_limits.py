@@ -27,7 +27,7 @@ from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, rea
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.pool import Pool
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.service import ServerOptions
 from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
@@ -85,7 +85,7 @@ def test_bodies_that_are_read(value: Any) -> None:
 
 
 def test_choices_are_counted_before_they_are_made() -> None:
-    with served(settings=Settings(max_queue=10)) as (server, _), server.client() as client:
+    with served(settings=ServerOptions(max_queue=10)) as (server, _), server.client() as client:
         for prompt, n, count in (([[1]] * 5000, 128, 640_000), (["a"] * 13, 1, 13), ("a", 13, 13)):
             response = client.post("/v1/completions", json=ASK | {"prompt": prompt, "n": n})
             fails(response, 429, f"the request has {count} choices, 12 may run and wait")
@@ -233,7 +233,7 @@ def test_forms_of_clients_that_have_gone_are_dropped() -> None:
 
 
 def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
-    settings = Settings(access_log=True, api_key="right", cors=("http://a",))
+    settings = ServerOptions(access_log=True, api_key="right", cors=("http://a",))
     preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
     with (
         caplog.at_level(logging.INFO, "mtpbuild"),

@@ -7,7 +7,7 @@ import anthropic
 import pytest
 
 from mtpbuild.runtime.server.messages import MessagesBody, chat_of
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.service import ServerOptions
 from tests.support.live_server import Live
 from tests.support.served import TOOL_TEMPLATE, events, saying, served
 
@@ -26,7 +26,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with served(settings=Settings(api_key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
+    with served(settings=ServerOptions(api_key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
         yield running
 
 

@@ -13,7 +13,7 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.grammar import Grammars
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.service import ServerOptions
 from mtpbuild.runtime.token_limits import TokenLimits, spellings
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -216,7 +216,7 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
 def test_what_is_refused(asked: dict[str, Any], says: str, engine: Engine) -> None:
     """With 400 and the field's name by the server, and as a RequestError in Python."""
     field = says.partition(" ")[0].rstrip(":")
-    with live(engine, Settings()) as server, server.client() as client:
+    with live(engine, ServerOptions()) as server, server.client() as client:
         body = {"prompt": CODE, "max_tokens": 4} | asked
         error = client.post("/v1/completions", json=body).json()["error"]
     assert says in error["message"]

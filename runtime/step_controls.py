@@ -8,16 +8,17 @@ import numpy as np
 
 from mtpbuild.runtime.contract.controls import (
     CONTROLS,
+    FIELDS,
     MAX_BANNED,
     Control,
-    Controls,
+    StepControls,
     control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
-from mtpbuild.runtime.contract.settings import Wishes, controls_in, defaults_of
+from mtpbuild.runtime.contract.settings import controls_in
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.reasoning import opens_thought
 from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
@@ -26,12 +27,12 @@ from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
-def controls_of(
+def make_step_controls(
     prompt: list[int],
     params: SamplingParams,
     manifest: Manifest,
     tokenizer: Tokenizer | None = None,
-) -> Controls:
+) -> StepControls:
     """Return the controls of a request; raise RequestError for one that the engine lacks."""
     check_tokens(params, manifest)
     marks = thinking_ids(params, manifest)
@@ -41,8 +42,8 @@ def controls_of(
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
     bias = params.logit_bias or {}
-    controls = Controls(
-        **{name: getattr(params, name) for name in defaults_of(Wishes)},
+    controls = StepControls(
+        **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
         rejection=params.acceptance == "rejection",
         block=params.rejection_sample_method == "block",
         synthetic=conditional(rates_of(params, manifest.build.nextn)),
@@ -56,7 +57,7 @@ def controls_of(
         history=tuple(prompt) if params.repetition_penalty != 1 else (),
         rule=rule_of(params, manifest),
         alternatives=params.logprobs is not None,
-        constrained=bool(params.held),
+        constrained=bool(params.constraint),
         seed=secrets.randbits(32) if params.seed is None else params.seed,
     )
     if controls.penalised:

@@ -11,19 +11,21 @@ from torch import Tensor
 
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
 
-Asked = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
+Controls = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
 
 
-def in_order(asked: Asked) -> list[Tensor]:
+def list_controls(asked: Controls) -> list[Tensor]:
     """Return the list that ops take; raises ValueError if a control is missing or wrong."""
     if unknown := asked.keys() ^ {control.name for control in CORE_CONTROLS}:
         raise ValueError(f"not the table's controls: {', '.join(sorted(unknown))}")
     tensors = [asked[control.name] for control in CORE_CONTROLS]
-    named(tensors)
+    name_controls(tensors)
     return tensors
 
 
-def named(tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS) -> dict[str, Tensor]:
+def name_controls(
+    tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS
+) -> dict[str, Tensor]:
     """Return the mapping for a list; raises ValueError if number, dtypes or ranks are wrong.
 
     table: the controls of the tensors, in order; by default an op's.
