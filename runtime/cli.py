@@ -113,7 +113,7 @@ def run(
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
         if manifest.split and not ranks.in_group():
-            stack.enter_context(ranks.started(engine, manifest, threads))
+            stack.enter_context(ranks.start_ranks(engine, manifest, threads))
         elif manifest.split and ranks.own_rank(engine, manifest):
             follow(engine, threads)
             return

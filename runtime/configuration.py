@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mtpbuild.runtime.checks import NEXTN_LIMIT, Check, switch, whole_number
+from mtpbuild.runtime.checks import NEXTN_LIMIT, Check, check_bool, check_integer
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.sampling import SETTINGS
@@ -21,10 +21,10 @@ Configuration: TypeAlias = Mapping[str, Any]
 Given = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
 NOTES = "notes"  # the setting's name for lines to the user, a tuple
 CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
-    "nextn": whole_number(0, NEXTN_LIMIT),
-    "use_relaxed_acceptance_for_thinking": switch,
-    **dict.fromkeys(("tp", "ep", "moe_tp"), whole_number(1, MAX_RANKS)),
-    "attention_dp": switch,
+    "nextn": check_integer(0, NEXTN_LIMIT),
+    "use_relaxed_acceptance_for_thinking": check_bool,
+    **dict.fromkeys(("tp", "ep", "moe_tp"), check_integer(1, MAX_RANKS)),
+    "attention_dp": check_bool,
 }
 RELAXED = (
     *("relaxed_topk", "relaxed_delta"),
@@ -45,10 +45,8 @@ def join(every: Iterable[Given]) -> dict[str, Any]:
             notes += value
         elif value is not None:
             if value != (first := joined.setdefault(name, value)):
-                raise UsageError(
-                    f"{name}: {sources[name]} says {show(first)}, {source} says {show(value)}; "
-                    "drop one"
-                )
+                said = f"{sources[name]} says {shorten(first)}, {source} says {shorten(value)}"
+                raise UsageError(f"{name}: {said}; drop one")
             sources.setdefault(name, source)
     return joined | ({NOTES: notes} if notes else {})
 
@@ -104,8 +102,8 @@ def check_engine(settings: Configuration, build: "BuildInfo") -> None:
             continue
         own = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
         raise UsageError(
-            f"the configuration asks for {name} {show(wanted)}, the engine was built with "
-            f"{name} {show(has)}: leave it out, or build {own or 'another engine'}"
+            f"the configuration asks for {name} {shorten(wanted)}, the engine was built with "
+            f"{name} {shorten(has)}: leave it out, or build {own or 'another engine'}"
         )
 
 
@@ -117,6 +115,6 @@ def checked(check: Check, value: object, label: str) -> Any:
         raise UsageError(f"{label} {error}") from None
 
 
-def show(value: object) -> str:
+def shorten(value: object) -> str:
     """Return a value as its user wrote it, cut to 60 characters."""
     return (value if isinstance(value, str) else json.dumps(value, default=repr))[:60]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
-from mtpbuild.runtime.checks import shown
+from mtpbuild.runtime.checks import format_value
 from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
@@ -243,7 +243,7 @@ class Engine:
             raise RequestError("the prompt is empty")
         for id in (min(ids), max(ids)):
             if not 0 <= id < vocabulary:
-                wrong = f"token id {shown(id)} is outside the vocabulary"
+                wrong = f"token id {format_value(id)} is outside the vocabulary"
                 raise RequestError(f"{wrong} 0..{vocabulary - 1}")
         if len(ids) >= capacity:
             raise ContextLengthError(len(ids), capacity)
@@ -270,7 +270,7 @@ class Engine:
         """
         controls = make_step_controls([0], params, self.manifest)
         if form:
-            self._grammars.holding(params, controls)
+            self._grammars.make_grammar(params, controls)
 
     @property
     def stats(self) -> EngineStats:
@@ -331,7 +331,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
-        request.grammar = self._grammars.holding(params, request.controls)
+        request.grammar = self._grammars.make_grammar(params, request.controls)
         return request
 
     def _text_tokenizer(self) -> Tokenizer:
@@ -343,7 +343,7 @@ class Engine:
 def _checked(params: SamplingParams | None) -> SamplingParams:
     """Return the settings, by default the default ones; raise RequestError for another type."""
     if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"settings are given as SamplingParams, not {shown(params)}")
+        raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
     return SamplingParams() if params is None else params
 
 
@@ -352,4 +352,4 @@ def _plain_ids(prompt: Sequence[int]) -> list[int]:
         ids = list(prompt)
         if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):
             return list(map(operator.index, ids))
-    raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
+    raise RequestError(f"a prompt is a text or a list of token ids, not {format_value(prompt)}")

@@ -19,7 +19,7 @@ from mtpbuild.runtime.errors import MissingDependencyError, RequestError, instal
 from mtpbuild.runtime.form_limits import check_form
 from mtpbuild.runtime.grammar_tokens import GrammarTokens
 from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
-from mtpbuild.runtime.json_schema import prepared
+from mtpbuild.runtime.json_schema import prepare_schema
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
@@ -132,7 +132,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
 
-    def holding(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
+    def make_grammar(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
         """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
@@ -204,7 +204,7 @@ def _source(asked: StructuredOutputs) -> str:
     check_form(kind, text)
     try:
         if kind == "json":
-            schema = prepared(text)
+            schema = prepare_schema(text)
             if has_large_numbers(schema):
                 return grammar_from("lark", json_rules(schema, "start"))
             return LLMatcher.grammar_from_json_schema(dumps(schema))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from json import dumps
 from typing import Any, TypeGuard
 
-from mtpbuild.runtime.json_schema import ANNOTATIONS, Json, mapped, resolve
+from mtpbuild.runtime.json_schema import ANNOTATIONS, Json, map_subschemas, resolve_reference
 
 EXACT = 2**53
 BOUNDS = ("minimum", "maximum")
@@ -88,9 +88,9 @@ class _Rules:
                 return True
             if isinstance(reference := part.get("$ref"), str) and reference not in followed:
                 followed.add(reference)
-                waiting.append(resolve(reference, self._root))
+                waiting.append(resolve_reference(reference, self._root))
             inside = {key: inner for key, inner in part.items() if key not in DEFINITIONS}
-            mapped(inside, waiting.append)
+            map_subschemas(inside, waiting.append)
         return False
 
     def _whole(self, schema: Any) -> Json:
@@ -102,7 +102,7 @@ class _Rules:
     def _reference(self, reference: str) -> str:
         if reference not in self._names:
             rule = self._names[reference] = f"{self._name}_{len(self._names)}"
-            self.lines.append(f"{rule}: {self.value(resolve(reference, self._root))}")
+            self.lines.append(f"{rule}: {self.value(resolve_reference(reference, self._root))}")
         return self._names[reference]
 
     def _any(self, parts: list[str]) -> str:
@@ -122,7 +122,7 @@ class _Rules:
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
         most = None if high is None else math.floor(high)
-        whole = f"/{integers(least, most)}/"
+        whole = f"/{integer_pattern(least, most)}/"
         with contextlib.suppress(ValueError):
             if schema["type"] == "number":
                 return f"({whole} | %json {dumps(_narrowed(self._whole(schema), set()))})"
@@ -157,7 +157,7 @@ class _Rules:
         return f'"[" {some} "]"'
 
 
-def integers(least: int | None, most: int | None) -> str:
+def integer_pattern(least: int | None, most: int | None) -> str:
     """Return a pattern of the integers from `least` to `most`; None: no bound."""
     if least is not None and most is not None and least > most:
         raise ValueError(f"no whole number is between {least} and {most}")
@@ -237,7 +237,7 @@ def _has_large(schema: Json) -> bool:
 
 def _narrowed(schema: Json, keys: set[str]) -> Json:
     """Narrow a schema's bounds to within 2^53; raise ValueError for other large numbers."""
-    changed = mapped(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
+    changed = map_subschemas(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
             changed[key] = sign * EXACT

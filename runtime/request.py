@@ -19,9 +19,9 @@ from mtpbuild.runtime.errors import (
     StepError,
 )
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.stats import Acceptance, RequestMetrics
+from mtpbuild.runtime.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.step_controls import end_ids, make_step_controls, rates_of
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.thought import Thought
@@ -88,7 +88,7 @@ class ChatResult(Result):
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
-    def of(cls, result: Result, pieces: Sequence[Piece] | None = None) -> Self:
+    def of(cls, result: Result, pieces: Sequence[AnswerPiece] | None = None) -> Self:
         """Join an answer's pieces by kind; without pieces all of its text is content."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
         if pieces is None:
@@ -117,7 +117,7 @@ class Observer(Protocol):
         """Observe that the request has all its tokens; not called for a failed request."""
 
 
-def failed(error: BaseException) -> RequestFailedError:
+def wrap_error(error: BaseException) -> RequestFailedError:
     """Return the request's error for an exception of the host's code; log what no user caused."""
     if not isinstance(error, MtpbuildError):
         log.error("a request failed in the host's own code", exc_info=error)
@@ -157,7 +157,7 @@ class Request:
         self.forced = 0  # accepted drafts that a grammar forced
         self.cancelled = False  # the loop ends a cancelled request before its next step
         self.outbox: deque[Chunk] = deque()
-        self.acceptance = Acceptance(manifest.build.nextn)
+        self.acceptance = AcceptanceCounter(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.controls = make_step_controls(prompt, params, manifest, tokenizer)
@@ -201,7 +201,7 @@ class Request:
         tokens: list[int],
         drafted: int,
         logprobs: Sequence[TokenLogprobs] = (),
-        totals: Acceptance | None = None,
+        totals: AcceptanceCounter | None = None,
     ) -> int:
         """Take the tokens [n] of a step: n - 1 accepted drafts of `drafted`, then the model's own.
 
@@ -218,10 +218,10 @@ class Request:
             self.token_ids.append(token)
             self.from_draft.append(i < accepted)
             self.forced += self.grammar is not None and self.grammar.kept <= i < accepted
-            reason = self._read(token, i < accepted)
+            reason = self._append_text(token, i < accepted)
             if reason:
                 break
-            if self.grammar and not self._follow(token):
+            if self.grammar and not self._advance_grammar(token):
                 return 0
         kept = len(self.token_ids) - had
         for counts in (self.acceptance, *([totals] if totals else [])):
@@ -257,7 +257,7 @@ class Request:
             raise
         except BaseException as error:  # includes panics of Rust code, which are no Exception
             known = error if isinstance(error, RequestError | EngineError) else None
-            failure = known or failed(error)
+            failure = known or wrap_error(error)
             if self.finish_reason is None:
                 self.fail(failure)
 
@@ -290,7 +290,7 @@ class Request:
             forced_tokens=self.forced,
         )
 
-    def _follow(self, token: int) -> bool:
+    def _advance_grammar(self, token: int) -> bool:
         """Advance the grammar by a token; return False if it fails, which fails the request."""
         assert self.grammar is not None
         try:
@@ -299,7 +299,7 @@ class Request:
             self.fail(error)
         return self.error is None
 
-    def _read(self, token: int, from_draft: bool) -> FinishReason | None:
+    def _append_text(self, token: int, from_draft: bool) -> FinishReason | None:
         """Append the newest token's text; return the finish reason if the request ends with it."""
         count = len(self.token_ids)
         self._starts.append(self._text.length)

@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal, Self
 
 from mtpbuild.runtime.checks import (
     NEXTN_LIMIT,
-    biases,
-    choice,
-    instance_of,
-    list_of,
-    number,
-    object_of,
+    check_biases,
+    check_bool,
+    check_choice,
+    check_instance,
+    check_integer,
+    check_list,
+    check_number,
+    check_object,
+    check_rates,
+    check_text,
     parse_list,
     parse_object,
-    rates,
-    switch,
-    text,
-    whole_number,
 )
 from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
 from mtpbuild.runtime.contract.settings import (
@@ -48,27 +48,27 @@ penalty = partial(Setting, differs="refused")
 noted = partial(Setting, differs="noted")
 judging = partial(noted, everywhere=True)
 private = partial(Setting, http=False)
-token = whole_number(0)
-token_ids = partial(list_of, "int", token)
+token, share, penalty_weight = check_integer(0), check_number(0, 1), check_number(-2, 2)
+token_ids = partial(check_list, "int", token)
 
 
 def read_temperature(value: object) -> float:
     """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
-    found: float = number(0, 100)(value)
+    found: float = check_number(0, 100)(value)
     return max(found, COLDEST) if found else 0.0
 
 
-def rule_name(value: object) -> str:
+def check_rule_name(value: object) -> str:
     """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
     own = ("strict", "rejection")
-    return str(value) if value in own else choice(*own, *names())(value)
+    return str(value) if value in own else check_choice(*own, *names())(value)
 
 
-def typed_rates(flag: str, text: str) -> tuple[float, ...]:
+def parse_rates(flag: str, text: str) -> tuple[float, ...]:
     return parse_list(flag, text, float, "0.9,0.7,0.5")
 
 
-def typed_biases(flag: str, text: str) -> dict[str, Any]:
+def parse_biases(flag: str, text: str) -> dict[str, Any]:
     return parse_object(flag, text, """{"5": -100}""")
 
 
@@ -118,112 +118,118 @@ class SamplingParams:
     form begins at the end of the thought.
     """
 
-    max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
+    max_tokens: Annotated[int, private(check_integer(0), "End after so many tokens.")] = 256
     _: KW_ONLY
     temperature: Annotated[float, shaping(read_temperature, "0: greedy.")] = 0.0
     top_k: Annotated[
-        int, shaping(whole_number(-1), "Sample from so many tokens, the most probable; 0: all.")
+        int, shaping(check_integer(-1), "Sample from so many tokens, the most probable; 0: all.")
     ] = 0
     top_p: Annotated[
         float,
-        shaping(number(0, 1), "Sample from the most probable tokens with this much probability."),
+        shaping(share, "Sample from the most probable tokens with this much probability."),
     ] = 1.0
     min_p: Annotated[
-        float, shaping(number(0, 1), "Least probability of a token, as a share of the largest.")
+        float, shaping(share, "Least probability of a token, as a share of the largest.")
     ] = 0.0
     relaxed_topk: Annotated[
-        int, noted(whole_number(1), "Relaxed: accept one of so many most probable tokens.")
+        int, noted(check_integer(1), "Relaxed: accept one of so many most probable tokens.")
     ] = 1
     relaxed_delta: Annotated[
-        float, noted(number(0, 1), "Relaxed: accept a token so much less probable than the first.")
+        float, noted(share, "Relaxed: accept a token so much less probable than the first.")
     ] = 0.0
     presence_penalty: Annotated[
-        float, penalty(number(-2, 2), "Subtract it from the logits of tokens in the output; -2..2.")
+        float,
+        penalty(penalty_weight, "Subtract it from the logits of tokens in the output; -2..2."),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
         penalty(
-            number(-2, 2), "Subtract it once for each time that the output has a token; -2..2."
+            penalty_weight, "Subtract it once for each time that the output has a token; -2..2."
         ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
-        penalty(number(0.01, 100), "Above 1: tokens of prompt and output become less probable."),
+        penalty(
+            check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
+        ),
     ] = 1.0
-    min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
+    min_tokens: Annotated[int, noted(check_integer(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
         Sequence[str],
         Setting(
-            list_of("str", text(0, MAX_STOP), MAX_STOPS), "End before this text; may be repeated."
+            check_list("str", check_text(0, MAX_STOP), MAX_STOPS),
+            "End before this text; may be repeated.",
         ),
     ] = ()
-    include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
+    include_stop_str_in_output: Annotated[bool, Setting(check_bool)] = False
     stop_token_ids: Annotated[Sequence[int], Setting(token_ids(MAX_STOP_IDS), tokens=True)] = ()
-    split_thought: Annotated[bool, private(switch)] = False
-    stop_in_thought: Annotated[bool, private(switch)] = False
-    ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
+    split_thought: Annotated[bool, private(check_bool)] = False
+    stop_in_thought: Annotated[bool, private(check_bool)] = False
+    ignore_eos: Annotated[bool, Setting(check_bool, "Go on behind the end of sequence.")] = False
     logit_bias: Annotated[
         Mapping[int, float] | None,
         penalty(
-            biases(MAX_BIASES),
+            check_biases(MAX_BIASES),
             """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
-            parse=typed_biases,
+            parse=parse_biases,
             tokens=True,
         ),
     ] = None
     allowed_token_ids: Annotated[
         Sequence[int] | None, penalty(token_ids(MAX_TOKENS), tokens=True)
     ] = None
-    bad_words: Annotated[Sequence[str], penalty(list_of("str", text(0, MAX_WORD), MAX_BIASES))] = ()
+    bad_words: Annotated[
+        Sequence[str], penalty(check_list("str", check_text(0, MAX_WORD), MAX_BIASES))
+    ] = ()
     seed: Annotated[
         int | None,
-        Setting(whole_number(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
+        Setting(check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
     ] = None
     acceptance: Annotated[
         Literal["strict", "rejection"] | str,
         judging(
-            rule_name,
+            check_rule_name,
             "strict (default); rejection, above temperature 0; or a rule that the engine has.",
         ),
     ] = "strict"
-    acceptance_settings: Annotated[Mapping[str, Any] | None, noted(object_of, http=False)] = None
+    acceptance_settings: Annotated[Mapping[str, Any] | None, noted(check_object, http=False)] = None
     rejection_sample_method: Annotated[
         Literal["standard", "block", "synthetic"],
         judging(
-            choice("standard", "block", "synthetic"),
+            check_choice("standard", "block", "synthetic"),
             "standard (default), block, or synthetic: for timing only.",
         ),
     ] = "standard"
     draft_sample_method: Annotated[
-        Literal["probabilistic", "greedy"], noted(choice("probabilistic", "greedy"))
+        Literal["probabilistic", "greedy"], noted(check_choice("probabilistic", "greedy"))
     ] = "probabilistic"
     synthetic_acceptance_rates: Annotated[
         Sequence[float] | None,
         judging(
-            rates,
+            check_rates,
             "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
-            parse=typed_rates,
+            parse=parse_rates,
             http=False,
         ),
     ] = None
     synthetic_acceptance_length: Annotated[
         float | None,
-        judging(number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
+        judging(check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
     ] = None
     begin_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
     end_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
     logprobs: Annotated[
         int | None,
         private(
-            whole_number(0, MAX_LOGPROBS),
+            check_integer(0, MAX_LOGPROBS),
             "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
         ),
     ] = None
-    prompt_logprobs: Annotated[int | None, Setting(whole_number(0, MAX_LOGPROBS))] = None
+    prompt_logprobs: Annotated[int | None, Setting(check_integer(0, MAX_LOGPROBS))] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, private(instance_of(StructuredOutputs))
+        StructuredOutputs | None, private(check_instance(StructuredOutputs))
     ] = None
-    cache_salt: Annotated[str | None, Setting(text(1, MAX_SALT))] = None
+    cache_salt: Annotated[str | None, Setting(check_text(1, MAX_SALT))] = None
     shown_tokens: Annotated[Sequence[int], private(token_ids(MAX_TOKENS), tokens=True)] = ()
 
     def __post_init__(self) -> None:
@@ -297,7 +303,7 @@ def http_settings() -> dict[str, Setting]:
     return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
 
 
-def as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, with a rule's settings in one of them.
 
     Settings of None are dropped.

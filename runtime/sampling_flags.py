@@ -34,7 +34,7 @@ from mtpbuild.runtime.contract.rules import all_rules
 from mtpbuild.runtime.contract.settings import Setting
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
-from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, SamplingParams, as_fields
+from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, SamplingParams, to_params_fields
 
 Field = tuple[str, Any, Any]
 GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict: nothing is drawn"
@@ -155,22 +155,22 @@ def sampling_params(flags: Any, settings: Configuration, **others: Any) -> Sampl
 
     Raises UsageError for a contradiction, RequestError for an invalid value.
     """
-    typed = as_fields(vars(flags) | others)
+    typed = to_params_fields(vars(flags) | others)
     for name, value in typed.items():
         parse = SETTINGS[name].parse
         if parse and isinstance(value, str):
-            typed[name] = parse(option(name), value)
+            typed[name] = parse(flag_name(name), value)
     asked = sampling_settings(settings)
     for name, wanted in typed.items():
         if (said := asked.setdefault(name, wanted)) != wanted:
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
-            raise UsageError(f"{option(name)} {wanted} contradicts the configuration's {by}")
+            raise UsageError(f"{flag_name(name)} {wanted} contradicts the configuration's {by}")
     params = SamplingParams(**asked)
     if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:
         typer.echo(f"note: {GREEDY_REJECTION}", err=True)
     return params
 
 
-def option(name: str) -> str:
+def flag_name(name: str) -> str:
     """Return a setting's name as a flag."""
     return "--" + name.replace("_", "-")

@@ -72,7 +72,7 @@ class EngineStats:
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
-class Acceptance:
+class AcceptanceCounter:
     """A counter of drafts and their acceptance, as a histogram."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
@@ -119,7 +119,7 @@ class AcceptanceWatch:
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0
-        self._seen = Acceptance(nextn)
+        self._seen = AcceptanceCounter(nextn)
 
     def add(self, accepted: int, drafted: int) -> None:
         """Count a decode step; check the acceptance every WATCHED_STEPS steps."""
@@ -130,4 +130,4 @@ class AcceptanceWatch:
             if self._seen.accepted < COLLAPSED * self._seen.drafted:
                 self._quiet = True
                 log.warning(REJECTED, self._seen.accepted, self._seen.drafted, WATCHED_STEPS)
-            self._seen = Acceptance(len(self._seen.histogram) - 1)
+            self._seen = AcceptanceCounter(len(self._seen.histogram) - 1)

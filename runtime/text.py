@@ -19,7 +19,7 @@ class Span(NamedTuple):
     mark: int | None = None
 
 
-def held_back(text: str, *markers: str) -> int:
+def marker_prefix_length(text: str, *markers: str) -> int:
     """Return the number of characters at the end of the text that may begin a marker."""
     for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
@@ -110,7 +110,7 @@ class TextStream:
             self._held.clear()
             self._utf8.reset()
             return True
-        self._release(len(tail) - held_back(tail, *self._stop))
+        self._release(len(tail) - marker_prefix_length(tail, *self._stop))
         return False
 
     def _release(self, chars: int, *, cut_marks: bool = False) -> None:

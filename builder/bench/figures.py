@@ -12,7 +12,7 @@ import numpy as np
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample, intervals
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 
 ALL = "all"
 RESAMPLES = 1000
@@ -191,7 +191,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
     """Add up the drafting statistics of several requests."""
-    total = Acceptance(reports[0].num_spec_tokens)
+    total = AcceptanceCounter(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
         total.tokens += report.num_spec_steps + report.num_accepted_draft_tokens

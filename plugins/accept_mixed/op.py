@@ -5,9 +5,9 @@ them. The reference is plain PyTorch that every target can trace. `accept_rewind
 case in which all slots are strict and greedy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.controls import (
     RECOVER,
     WORD,
 )
+from mtpbuild.runtime.contract.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,6 @@ class Judged:
     numbers: Tensor  # [B, T] uniform in [0, 1), drawn for acceptance alone
     thinking: Tensor  # [B, T] bool: the row is in the thinking phase
     asked: Controls  # controls by name, including the rule's own: [B, *shape]
-
-
-class Rule(Protocol):
-    """A rule from another package, as defined in `runtime/contract/rules.py`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def keeps(self) -> Callable[[Any], Any]: ...
 
 
 def accept_mixed(

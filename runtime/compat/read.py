@@ -7,9 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.runtime.checks import switch
+from mtpbuild.runtime.checks import check_bool
 from mtpbuild.runtime.compat.tables import MTP, SPECULATIVE, TRTLLM, VLLM, Key, Methods, Table
-from mtpbuild.runtime.configuration import CHECKS, NOTES, Given, check_rates, checked, join, show
+from mtpbuild.runtime.configuration import (
+    CHECKS,
+    NOTES,
+    Given,
+    check_rates,
+    checked,
+    join,
+    shorten,
+)
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
@@ -115,11 +123,11 @@ def read_keys(raw: object, table: Table, where: str) -> Iterator[Given]:
         elif value is None or (type(value) is int and value in known.idle):
             continue
         elif known.true:
-            yield known.setting, name, known.true if checked(switch, value, name) else None
+            yield known.setting, name, known.true if checked(check_bool, value, name) else None
         elif known.setting:
             yield known.setting, name, checked(CHECKS[known.setting], value, name)
         elif value:
-            line = f"{name} {show(value)} is not supported by this version"
+            line = f"{name} {shorten(value)} is not supported by this version"
             raise UsageError(f"{line}; {known.refused}: leave it out")
 
 

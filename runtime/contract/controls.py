@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.settings import Control as Control
 
 MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
 HISTORY = "history"  # the state [B, positions] in which penalties count tokens
-NOTHING = -1  # pads a list of ids or rates to the length of its input
+PADDING = -1  # pads a list of ids or rates to the length of its input
 
 # Streams of `uniforms`, each indexed by absolute position. Strict acceptance samples with DRAFT.
 DRAFT, ACCEPT, RECOVER = 0, 1, 2
@@ -131,7 +131,7 @@ class StepControls:
                 if not self.plain:
                     yield name, self.uniforms(shape[1], shape[0])
                 continue
-            row = np.full(shape, NOTHING, dtype)
+            row = np.full(shape, PADDING, dtype)
             value = np.asarray(self.value(name))
             row[(slice(len(value)),) if shape else ()] = value
             yield name, row

@@ -73,13 +73,13 @@ class Channel:
         return bool(self.receive()[1][0])
 
     def send(self, name: str, *arguments: Any) -> None:
-        self.tell(self.encode(name, *arguments))
+        self.broadcast(self.encode(name, *arguments))
 
     def encode(self, name: str, *arguments: Any) -> bytes:
         """Return a message, with the checksum of rank 0's last tokens."""
         return _encode([name, self.digest, *arguments])
 
-    def tell(self, text: bytes) -> None:
+    def broadcast(self, text: bytes) -> None:
         """Send an encoded message to all ranks."""
         with self._lock, self.unbroken():
             if len(text) > HEAD:
@@ -101,7 +101,7 @@ class Channel:
             )
         return name, arguments
 
-    def note(self, output: StepOutput) -> None:
+    def record_tokens(self, output: StepOutput) -> None:
         """Store the checksum of this rank's tokens, to send or to compare with the next message."""
         self.digest = zlib.crc32(output.tokens.tobytes())
 
@@ -184,7 +184,9 @@ class Channel:
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # the next call raises it again
             while not self._closed.wait(self.limit / 4):
-                self.tell(_encode(["wait", None]))  # None: a step may be running, with no digest
+                self.broadcast(
+                    _encode(["wait", None])
+                )  # None: a step may be running, with no digest
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:

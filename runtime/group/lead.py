@@ -51,7 +51,7 @@ class Calls:
         else:
             result = getattr(self._own, name)(*arguments)
         if name in ("step", "land"):
-            self._channel.note(result)
+            self._channel.record_tokens(result)
         return result
 
     def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
@@ -138,7 +138,7 @@ class LeadingPrograms:
     def _call(self, name: str, *arguments: Any) -> Any:
         call = self._channel.encode(name, *arguments)  # if this raises, no rank has received it
         with self._channel.unbroken():
-            self._channel.tell(call)
+            self._channel.broadcast(call)
             if name in RUNS:
                 return self._calls.make(name, arguments)
             result = self._calls.work(name, arguments)

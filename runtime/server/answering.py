@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.server.answers import Answer, merged
-from mtpbuild.runtime.server.errors import ApiError, Told, as_json
+from mtpbuild.runtime.server.answers import Answer, merge_streams
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse, encode_json
+from mtpbuild.runtime.server.params import field_error
 from mtpbuild.runtime.server.protocol import StreamedBody
-from mtpbuild.runtime.server.sampled import field_error
 from mtpbuild.runtime.server.service import Service
 
 log = logging.getLogger("mtpbuild")
@@ -69,10 +69,10 @@ class AnswerResponse(Response):
         if form := answer.choices[0].params.structured_outputs:
             await service.compiling.run(form, _prepare, engine, answer)
         for choice in answer.choices:
-            service.metrics.asked_tokens.observe(choice.params.max_tokens)
-        service.metrics.asked_choices.observe(answer.n)
+            service.metrics.requested_tokens.observe(choice.params.max_tokens)
+        service.metrics.requested_choices.observe(answer.n)
         self._answer = answer
-        self._chunks = merged([self._service.stream(engine, r) for r in answer.requests])
+        self._chunks = merge_streams([self._service.stream(engine, r) for r in answer.requests])
         await self._send(scope, receive, send)
 
     def _read_body(self, engine: Engine) -> Answer:
@@ -90,7 +90,7 @@ class AnswerResponse(Response):
         async with contextlib.aclosing(self._chunks) as chunks:
             async for number, chunk in chunks:
                 self._answer.choices[number].take(chunk)
-        await Told(self._answer.whole())(scope, receive, send)
+        await JsonResponse(self._answer.full_body())(scope, receive, send)
 
 
 class EventStream(AnswerResponse):
@@ -121,7 +121,7 @@ class EventStream(AnswerResponse):
         try:
             async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
                 async for event in events:
-                    yield as_json(event), event.get("type")
+                    yield encode_json(event), event.get("type")
             return
         except ApiError as error:
             failure = error
@@ -129,7 +129,7 @@ class EventStream(AnswerResponse):
             log.exception("an answer could not be told")
             failure = ApiError(500, "the server failed")
         event = self._answer.failure(failure)
-        yield as_json(event), event.get("type")
+        yield encode_json(event), event.get("type")
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:

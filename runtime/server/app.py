@@ -12,15 +12,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
-from mtpbuild.runtime.server.bodies import route_of
+from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
-from mtpbuild.runtime.server.errors import ApiError, Told
-from mtpbuild.runtime.server.gate import Gate
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse
+from mtpbuild.runtime.server.gate import RequestGate
 from mtpbuild.runtime.server.messages import (
     MessagesBody,
     MessagesPrompt,
-    counted,
+    count_prompt_tokens,
     read_message,
 )
 from mtpbuild.runtime.server.protocol import (
@@ -33,7 +33,7 @@ from mtpbuild.runtime.server.protocol import (
 )
 from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.tokens import text_of, tokens_of
+from mtpbuild.runtime.server.tokens import detokenize_body, tokenize_body
 
 PAGE = Path(__file__).with_name("page.html")
 EVENTS = {
@@ -67,13 +67,13 @@ def make_app(service: Service) -> FastAPI:
             (ApiError, RequestValidationError, HTTPException, Exception), _error
         ),
     )
-    bodies = APIRouter(route_class=route_of(service.reading))
+    bodies = APIRouter(route_class=make_route_class(service.reading))
     _add_generation(bodies, service)
     _add_translated(bodies, service)
     _add_tokens(bodies, service)
     app.include_router(bodies)
     _add_state(app, service)
-    app.add_middleware(Gate, settings=service.settings)
+    app.add_middleware(RequestGate, settings=service.settings)
     if service.settings.cors:
         app.add_middleware(
             CORSMiddleware,
@@ -114,7 +114,7 @@ def _add_translated(bodies: APIRouter, service: Service) -> None:
     @bodies.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: MessagesPrompt, request: Request) -> Response:
         """Count the tokens of a prompt."""
-        return Told(await service.reading.run(object(), counted, service, body))
+        return JsonResponse(await service.reading.run(object(), count_prompt_tokens, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -181,12 +181,12 @@ def _add_tokens(bodies: APIRouter, service: Service) -> None:
     @bodies.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TextTokensBody | ChatTokensBody, request: Request) -> Response:
         """Turn a text, or a conversation as its prompt, into token ids."""
-        return Told(await service.reading.run(object(), tokens_of, service, body))
+        return JsonResponse(await service.reading.run(object(), tokenize_body, service, body))
 
     @bodies.post("/detokenize", responses=ERRORS)
     async def detokenize(body: TokensBody, request: Request) -> Response:
         """Turn token ids into text."""
-        return Told(await service.reading.run(object(), text_of, service, body))
+        return JsonResponse(await service.reading.run(object(), detokenize_body, service, body))
 
 
 async def _answer(service: Service, read: Read, body: StreamedBody, request: Request) -> Response:

@@ -22,7 +22,7 @@ MOST_DIGITS = 309  # of an integer: as many as the largest float has
 NO_JSON = "the body is not JSON"
 
 
-def route_of(pool: Pool) -> type[APIRoute]:
+def make_route_class(pool: Pool) -> type[APIRoute]:
     """Return a route class that passes `body` and `request`; long bodies are parsed in the pool.
 
     FastAPI itself would parse a body on the event loop and collect the errors of all its parts.

@@ -127,9 +127,9 @@ def serve(
     address = server.Address(host, port, drain_timeout)
     with contextlib.ExitStack() as stack:
         if manifest.split and not ranks.in_group():
-            stack.enter_context(ranks.started(engine, manifest, own.threads))
+            stack.enter_context(ranks.start_ranks(engine, manifest, own.threads))
         elif manifest.split and ranks.own_rank(engine, manifest):
-            server.outlive_signals()
+            server.ignore_signals()
             follow(engine, own.threads)
             return
         server.serve(engine, load, settings, address)

@@ -15,7 +15,7 @@ access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each 
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
-class PathAlone(logging.Filter):
+class QueryStringFilter(logging.Filter):
     """A log filter that drops query strings, which may contain a client's key."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -25,10 +25,10 @@ class PathAlone(logging.Filter):
         return True
 
 
-access.addFilter(PathAlone())
+access.addFilter(QueryStringFilter())
 
 
-def limited(settings: ServerOptions) -> type[H11Protocol]:
+def limit_time(settings: ServerOptions) -> type[H11Protocol]:
     """Return uvicorn's HTTP/1.1 protocol with time limits, for `uvicorn.Config(http=..)`.
 
     A request's headers must be complete `header_timeout` seconds after the connection was made, or,

@@ -30,17 +30,17 @@ ANTHROPIC = {
 }
 
 
-def as_json(content: Any) -> bytes:
+def encode_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8; a lone surrogate, which a client may have sent, is escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
-class Told(JSONResponse):
-    """A JSON response encoded by `as_json`."""
+class JsonResponse(JSONResponse):
+    """A JSON response encoded by `encode_json`."""
 
     def render(self, content: Any) -> bytes:
-        return as_json(content)
+        return encode_json(content)
 
 
 class ApiError(Exception):
@@ -68,8 +68,8 @@ class ApiError(Exception):
         said = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": said}
 
-    def response(self, path: str = "") -> Told:
-        return Told(self.body(path), self.status, self.headers)
+    def response(self, path: str = "") -> JsonResponse:
+        return JsonResponse(self.body(path), self.status, self.headers)
 
 
 class TooLongError(ApiError):

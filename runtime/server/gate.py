@@ -14,7 +14,7 @@ from mtpbuild.runtime.server.service import ServerOptions
 FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
 
-class Gate:
+class RequestGate:
     """Middleware that refuses requests without the key, from other pages, too long or too slow.
 
     Every body is treated as JSON, whatever its Content-Type is: curl's default is a form.

@@ -62,7 +62,7 @@ class Metrics:
             "Seconds per token of a request behind its first one.",
             BETWEEN,
         )
-        self.whole = made(
+        self.e2e_latency = made(
             "e2e_request_latency_seconds", "Seconds from a request to its last token.", WHOLE
         )
         self.queued = made(
@@ -79,8 +79,10 @@ class Metrics:
         )
         self.prompt = made("request_prompt_tokens", "Tokens of a prompt.", sizes)
         self.generated = made("request_generation_tokens", "Tokens of an answer.", sizes)
-        self.asked_choices = made("request_params_n", "Choices that a request asks for.", CHOICES)
-        self.asked_tokens = made(
+        self.requested_choices = made(
+            "request_params_n", "Choices that a request asks for.", CHOICES
+        )
+        self.requested_tokens = made(
             "request_params_max_tokens", "Tokens that an answer may have at most.", sizes
         )
         self._ended = Counter(
@@ -97,7 +99,7 @@ class Metrics:
             registry=self._registry,
         ).labels(engine="0", **capacity).set(1)
 
-    def ended(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def text(self) -> tuple[bytes, str]:

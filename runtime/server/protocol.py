@@ -17,15 +17,15 @@ Id = Annotated[int, Field(ge=0)]
 TOKEN = "a token id, which is a whole number from 0"
 FORM = "structured_outputs has it as `{}`"
 KWARGS = "chat_template_kwargs has it as `{}`"
-TRIED = "no sampler of that name is there"
+NO_SAMPLER = "no sampler of that name is there"
 REFUSED = {  # field: why it is refused, or which field takes its place
     "audio": "an answer is text",
     "best_of": "n is how many answers there are",
     "chat_template": "an engine has its model's own template",
     "custom_logit_processor": "a server runs no code of its clients",
     "custom_params": "a server runs no code of its clients",
-    "dry_multiplier": TRIED,
-    "dynatemp_range": TRIED,
+    "dry_multiplier": NO_SAMPLER,
+    "dynatemp_range": NO_SAMPLER,
     "ebnf": FORM.format("grammar"),
     "echo": "/v1/completions has it; continue_final_message goes on from a message",
     "enable_thinking": KWARGS.format("enable_thinking"),
@@ -45,7 +45,7 @@ REFUSED = {  # field: why it is refused, or which field takes its place
     "logits_processors": "a server runs no code of its clients",
     "logprob_token_ids": "top_logprobs has the most probable tokens",
     "lora_path": "an engine has its own weights",
-    "mirostat": TRIED,
+    "mirostat": NO_SAMPLER,
     "modalities": "an answer is text",
     "n_predict": "max_tokens takes its place",
     "no_stop_trim": "include_stop_str_in_output takes its place",
@@ -67,16 +67,16 @@ REFUSED = {  # field: why it is refused, or which field takes its place
     "thinking": KWARGS.format("thinking"),
     "thinking_budget": "max_tokens bounds thought and answer together",
     "thinking_token_budget": "max_tokens bounds thought and answer together",
-    "top_n_sigma": TRIED,
+    "top_n_sigma": NO_SAMPLER,
     "truncate_prompt_tokens": "a prompt is taken whole or not at all",
-    "typical_p": TRIED,
+    "typical_p": NO_SAMPLER,
     "use_beam_search": "beam search is not there",
     "vllm_xargs": "a server runs no code of its clients",
     "watermarking": "it is not there",
     "web_search_options": "the server has no tools of its own",
-    "xtc_probability": TRIED,
+    "xtc_probability": NO_SAMPLER,
 }
-NOTHING: dict[str, Any] = {  # values of refused fields that change nothing; null never does
+NEUTRAL_VALUES: dict[str, Any] = {  # values of refused fields that change nothing; null never does
     "best_of": 1,
     "dry_multiplier": 0,
     "dynatemp_range": 0,
@@ -133,15 +133,15 @@ def _describe(schema: dict[str, Any]) -> None:
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
 
 
-def _asks(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: Any) -> bool:
     """Return whether a refused field has an effective value; false does not count as 0."""
-    nothing = NOTHING.get(name)
+    nothing = NEUTRAL_VALUES.get(name)
     return value is not None and (
         value != nothing or isinstance(value, bool) is not isinstance(nothing, bool)
     )
 
 
-class Sampled(StreamedBody):
+class GenerationBody(StreamedBody):
     """The fields that chats and completions share; null means the default.
 
     The fields of `http_settings` are accepted as well, as extra fields.
@@ -177,7 +177,7 @@ class Sampled(StreamedBody):
     def refused(self) -> tuple[str, str] | None:
         """The first refused field with an effective value, and the reason; None if none."""
         given = (self.model_extra or {}).items()
-        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _asks(n, v)), None)
+        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _has_effect(n, v)), None)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatBody(Sampled):
+class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Many[dict[str, Any]]
@@ -241,7 +241,7 @@ class TokensBody(Body):
     tokens: Many[Id]
 
 
-def _first_wrong_item(prompt: Any) -> Any:
+def _check_prompt_items(prompt: Any) -> Any:
     """Check a prompt and name its first wrong item.
 
     Without this, pydantic would report one error for each type of the union.
@@ -269,11 +269,11 @@ def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
         raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
 
 
-class CompletionBody(Sampled):
+class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_first_wrong_item)
+        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_check_prompt_items)
     ]
     logprobs: int | None = None
     echo: bool | None = None

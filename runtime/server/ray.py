@@ -37,7 +37,7 @@ Arguments: Any = create_model(
 )
 
 
-class Named:
+class ReplicaNameHeader:
     """Middleware that adds a header with the replica's host and process to each answer."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
@@ -78,7 +78,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         made = make_app(self._service)
-        made.add_middleware(Named, name=f"{socket.gethostname()}:{os.getpid()}")
+        made.add_middleware(ReplicaNameHeader, name=f"{socket.gethostname()}:{os.getpid()}")
         return made
 
     def check_health(self) -> None:

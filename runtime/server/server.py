@@ -21,7 +21,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.connection import HEADERS, limited
+from mtpbuild.runtime.server.connection import HEADERS, limit_time
 from mtpbuild.runtime.server.service import ServerOptions, Service
 
 BACKLOG = 2048
@@ -116,7 +116,7 @@ def configuration(service: Service) -> uvicorn.Config:
     """Return uvicorn's configuration with this server's limits; warnings go to stderr."""
     return uvicorn.Config(
         make_app(service),
-        http=limited(service.settings),
+        http=limit_time(service.settings),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -136,7 +136,7 @@ async def _serve(
     endings: list[asyncio.Task[None]] = []
 
     async def end() -> None:
-        if not await service.drained(address.drain):
+        if not await service.drain(address.drain):
             listener.drop()
         listener.stop()
 
@@ -187,7 +187,7 @@ def _url(own: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def outlive_signals() -> None:
+def ignore_signals() -> None:
     """Ignore signals in a rank other than 0: launchers signal all ranks, rank 0 ends the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -28,7 +28,7 @@ READERS, COMPILERS = 4, 2  # threads
 FORMS = 32  # output grammars that are being compiled or queued for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
-CUT = 0.5  # seconds that clients have to read the error after their requests were cut off
+CUT_OFF_SECONDS = 0.5  # in which clients can read the error after their requests were cut off
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Service:
         self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
-        self._cut = False  # the drain timeout has passed: unfinished requests fail
+        self._cut_off = False  # the drain timeout has passed: unfinished requests fail
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
@@ -126,11 +126,11 @@ class Service:
                         last = now
                     if chunk.metrics is not None:
                         reason = chunk.finish_reason or reason
-                        m.whole.observe(now - began)
+                        m.e2e_latency.observe(now - began)
                         self._observe(chunk)
                     yield chunk
         except TimeoutError:
-            if self._cut:
+            if self._cut_off:
                 raise ApiError(503, SHUTTING_DOWN) from None
             late = "the request took too long (--request-timeout)"
             raise ApiError(408, late, retry=False) from None
@@ -144,37 +144,37 @@ class Service:
             self._probe(error)
             raise ApiError(500, f"the engine failed: {error}") from None
         finally:
-            m.ended("abort" if reason == "cancelled" else reason)
+            m.count_finished("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
         """Return the next chunk, None after the last; TimeoutError after the request's time."""
         most = self.settings.request_timeout
         left = None if most is None else began + most - time.perf_counter()
-        async with asyncio.timeout(0 if self._cut else left) as limit:
+        async with asyncio.timeout(0 if self._cut_off else left) as limit:
             self._limits.add(limit)
             try:
                 return await anext(chunks, None)
             finally:
                 self._limits.discard(limit)
 
-    async def drained(self, timeout: float) -> bool:
+    async def drain(self, timeout: float) -> bool:
         """Stop admitting requests and wait until all open ones are answered.
 
         After `timeout` seconds the remaining requests are answered with an error. Returns at most
-        `CUT` seconds later whether all requests were answered.
+        `CUT_OFF_SECONDS` seconds later whether all requests were answered.
         """
         self.draining = True
-        await self._answered(timeout)
+        await self._wait_until_answered(timeout)
         if self.open:
             log.warning("%d requests were cut off after %g s (--drain-timeout)", self.open, timeout)
-            self._cut, now = True, asyncio.get_running_loop().time()
+            self._cut_off, now = True, asyncio.get_running_loop().time()
             for limit in self._limits:
                 if not limit.expired():
                     limit.reschedule(now)
-            await self._answered(CUT)
+            await self._wait_until_answered(CUT_OFF_SECONDS)
         return not self.open
 
-    async def _answered(self, within: float) -> None:
+    async def _wait_until_answered(self, within: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while self.open:
@@ -199,11 +199,11 @@ class Service:
         """Test the engine with a small request after a failed step, unless a test is running."""
         if self._tasks or self.failed is not None:
             return
-        task = asyncio.get_running_loop().create_task(self._try(failure))
+        task = asyncio.get_running_loop().create_task(self._probe_engine(failure))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _try(self, failure: EngineError) -> None:
+    async def _probe_engine(self, failure: EngineError) -> None:
         assert self.engine is not None
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:

@@ -30,7 +30,7 @@ from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.start import started
+from mtpbuild.runtime.group.start import start_ranks
 from mtpbuild.runtime.prefix_pool import make_pool
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
@@ -333,10 +333,10 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     crowded = manifest.model_copy(update={"build": manifest.build.model_copy(update={"tp": many})})
     says = rf"{many} ranks are too many for {cores} cores \(at most 4 each\): spread them over mach"
     with pytest.raises(UsageError, match=says):
-        started(engine, crowded).__enter__()
+        start_ranks(engine, crowded).__enter__()
     monkeypatch.setenv(ranks_module.TIMEOUT, "soon")
     with pytest.raises(UsageError, match="must be a number of seconds up to 86400, not 'soon'"):
-        started(engine, read_manifest(engine)).__enter__()
+        start_ranks(engine, read_manifest(engine)).__enter__()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):

@@ -27,7 +27,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.cpu_library import ISAS, find_library
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.safetensors_header import read_header
-from mtpbuild.runtime.stats import Acceptance
+from mtpbuild.runtime.stats import AcceptanceCounter
 from tests.reference.recompute import next_logits
 from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
@@ -221,7 +221,7 @@ def test_a_baseline_is_of_the_engines_target(
 
 
 def played(tokens: list[int], margins: list[float], logprob: float = -1.0) -> Played:
-    return Played(tokens, [logprob] * len(tokens), margins, Acceptance(0).report())
+    return Played(tokens, [logprob] * len(tokens), margins, AcceptanceCounter(0).report())
 
 
 def test_near_ties() -> None:
@@ -303,7 +303,9 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: Transform
     logprobs = known.log_softmax(-1)
 
     def said(token: int, off: float = 0.0) -> list[Played]:
-        return [Played([token], [float(logprobs[token]) + off], [1.0], Acceptance(0).report())]
+        return [
+            Played([token], [float(logprobs[token]) + off], [1.0], AcceptanceCounter(0).report())
+        ]
 
     assert judge(model, prompts, said(best)).passed
     found = judge(model, prompts, said(second))

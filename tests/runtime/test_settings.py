@@ -30,7 +30,7 @@ from mtpbuild.runtime.contract.settings import Setting, annotations
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
-from mtpbuild.runtime.server.answers import seeded
+from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live
 
@@ -294,6 +294,6 @@ def test_every_seed_has_numbers_of_its_own() -> None:
 
 @pytest.mark.parametrize("seed", [*SEEDS, -1, -2, -(2**63)])
 def test_choices_have_seeds_that_differ(seed: int) -> None:
-    each = [params.seed for params in seeded(SamplingParams(seed=seed), 5)]
+    each = [params.seed for params in seed_choices(SamplingParams(seed=seed), 5)]
     assert each == [(seed + i) % 2**64 for i in range(5)]
     assert len({numbers(own or 0) for own in each}) == 5

@@ -22,7 +22,7 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.engine import Prompt
 from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
-from mtpbuild.runtime.server.answers import Choice
+from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
@@ -149,7 +149,7 @@ def test_an_event_costs_what_it_says() -> None:
             read.append(token)
             return "ab", None
 
-    choice = Choice(0, [5], SamplingParams(logprobs=0))
+    choice = AnswerChoice(0, [5], SamplingParams(logprobs=0))
     answer = Answer("m", [choice], 1, None, with_logprobs=True)
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in (7, 8))
     offsets = []
@@ -161,7 +161,7 @@ def test_an_event_costs_what_it_says() -> None:
         offsets += event["choices"][0]["logprobs"]["text_offset"]
     assert offsets == list(range(0, 1200, 2))
     assert len(read) == 1200  # each twice
-    assert choice.said("content") == "ab" * 600
+    assert choice.join_text("content") == "ab" * 600
 
 
 def test_jobs_of_a_pool() -> None:

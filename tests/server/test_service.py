@@ -14,7 +14,7 @@ import pytest
 
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server import errors
-from mtpbuild.runtime.server.answers import Choice, merged
+from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
 from mtpbuild.runtime.server.service import ServerOptions
 from tests.support.fakes import (
     backend_tokenizer,
@@ -294,7 +294,7 @@ def test_closing_what_is_merged_closes_the_streams() -> None:
 
     async def main(count: int) -> None:
         closed.clear()
-        chunks = merged([stream(number) for number in range(count)])
+        chunks = merge_streams([stream(number) for number in range(count)])
         await anext(chunks)
         await asyncio.sleep(0)
         await chunks.aclose()
@@ -536,9 +536,9 @@ def test_what_one_answer_raises_is_its_own(
     place: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/architecture.md lists the places of a request's life; these two are the server's."""
-    take, as_json = Choice.take, errors.as_json
+    take, as_json = AnswerChoice.take, errors.as_json
 
-    def parse(choice: Choice, chunk: Chunk) -> Any:
+    def parse(choice: AnswerChoice, chunk: Chunk) -> Any:
         if choice.params.max_tokens == 13:
             raise RecursionError("too deep")
         return take(choice, chunk)
@@ -549,7 +549,7 @@ def test_what_one_answer_raises_is_its_own(
         return as_json(content)
 
     if place == "parse":
-        monkeypatch.setattr(Choice, "take", parse)
+        monkeypatch.setattr(AnswerChoice, "take", parse)
     else:
         monkeypatch.setattr("mtpbuild.runtime.server.app.as_json", serialise)
         monkeypatch.setattr(errors, "as_json", serialise)

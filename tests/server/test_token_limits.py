@@ -241,4 +241,4 @@ def test_engines_that_cant(tokenizer: Tokenizer) -> None:
     ):
         grammars = Grammars(manifest(), given, able)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match=says):
-            grammars.holding(params, None)  # type: ignore[arg-type]
+            grammars.make_grammar(params, None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from mtpbuild.builder.bench.measure import Contender, Measured, Sample
 from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 
@@ -30,7 +30,7 @@ def prompt(kind: str = "code", number: int = 0, length: int = 4, most: int = 8) 
 
 
 def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
-    acceptance = Acceptance(len(histogram) - 1)
+    acceptance = AcceptanceCounter(len(histogram) - 1)
     acceptance.histogram, acceptance.drafted = histogram, drafted
     return acceptance.report()
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mtpbuild.runtime.checks import number
+from mtpbuild.runtime.checks import check_number
 from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Control, Setting
 
@@ -14,11 +14,11 @@ class Settings:
 
     typical_epsilon: Annotated[
         float,
-        Setting(number(0, 1), "Typical: a probability that is enough."),
+        Setting(check_number(0, 1), "Typical: a probability that is enough."),
         Control("float32"),
     ] = 0.3
     typical_delta: Annotated[
-        float, Setting(number(0, 10), "Typical: share of exp(-entropy)."), Control("float32")
+        float, Setting(check_number(0, 10), "Typical: share of exp(-entropy)."), Control("float32")
     ] = 0.09
 
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.server.tools.call import Call
 from mtpbuild.runtime.server.tools.forms import Form
 from mtpbuild.runtime.server.tools.json_calls import JsonCall
 from mtpbuild.runtime.server.tools.tagged import TaggedCall
-from mtpbuild.runtime.text import held_back
+from mtpbuild.runtime.text import marker_prefix_length
 
 MOST_CUT = 8  # unfinished calls at the answer's end after which the rest is not parsed again
 
@@ -40,23 +40,23 @@ class ToolCalls:
         function = self.form.tags.name[0].strip() if self.form.tags else ""
         self._markers = (*self.form.markers, *([function] if function else []))
 
-    def feed(self, text: str, *, last: bool = False) -> list[Piece]:
+    def feed(self, text: str, *, last: bool = False) -> list[AnswerPiece]:
         """Parse more text and return the final pieces; with `last`, all remaining ones."""
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[AnswerPiece] = []
         while True:
             before = self._call, len(self._held)
             pieces += self._in_text(last) if self._call is None else self._in_call(self._call, last)
             if (self._call, len(self._held)) == before:
                 return [piece for piece in pieces if piece.text]
 
-    def _in_text(self, last: bool) -> list[Piece]:
+    def _in_text(self, last: bool) -> list[AnswerPiece]:
         """Parse the text up to the next call; the markers around all calls are dropped."""
         found = min(
             ((at, m) for m in self._markers if (at := self._held.find(m)) >= 0), default=None
         )
         if found is None:
-            kept = 0 if last else held_back(self._held, *self._markers)
+            kept = 0 if last else marker_prefix_length(self._held, *self._markers)
             certain = self._held[: len(self._held) - kept]
             said = self._content(certain)
             self._held = (
@@ -78,11 +78,11 @@ class ToolCalls:
         """Drop the white space between and after calls, which is not part of the answer."""
         return text.rstrip() if self.count else text
 
-    def _content(self, text: str) -> list[Piece]:
-        return [] if self.single and self.count else [Piece("content", self._trimmed(text))]
+    def _content(self, text: str) -> list[AnswerPiece]:
+        return [] if self.single and self.count else [AnswerPiece("content", self._trimmed(text))]
 
-    def _in_call(self, call: Call, last: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _in_call(self, call: Call, last: bool) -> list[AnswerPiece]:
+        pieces: list[AnswerPiece] = []
         text, self._held = self._held, ""
         for kind, said in call.feed(text, last=last):
             if kind == "name":
@@ -91,7 +91,7 @@ class ToolCalls:
                 said, self._space = self._space + said, ""
             if self.single and self.count > (kind != "content"):
                 continue
-            pieces.append(Piece(kind, said, 0 if kind == "content" else self.count - 1))
+            pieces.append(AnswerPiece(kind, said, 0 if kind == "content" else self.count - 1))
         if call.rest is not None:
             self._held, self._call = call.rest, None
             self._cut += call.cut

@@ -8,7 +8,7 @@ from mtpbuild.runtime.chat_template import ChatTemplates
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.server.tools.calls import ToolCalls
 from mtpbuild.runtime.server.tools.forms import FORMS, INDEX_OF_CALL, Form
-from mtpbuild.runtime.server.tools.values import written
+from mtpbuild.runtime.server.tools.values import as_text
 
 ASKED = "what-is-asked-5d1c"
 NAME = "probe_5d1c"
@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": TYPES}
 
 
 @lru_cache(maxsize=16)
-def form_of(templates: ChatTemplates) -> str | None:
+def detect_form(templates: ChatTemplates) -> str | None:
     """Return the name of the form in which a template writes calls; None if it is unknown."""
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
@@ -57,4 +57,4 @@ def _spelled(form: Form) -> str:
         before, after, _ = form.spelled
         return form.begin + before + NAME + after.replace(INDEX_OF_CALL, "0")
     name, value = form.tags.name, form.tags.value
-    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + written("a b") + value[1]
+    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + as_text("a b") + value[1]

@@ -20,7 +20,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def read_strictly(text: str) -> Any:
+def parse_strictly(text: str) -> Any:
     """Parse JSON; raises ValueError if it is not strict JSON, not UTF-8, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
@@ -255,11 +255,11 @@ def _begins_second_half(text: str) -> bool:
     return len(text) < 6 and re.fullmatch(r"(\\(u([dD]([c-fC-F]\w?)?)?)?)?", text) is not None
 
 
-def mended(text: str) -> Any:
+def repair_json(text: str) -> Any:
     """Repair and parse a text that begins with an object or array; raises ValueError otherwise."""
     reader = JsonReader()
     start = text.lstrip()
     if start[:1] not in ("{", "["):
         raise ValueError("no object")
     _, said = reader.take(start, last=True)
-    return read_strictly(said)
+    return parse_strictly(said)
