@@ -24,7 +24,7 @@ CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
 def prepare_schema(text: str) -> Json:
     """Read and rewrite a schema; raise ValueError if it is invalid or cannot be followed."""
-    schema = loads(text, parse_float=_finite, parse_constant=_finite)
+    schema = loads(text, parse_float=parse_finite, parse_constant=parse_finite)
     if schema is False:
         raise ValueError("nothing fits the schema false")
     schema = {} if schema is True else schema
@@ -127,7 +127,8 @@ def _constants(schema: Json) -> dict[str, set[str]]:
     return limited
 
 
-def _finite(text: str) -> float:
+def parse_finite(text: str) -> float:
+    """Parse a number of a JSON text; raise ValueError for an infinity or NaN."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text:.40} is not a finite number")
     return number

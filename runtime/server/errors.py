@@ -5,28 +5,18 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-KINDS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    431: "HeadersTooLargeError",
-    503: "ServiceUnavailableError",
-}
-ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
+INTERNAL = ("InternalServerError", "api_error")
+TYPES = {  # status: OpenAI's and Anthropic's type of an error
+    400: ("BadRequestError", "invalid_request_error"),
+    401: ("AuthenticationError", "authentication_error"),
+    403: ("PermissionDeniedError", "permission_error"),
+    404: ("NotFoundError", "not_found_error"),
+    405: ("MethodNotAllowedError", "invalid_request_error"),
+    408: ("RequestTimeoutError", "timeout_error"),
+    413: ("RequestTooLargeError", "request_too_large"),
+    429: ("RateLimitError", "rate_limit_error"),
+    431: ("HeadersTooLargeError", "api_error"),
+    503: ("ServiceUnavailableError", "overloaded_error"),
 }
 
 
@@ -61,11 +51,10 @@ class ApiError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the error object of the path's API."""
+        openai, anthropic = TYPES.get(self.status, INTERNAL)
         if path.startswith("/v1/messages"):
-            kind = ANTHROPIC.get(self.status, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = KINDS.get(self.status, "InternalServerError")
-        said = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+            return {"type": "error", "error": {"type": anthropic, "message": self.message}}
+        said = {"message": self.message, "type": openai, "param": self.param, "code": self.code}
         return {"error": said}
 
     def response(self, path: str = "") -> JsonResponse:

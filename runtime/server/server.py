@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limit_time
 from mtpbuild.runtime.server.service import ServerOptions, Service
+from mtpbuild.runtime.threads import start_daemon
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130
@@ -149,7 +148,7 @@ async def _serve(
     on_signals(asyncio.get_running_loop(), signalled)
     service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([own]))
-    loading = _in_a_thread(load)
+    loading = asyncio.wrap_future(start_daemon(load))
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():  # a signal came while the engine was loading
         await serving
@@ -165,21 +164,6 @@ async def _serve(
         watching.cancel()
     if service.failed is not None:
         raise service.failed
-
-
-def _in_a_thread(load: Callable[[], Engine]) -> asyncio.Future[Engine]:
-    """Load the engine in a daemon thread, so that exiting does not wait for it."""
-    future = Future[Engine]()
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:
-            future.set_exception(error)
-
-    loaded = asyncio.wrap_future(future)
-    threading.Thread(target=run, daemon=True).start()
-    return loaded
 
 
 def _url(own: socket.socket) -> str:

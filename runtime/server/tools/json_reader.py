@@ -5,6 +5,8 @@ import math
 import re
 from typing import Any
 
+from mtpbuild.runtime.json_schema import parse_finite
+
 DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits
 SPACE = re.compile(r"[ \t\n\r]*")
@@ -23,7 +25,7 @@ def quoted(text: str) -> str:
 def parse_strictly(text: str) -> Any:
     """Parse JSON; raises ValueError if it is not strict JSON, not UTF-8, or nested too deeply."""
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(text, parse_constant=parse_finite, parse_float=parse_finite)
         json.dumps(value, ensure_ascii=False).encode()
         _check_depth(value, DEEPEST)
     except RecursionError:
@@ -37,16 +39,6 @@ def _check_depth(value: Any, most: int) -> None:
             raise ValueError("nested too deeply")
         for each in value.values() if isinstance(value, dict) else value:
             _check_depth(each, most - 1)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(text)
-    return number
 
 
 class JsonReader:

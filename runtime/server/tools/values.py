@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mtpbuild.runtime.json_schema import resolve_reference
 from mtpbuild.runtime.server.tools.json_reader import parse_strictly, repair_json
 
 NAMES = {"string", "number", "boolean", "null", "object", "array"}
@@ -75,7 +76,9 @@ def allowed_types(
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = ANY  # for a reference that leads to itself
-            known[reference] = allowed_types(_found(reference, root), root, known, depth + 1)
+            known[reference] = allowed_types(
+                resolve_reference(reference, root), root, known, depth + 1
+            )
         each.append(known[reference])
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
@@ -106,15 +109,6 @@ def json_type(value: Any) -> str:
         return "boolean"
     kinds = {str: "string", int: "number", float: "number", dict: "object", list: "array"}
     return kinds.get(type(value), "null")
-
-
-def _found(reference: str, root: Any) -> Any:
-    """Return the schema that a reference points to; None if there is none."""
-    found, (start, *path) = root, reference.split("/")
-    for part in path if start == "#" else ["?"]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 def as_text(value: Any) -> str:
