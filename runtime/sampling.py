@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from mtpbuild.runtime.checks import (
     NEXTN_LIMIT,
+    Check,
     check_biases,
     check_bool,
     check_choice,
@@ -26,8 +27,14 @@ from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
     Setting,
-    annotations,
+    declarations,
     defaults_of,
+    judging,
+    noted,
+    penalty,
+    private,
+    setting,
+    shaping,
 )
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -43,13 +50,13 @@ MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
 # token is left. Division by a lower temperature would overflow.
 COLDEST = 1e-20
 
-shaping = partial(Setting, everywhere=True, differs="refused")
-penalty = partial(Setting, differs="refused")
-noted = partial(Setting, differs="noted")
-judging = partial(noted, everywhere=True)
-private = partial(Setting, http=False)
-token, share, penalty_weight = check_integer(0), check_number(0, 1), check_number(-2, 2)
+token, share, signed = check_integer(0), check_number(0, 1), check_number(-2, 2)
 token_ids = partial(check_list, "int", token)
+
+
+def texts(longest: int, most: int) -> Check:
+    """Return a check for a list of `most` texts of `longest` characters."""
+    return check_list("str", check_text(0, longest), most)
 
 
 def read_temperature(value: object) -> float:
@@ -118,125 +125,93 @@ class SamplingParams:
     form begins at the end of the thought.
     """
 
-    max_tokens: Annotated[int, private(check_integer(0), "End after so many tokens.")] = 256
+    max_tokens: int = private(256, check_integer(0), "End after so many tokens.")
     _: KW_ONLY
-    temperature: Annotated[float, shaping(read_temperature, "0: greedy.")] = 0.0
-    top_k: Annotated[
-        int, shaping(check_integer(-1), "Sample from so many tokens, the most probable; 0: all.")
-    ] = 0
-    top_p: Annotated[
-        float,
-        shaping(share, "Sample from the most probable tokens with this much probability."),
-    ] = 1.0
-    min_p: Annotated[
-        float, shaping(share, "Least probability of a token, as a share of the largest.")
-    ] = 0.0
-    relaxed_topk: Annotated[
-        int, noted(check_integer(1), "Relaxed: accept one of so many most probable tokens.")
-    ] = 1
-    relaxed_delta: Annotated[
-        float, noted(share, "Relaxed: accept a token so much less probable than the first.")
-    ] = 0.0
-    presence_penalty: Annotated[
-        float,
-        penalty(penalty_weight, "Subtract it from the logits of tokens in the output; -2..2."),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        penalty(
-            penalty_weight, "Subtract it once for each time that the output has a token; -2..2."
-        ),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float,
-        penalty(
-            check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
-        ),
-    ] = 1.0
-    min_tokens: Annotated[int, noted(check_integer(0), "Don't end before so many tokens.")] = 0
-    stop: Annotated[
-        Sequence[str],
-        Setting(
-            check_list("str", check_text(0, MAX_STOP), MAX_STOPS),
-            "End before this text; may be repeated.",
-        ),
-    ] = ()
-    include_stop_str_in_output: Annotated[bool, Setting(check_bool)] = False
-    stop_token_ids: Annotated[Sequence[int], Setting(token_ids(MAX_STOP_IDS), tokens=True)] = ()
-    split_thought: Annotated[bool, private(check_bool)] = False
-    stop_in_thought: Annotated[bool, private(check_bool)] = False
-    ignore_eos: Annotated[bool, Setting(check_bool, "Go on behind the end of sequence.")] = False
-    logit_bias: Annotated[
-        Mapping[int, float] | None,
-        penalty(
-            check_biases(MAX_BIASES),
-            """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
-            parse=parse_biases,
-            tokens=True,
-        ),
-    ] = None
-    allowed_token_ids: Annotated[
-        Sequence[int] | None, penalty(token_ids(MAX_TOKENS), tokens=True)
-    ] = None
-    bad_words: Annotated[
-        Sequence[str], penalty(check_list("str", check_text(0, MAX_WORD), MAX_BIASES))
-    ] = ()
-    seed: Annotated[
-        int | None,
-        Setting(check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
-    ] = None
-    acceptance: Annotated[
-        Literal["strict", "rejection"] | str,
-        judging(
-            check_rule_name,
-            "strict (default); rejection, above temperature 0; or a rule that the engine has.",
-        ),
-    ] = "strict"
-    acceptance_settings: Annotated[Mapping[str, Any] | None, noted(check_object, http=False)] = None
-    rejection_sample_method: Annotated[
-        Literal["standard", "block", "synthetic"],
-        judging(
-            check_choice("standard", "block", "synthetic"),
-            "standard (default), block, or synthetic: for timing only.",
-        ),
-    ] = "standard"
-    draft_sample_method: Annotated[
-        Literal["probabilistic", "greedy"], noted(check_choice("probabilistic", "greedy"))
-    ] = "probabilistic"
-    synthetic_acceptance_rates: Annotated[
-        Sequence[float] | None,
-        judging(
-            check_rates,
-            "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
-            parse=parse_rates,
-            http=False,
-        ),
-    ] = None
-    synthetic_acceptance_length: Annotated[
-        float | None,
-        judging(check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
-    ] = None
-    begin_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
-    end_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
-    logprobs: Annotated[
-        int | None,
-        private(
-            check_integer(0, MAX_LOGPROBS),
-            "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
-        ),
-    ] = None
-    prompt_logprobs: Annotated[int | None, Setting(check_integer(0, MAX_LOGPROBS))] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None, private(check_instance(StructuredOutputs))
-    ] = None
-    cache_salt: Annotated[str | None, Setting(check_text(1, MAX_SALT))] = None
-    shown_tokens: Annotated[Sequence[int], private(token_ids(MAX_TOKENS), tokens=True)] = ()
+    temperature: float = shaping(0.0, read_temperature, "0: greedy.")
+    top_k: int = shaping(
+        0, check_integer(-1), "Sample from so many tokens, the most probable; 0: all."
+    )
+    top_p: float = shaping(
+        1.0, share, "Sample from the most probable tokens with this much probability."
+    )
+    min_p: float = shaping(0.0, share, "Least probability of a token, as a share of the largest.")
+    relaxed_topk: int = noted(
+        1, check_integer(1), "Relaxed: accept one of so many most probable tokens."
+    )
+    relaxed_delta: float = noted(
+        0.0, share, "Relaxed: accept a token so much less probable than the first."
+    )
+    presence_penalty: float = penalty(
+        0.0, signed, "Subtract it from the logits of tokens in the output; -2..2."
+    )
+    frequency_penalty: float = penalty(
+        0.0, signed, "Subtract it once for each time that the output has a token; -2..2."
+    )
+    repetition_penalty: float = penalty(
+        1.0, check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
+    )
+    min_tokens: int = noted(0, check_integer(0), "Don't end before so many tokens.")
+    stop: Sequence[str] = setting(
+        (), texts(MAX_STOP, MAX_STOPS), "End before this text; may be repeated."
+    )
+    include_stop_str_in_output: bool = setting(False, check_bool)
+    stop_token_ids: Sequence[int] = setting((), token_ids(MAX_STOP_IDS), tokens=True)
+    split_thought: bool = private(False, check_bool)
+    stop_in_thought: bool = private(False, check_bool)
+    ignore_eos: bool = setting(False, check_bool, "Go on behind the end of sequence.")
+    logit_bias: Mapping[int, float] | None = penalty(
+        None,
+        check_biases(MAX_BIASES),
+        """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
+        parse=parse_biases,
+        tokens=True,
+    )
+    allowed_token_ids: Sequence[int] | None = penalty(None, token_ids(MAX_TOKENS), tokens=True)
+    bad_words: Sequence[str] = penalty((), texts(MAX_WORD, MAX_BIASES))
+    seed: int | None = setting(
+        None, check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True
+    )
+    acceptance: Literal["strict", "rejection"] | str = judging(
+        "strict",
+        check_rule_name,
+        "strict (default); rejection, above temperature 0; or a rule that the engine has.",
+    )
+    acceptance_settings: Mapping[str, Any] | None = noted(None, check_object, http=False)
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = judging(
+        "standard",
+        check_choice("standard", "block", "synthetic"),
+        "standard (default), block, or synthetic: for timing only.",
+    )
+    draft_sample_method: Literal["probabilistic", "greedy"] = noted(
+        "probabilistic", check_choice("probabilistic", "greedy")
+    )
+    synthetic_acceptance_rates: Sequence[float] | None = judging(
+        None,
+        check_rates,
+        "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
+        parse=parse_rates,
+        http=False,
+    )
+    synthetic_acceptance_length: float | None = judging(
+        None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
+    )
+    begin_thinking_phase_token: int | None = private(None, token, tokens=True)
+    end_thinking_phase_token: int | None = private(None, token, tokens=True)
+    logprobs: int | None = private(
+        None,
+        check_integer(0, MAX_LOGPROBS),
+        "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
+    )
+    prompt_logprobs: int | None = setting(None, check_integer(0, MAX_LOGPROBS))
+    structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
+    cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
+    shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
 
     def __post_init__(self) -> None:
-        for name, setting in SETTINGS.items():
+        for name, declared in SETTINGS.items():
             if (value := getattr(self, name)) is not None or DEFAULTS[name] is not None:
                 try:
-                    object.__setattr__(self, name, setting.check(value))
+                    object.__setattr__(self, name, declared.check(value))
                 except ValueError as error:
                     raise RequestError(f"{name} {error}") from None
         if self.min_tokens > self.max_tokens:
@@ -293,14 +268,14 @@ class SamplingParams:
         return self.rejection_sample_method == "synthetic"
 
 
-SETTINGS = annotations(SamplingParams, Setting)
+SETTINGS = declarations(SamplingParams, Setting)
 DEFAULTS = defaults_of(SamplingParams)
 
 
 def http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
-    rules = {name: setting for rule in all_rules() for name, setting in rule.declarations.items()}
-    return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
+    rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
+    return {name: each for name, each in SETTINGS.items() if each.http} | rules
 
 
 def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ manifest, and every target writes it when a request begins.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.settings import MAX_BIASES, controls_in, defaults_of
+from mtpbuild.runtime.contract.settings import MAX_BIASES, control, controls_in, defaults_of
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS as MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import Control as Control
 
@@ -31,6 +31,7 @@ SAMPLED = ("temperature",)
 RELAXED = ("relaxed_topk",)
 PENALISED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bias_ids")
 BY_METHOD = "rejection_sample_method"
+BIAS: dict[str, Any] = {"core": False, "setting": "logit_bias"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,46 +41,39 @@ class StepControls:
     The first nine are the request's settings of the same names, unchanged.
     """
 
-    temperature: Annotated[float, Control("float32")] = 0.0
-    top_k: Annotated[int, Control("int64", needs=SAMPLED)] = 0
-    top_p: Annotated[float, Control("float32", needs=SAMPLED)] = 1.0
-    min_p: Annotated[float, Control("float32", needs=SAMPLED)] = 0.0
+    temperature: float = control(0.0, "float32")
+    top_k: int = control(0, "int64", needs=SAMPLED)
+    top_p: float = control(1.0, "float32", needs=SAMPLED)
+    min_p: float = control(0.0, "float32", needs=SAMPLED)
     # Applies in the thinking phase of greedy requests; 1 means strict acceptance.
-    relaxed_topk: Annotated[int, Control("int64")] = 1
-    relaxed_delta: Annotated[float, Control("float32", needs=RELAXED)] = 0.0
+    relaxed_topk: int = control(1, "int64")
+    relaxed_delta: float = control(0.0, "float32", needs=RELAXED)
     # As in vLLM; plugins/penalties.py has the formulas.
-    presence_penalty: Annotated[float, Control("float32", core=False)] = 0.0
-    frequency_penalty: Annotated[float, Control("float32", core=False)] = 0.0
-    repetition_penalty: Annotated[float, Control("float32", core=False)] = 1.0
+    presence_penalty: float = control(0.0, "float32", core=False)
+    frequency_penalty: float = control(0.0, "float32", core=False)
+    repetition_penalty: float = control(1.0, "float32", core=False)
     # Rejection, or strict.
-    rejection: Annotated[bool, Control("bool", setting="acceptance", needs=SAMPLED)] = False
+    rejection: bool = control(False, "bool", setting="acceptance", needs=SAMPLED)
     # Verify a step's drafts together, not one by one.
-    block: Annotated[bool, Control("bool", setting=BY_METHOD, needs=SAMPLED)] = False
+    block: bool = control(False, "bool", setting=BY_METHOD, needs=SAMPLED)
     # Probability of accepting each draft, given that those before it were accepted. Empty:
     # acceptance is real.
-    synthetic: Annotated[tuple[float, ...], Control("float32", ("window",), setting=BY_METHOD)] = ()
+    synthetic: tuple[float, ...] = control((), "float32", ("window",), setting=BY_METHOD)
     # Above temperature 0. False: drafts are the argmax.
-    sampled_drafts: Annotated[
-        bool, Control("bool", setting="draft_sample_method", needs=SAMPLED)
-    ] = True
+    sampled_drafts: bool = control(True, "bool", setting="draft_sample_method", needs=SAMPLED)
     # The tokens that begin and end the thinking phase.
-    thinking_ids: Annotated[
-        tuple[int, int], Control("int64", (2,), setting="relaxed_topk", needs=RELAXED)
-    ] = (-1, -1)
+    thinking_ids: tuple[int, int] = control(
+        (-1, -1), "int64", (2,), setting="relaxed_topk", needs=RELAXED
+    )
     # Tokens that are not emitted at positions before `banned_until`.
-    banned_ids: Annotated[
-        tuple[int, ...], Control("int64", (MAX_BANNED,), setting="min_tokens")
-    ] = ()
-    banned_until: Annotated[int, Control("int64", setting="min_tokens", needs=("banned_ids",))] = 0
-    bias_ids: Annotated[
-        tuple[int, ...], Control("int64", (MAX_BIASES,), core=False, setting="logit_bias")
-    ] = ()
-    bias_values: Annotated[
-        tuple[float, ...],
-        Control("float32", (MAX_BIASES,), False, setting="logit_bias", needs=("bias_ids",)),
-    ] = ()
+    banned_ids: tuple[int, ...] = control((), "int64", (MAX_BANNED,), setting="min_tokens")
+    banned_until: int = control(0, "int64", setting="min_tokens", needs=("banned_ids",))
+    bias_ids: tuple[int, ...] = control((), "int64", (MAX_BIASES,), **BIAS)
+    bias_values: tuple[float, ...] = control(
+        (), "float32", (MAX_BIASES,), **BIAS, needs=("bias_ids",)
+    )
     # Penalties count tokens from this position on as output.
-    prompt_length: Annotated[int, Control("int64", core=False, needs=PENALISED)] = 0
+    prompt_length: int = control(0, "int64", core=False, needs=PENALISED)
     # The request's values for the controls of another package's rule, by name; {} for a built-in
     # rule.
     rule: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -142,7 +136,7 @@ class StepControls:
 
 
 DEFAULTS = defaults_of(StepControls)
-FIELDS = {control.name: control for control in controls_in(StepControls)}
+FIELDS = {each.name: each for each in controls_in(StepControls)}
 GREEDY = StepControls()
 UNIFORMS = "uniforms"
 CONTROLS: tuple[Control, ...] = (
@@ -150,7 +144,7 @@ CONTROLS: tuple[Control, ...] = (
     Control("bool", core=False, name="penalised"),
     Control("float32", ("streams", "positions"), name=UNIFORMS),
 )
-CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)
+CORE_CONTROLS = tuple(each for each in CONTROLS if each.core)
 
 # The inputs by which a grammar limits a step. They are not part of `CONTROLS`, because engines for
 # GPUs or of several ranks have no such inputs.

@@ -2,7 +2,9 @@
 
     @dataclass(frozen=True)
     class Settings:
-        typical_epsilon: Annotated[float, Setting(number(0, 1), "Help."), Control("float32")] = 0.3
+        typical_epsilon: float = setting(
+            0.3, check_number(0, 1), "Help.", control=Control("float32")
+        )
 
     def keeps(judged):  # of plugins/accept_mixed/op.py; returns [B, T] bool
         return judged.p_draft >= judged.asked["typical_epsilon"][:, None]
@@ -24,8 +26,8 @@ from mtpbuild.runtime.contract.registry import Registry
 from mtpbuild.runtime.contract.settings import (
     Control,
     Setting,
-    annotations,
     controls_in,
+    declarations,
     defaults_of,
 )
 from mtpbuild.runtime.errors import RequestError
@@ -45,8 +47,8 @@ class Rule:
     keeps: returns [B, T], whether each row of `Judged` keeps its draft if all drafts before it are
     kept. It is traced into the mixed program, so it runs at build time alone.
 
-    settings: a frozen dataclass whose fields have `Setting` and `Control`. Their names become
-    fields of requests, so prefix them with the rule's name.
+    settings: a frozen dataclass whose fields are `setting(...)` with a `Control`. Their names
+    become fields of requests, so prefix them with the rule's name.
 
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
@@ -69,7 +71,7 @@ class Rule:
     @property
     def declarations(self) -> dict[str, Setting]:
         """The rule's settings by name."""
-        return annotations(self.settings, Setting)
+        return declarations(self.settings, Setting)
 
     def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Return a value for each setting, defaults included; a wrong one is a RequestError."""

@@ -1,13 +1,14 @@
-"""The declarations of a request's settings and of a step's controls, as annotations of fields.
+"""The declarations of a request's settings and of a step's controls, as metadata of fields.
 
-`Setting` says how users give a field: range, flag, presence in HTTP bodies, treatment by `diff`.
-`Control` makes a field an input of the mixed program. Flags, HTTP fields, lines of input files,
+`setting` says how users give a field: range, flag, presence in HTTP bodies, treatment by `diff`.
+`control` makes a field an input of the mixed program. Flags, HTTP fields, lines of input files,
 notes of a trace and the programs' inputs are derived from them.
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from mtpbuild.runtime.checks import Check
 
@@ -49,18 +50,39 @@ class Control:
     name: str = ""  # the field's name, filled in by `controls_in`
 
 
-def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
-    """Return the annotations of one type in a dataclass, by field name."""
-    hints = get_type_hints(kind, include_extras=True)
-    every = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(kind)}
-    return {name: a for name, each in every.items() for a in each if isinstance(a, wanted)}
+def setting(
+    default: T, check: Check, help: str = "", *, control: Control | None = None, **more: Any
+) -> T:
+    """Return a default value that makes a dataclass's field a `Setting`, and perhaps a `Control`.
+
+    more: the other fields of `Setting`.
+    """
+    declarations = {Setting: Setting(check, help, **more), Control: control}
+    return field(default=default, metadata=declarations)
+
+
+def control(default: T, dtype: Any, shape: tuple[int | str, ...] = (), **more: Any) -> T:
+    """Return a default value that makes a dataclass's field a `Control`."""
+    return field(default=default, metadata={Control: Control(dtype, shape, **more)})
+
+
+shaping = partial(setting, everywhere=True, differs="refused")
+penalty = partial(setting, differs="refused")
+noted = partial(setting, differs="noted")
+judging = partial(setting, everywhere=True, differs="noted")
+private = partial(setting, http=False)
+
+
+def declarations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
+    """Return the settings, or the controls, that a dataclass's fields declare, by name."""
+    return {f.name: f.metadata[wanted] for f in fields(kind) if f.metadata.get(wanted)}
 
 
 def controls_in(kind: type[Any]) -> tuple[Control, ...]:
     """Return a dataclass's fields that are inputs of the mixed program, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)
-        for name, control in annotations(kind, Control).items()
+        for name, control in declarations(kind, Control).items()
     )
 
 

@@ -198,13 +198,13 @@ def test_tensorrt_llm_refused(text: str, says: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_keys_without_effect(key: str, tmp_path: Path) -> None:
     """One line each; some say what to do instead."""
-    [line] = parse_yaml(tmp_path, f"{key}: {{any: [1]}}").notes
+    [line] = parse_yaml(tmp_path, f"{key}: {{any: [1]}}")["notes"]
     assert line.split("; ")[0] == f"--config {tmp_path}/x.yaml: {key}: no effect"
 
 
 @pytest.mark.parametrize("key", NO_EFFECT_SPECULATIVE)
 def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
-    [line] = parse_yaml(tmp_path, f"{MTP}{key}: 3}}").notes
+    [line] = parse_yaml(tmp_path, f"{MTP}{key}: 3}}")["notes"]
     where = f"--config {tmp_path}/x.yaml: speculative_config"
     assert line.split("; ")[0] == f"{where}: {key}: no effect"
 
@@ -234,7 +234,7 @@ def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_line_may_say_what_to_do(text: str, says: str, tmp_path: Path) -> None:
-    assert parse_yaml(tmp_path, text).notes == (f"--config {tmp_path}/x.yaml: {says}",)
+    assert parse_yaml(tmp_path, text)["notes"] == (f"--config {tmp_path}/x.yaml: {says}",)
 
 
 @pytest.mark.parametrize(

@@ -225,12 +225,12 @@ def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ..
 
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_vllm_keys_without_effect(key: str) -> None:
-    [line] = parse_speculative_config(in_json(**{key: 3})).notes
+    [line] = parse_speculative_config(in_json(**{key: 3}))["notes"]
     assert line.split("; ")[0] == f"--speculative-config: {key}: no effect"
 
 
 def test_a_line_may_say_what_to_do() -> None:
-    assert parse_speculative_config('{"model": "x"}').notes == (
+    assert parse_speculative_config('{"model": "x"}')["notes"] == (
         "--speculative-config: model: no effect; the MTP modules are those of the checkpoint",
     )
 

@@ -26,7 +26,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.grammar import Grammars, Matcher
-from mtpbuild.runtime.json_schema import closed
+from mtpbuild.runtime.json_schema import close_objects
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
@@ -359,7 +359,7 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
     inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
     schema = {"properties": {"a": {"items": inner}}, "$defs": {"b": {"anyOf": [inner]}}}
     shut = inner | {"additionalProperties": False}
-    assert json.loads(closed(json.dumps(schema))) == {
+    assert json.loads(close_objects(json.dumps(schema))) == {
         "properties": {"a": {"items": shut}},
         "$defs": {"b": {"anyOf": [shut]}},
         "additionalProperties": False,
@@ -374,6 +374,6 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
         True,
     ]
     for other in others:
-        assert json.loads(closed(json.dumps(other))) == other
-    assert closed("no JSON") == "no JSON"
-    assert closed("[" * 100_000) == "[" * 100_000
+        assert json.loads(close_objects(json.dumps(other))) == other
+    assert close_objects("no JSON") == "no JSON"
+    assert close_objects("[" * 100_000) == "[" * 100_000

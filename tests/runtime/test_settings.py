@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, Constraint
 from mtpbuild.runtime.contract.rules import Rule
-from mtpbuild.runtime.contract.settings import Setting, annotations
+from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
@@ -227,11 +227,11 @@ def test_lines_have_the_same_bounds(engine: Engine, tmp_path: Path) -> None:
 class Loose:
     """Settings whose checks let everything through."""
 
-    loose_number: Annotated[float, Setting(lambda value: value), Control("float32")] = 0.5
-    loose_count: Annotated[int, Setting(lambda value: value), Control("int32")] = 1
-    loose_switch: Annotated[bool, Setting(lambda value: value), Control("bool")] = False
-    loose_pair: Annotated[Any, Setting(lambda value: value), Control("float32", (2,))] = (0, 0)
-    loose_inverse: Annotated[float, Setting(lambda value: 1 / value), Control("float32")] = 1.0
+    loose_number: float = setting(0.5, lambda value: value, control=Control("float32"))
+    loose_count: int = setting(1, lambda value: value, control=Control("int32"))
+    loose_switch: bool = setting(False, lambda value: value, control=Control("bool"))
+    loose_pair: Any = setting((0, 0), lambda value: value, control=Control("float32", (2,)))
+    loose_inverse: float = setting(1.0, lambda value: 1 / value, control=Control("float32"))
 
 
 FITTING: tuple[tuple[str, Any], ...] = (
@@ -268,7 +268,7 @@ def test_settings_of_other_packages_fit_their_controls(engine: Engine) -> None:
 
     for name, value in FITTING:
         assert not error(name, value)
-    for name in annotations(Loose, Setting):
+    for name in declarations(Loose, Setting):
         for value in ("x", "\ud800", NAN, object(), [[1]], [1, [2]], None):
             assert name in error(name, value), value
     for name, value in UNFITTING:

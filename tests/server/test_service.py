@@ -536,7 +536,7 @@ def test_what_one_answer_raises_is_its_own(
     place: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/architecture.md lists the places of a request's life; these two are the server's."""
-    take, as_json = AnswerChoice.take, errors.as_json
+    take, encode_json = AnswerChoice.take, errors.encode_json
 
     def parse(choice: AnswerChoice, chunk: Chunk) -> Any:
         if choice.params.max_tokens == 13:
@@ -546,13 +546,13 @@ def test_what_one_answer_raises_is_its_own(
     def serialise(content: Any) -> bytes:
         if "choices" in content and '"index": 1' in json.dumps(content):
             raise RecursionError("too deep")
-        return as_json(content)
+        return encode_json(content)
 
     if place == "parse":
         monkeypatch.setattr(AnswerChoice, "take", parse)
     else:
-        monkeypatch.setattr("mtpbuild.runtime.server.app.as_json", serialise)
-        monkeypatch.setattr(errors, "as_json", serialise)
+        monkeypatch.setattr("mtpbuild.runtime.server.answering.encode_json", serialise)
+        monkeypatch.setattr(errors, "encode_json", serialise)
     with served(step_s=0.001) as (server, _), server.client() as client:
         answers: list[httpx2.Response] = []
         body = LONG | {"max_tokens": 300}

@@ -1,25 +1,25 @@
 """Medusa's typical acceptance, as a package of its own would bring it: all of it is this file."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from mtpbuild.runtime.checks import check_number
 from mtpbuild.runtime.contract.rules import Rule
-from mtpbuild.runtime.contract.settings import Control, Setting
+from mtpbuild.runtime.contract.settings import Control, setting
+
+FLOAT = Control("float32")
 
 
 @dataclass(frozen=True)
 class Settings:
     """A draft stands if its probability is at least min(epsilon, delta exp(-entropy))."""
 
-    typical_epsilon: Annotated[
-        float,
-        Setting(check_number(0, 1), "Typical: a probability that is enough."),
-        Control("float32"),
-    ] = 0.3
-    typical_delta: Annotated[
-        float, Setting(check_number(0, 10), "Typical: share of exp(-entropy)."), Control("float32")
-    ] = 0.09
+    typical_epsilon: float = setting(
+        0.3, check_number(0, 1), "Typical: a probability that is enough.", control=FLOAT
+    )
+    typical_delta: float = setting(
+        0.09, check_number(0, 10), "Typical: share of exp(-entropy).", control=FLOAT
+    )
 
 
 def keeps(judged: Any) -> Any:
