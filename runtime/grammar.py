@@ -59,12 +59,12 @@ class Matcher:
     def __init__(
         self,
         matcher: "LLMatcher",
-        ends: Sequence[int],
+        end_ids: Sequence[int],
         window: int,
         words: int,
         controls: StepControls,
     ) -> None:
-        self._matcher, self._ends = matcher, ends
+        self._matcher, self._end_ids = matcher, end_ids
         self._shape = window, words
         self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
         self.kept = 0
@@ -78,30 +78,30 @@ class Matcher:
         """
         from llguidance.numpy import fill_next_token_bitmask
 
-        matcher, thinking, taken, followed = self._matcher, self._thinking, list(drafts), 0
+        matcher, thinking, tokens, followed = self._matcher, self._thinking, list(drafts), 0
         allowed = np.full(self._shape, -1, np.int32)
         last = len(allowed) - 1
-        self.kept = len(taken)
+        self.kept = len(tokens)
         for row in range(len(allowed)):
             if not thinking:
                 fill_next_token_bitmask(matcher, allowed, row)
-                if row < last and (row == len(taken) or not _has(allowed, row, taken[row])):
+                if row < last and (row == len(tokens) or not _has(allowed, row, tokens[row])):
                     forced = self._forced()[: last - row]
                     if not forced:
                         break
                     self.kept = min(self.kept, row)
-                    taken[row:] = forced
-            if row >= len(taken) or taken[row] in self._ends:
+                    tokens[row:] = forced
+            if row >= len(tokens) or tokens[row] in self._end_ids:
                 break
             if thinking:
-                thinking = taken[row] != self._end_of_thought
+                thinking = tokens[row] != self._end_of_thought
             else:
-                matcher.consume_token(taken[row])
+                matcher.consume_token(tokens[row])
                 followed += 1
         if followed:
             matcher.rollback(followed)
         self._check()
-        return Constraint(taken, self.kept, allowed)
+        return Constraint(tokens, self.kept, allowed)
 
     def take(self, token: int) -> None:
         if self._thinking:
@@ -113,7 +113,7 @@ class Matcher:
     def _forced(self) -> list[int]:
         """Return the tokens that must come next, as far as they are certain."""
         if self._matcher.is_stopped():
-            return [*self._ends] if len(self._ends) == 1 else []
+            return [*self._end_ids] if len(self._end_ids) == 1 else []
         return self._matcher.compute_ff_tokens()
 
     def _check(self) -> None:
@@ -130,7 +130,7 @@ class Grammars:
         self._able = Feature.CONSTRAIN in features
         self._copying = threading.Lock()  # guards `deep_copy`: a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
-        self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
+        self._compiled = lru_cache(KEPT)(lambda form: call_with_stack(STACK, self._compile, form))
 
     def make_grammar(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
         """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
@@ -141,7 +141,7 @@ class Grammars:
         self._check_able(params.constraint)
         return TokenLimits(params, self._manifest, self._tokenizer)
 
-    def matcher(self, asked: StructuredOutputs, controls: StepControls) -> Matcher:
+    def matcher(self, form: StructuredOutputs, controls: StepControls) -> Matcher:
         """Return a matcher at the start of a grammar.
 
         Raises RequestError if the engine has no constraints or cannot follow this grammar,
@@ -149,7 +149,7 @@ class Grammars:
         """
         model = self._manifest.model
         self._check_engine()
-        compiled = self._compiled(asked)  # outside the lock: it may take a second
+        compiled = self._compiled(form)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
         words = -(-model.vocab_size // WORD)
@@ -169,7 +169,7 @@ class Grammars:
         if not self._manifest.model.eos_token_ids:
             raise RequestError("structured_outputs: the model has no token that ends an answer")
 
-    def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
+    def _compile(self, form: StructuredOutputs) -> "LLMatcher":
         try:
             import llguidance
         except ImportError as error:
@@ -178,26 +178,26 @@ class Grammars:
         if self._vocabulary is None:
             assert self._tokenizer is not None
             model = self._manifest.model
-            ends = list(model.eos_token_ids)
-            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, ends)
-            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=ends)
+            end_ids = list(model.eos_token_ids)
+            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, end_ids)
+            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=end_ids)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        source = _source(asked)
+        source = _source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_line(matcher.get_error())}")
         return matcher
 
 
-def _source(asked: StructuredOutputs) -> str:
+def _source(form: StructuredOutputs) -> str:
     """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
     given: dict[GrammarFormat, object] = {
-        "json": '{"type": "object"}' if asked.json_object else asked.json,
-        "regex": asked.regex,
-        "choice": None if asked.choice is None else dumps(asked.choice),
-        "grammar": asked.grammar,
+        "json": '{"type": "object"}' if form.json_object else form.json,
+        "regex": form.regex,
+        "choice": None if form.choice is None else dumps(form.choice),
+        "grammar": form.grammar,
     }
     ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
     assert isinstance(text, str)

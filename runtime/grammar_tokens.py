@@ -15,10 +15,10 @@ class GrammarTokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Read the vocabulary; ends: the tokens that end an answer."""
         self._tokenizer = tokenizer
-        self.eos_token_id = ends[0]
+        self.eos_token_id = end_ids[0]
         marks = dict(self._marks())
         texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]

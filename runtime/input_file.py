@@ -159,8 +159,8 @@ def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name:.60}: {wrong}; a line of a batch has {', '.join(BATCH)}")
     name, method, url, body = (line[key] for key in BATCH)
     if method != "POST" or not isinstance(url, str) or url not in BATCH_PROMPTS:
-        known, asked = " or ".join(BATCH_PROMPTS), f"{format_value(method)} {format_value(url)}"
-        raise ValueError(f"a line of a batch is a POST to {known}, not {asked}")
+        known, request = " or ".join(BATCH_PROMPTS), f"{format_value(method)} {format_value(url)}"
+        raise ValueError(f"a line of a batch is a POST to {known}, not {request}")
     if not isinstance(body, dict):
         raise ValueError(f"body: must be an object, not {format_value(body)}")
     if BATCH_PROMPTS[url] not in body or "task_id" in body:

@@ -31,9 +31,9 @@ def prepare_schema(text: str) -> Json:
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object, true or false")
     schema = _rewritten(loads(close_objects(dumps(schema))))
-    written = dumps(schema, ensure_ascii=False)
+    json_text = dumps(schema, ensure_ascii=False)
     # With \u escapes an additional property could be another spelling of a listed name.
-    escapes = 'nrbtf\\"u' if CONTROLS.search(written) else 'nrbtf\\"'
+    escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
     options = {"whitespace_flexible": False, "json_allowed_escapes": escapes}
     return {**schema, "x-guidance": options}
 
@@ -208,8 +208,8 @@ def _rewrite_bounds(schema: Json) -> None:
             bound = schema.pop(name, None) if bound else None
         if bound is None:
             continue
-        whole = schema.get("type") == "integer"
-        if not isinstance(bound, int | float) or not (whole or abs(bound) >= 2**53):
+        is_integer = schema.get("type") == "integer"
+        if not isinstance(bound, int | float) or not (is_integer or abs(bound) >= 2**53):
             schema[exclusive] = bound
             continue
         inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step

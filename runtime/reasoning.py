@@ -56,14 +56,14 @@ class ThinkingSplitter:
 
     marks: tuple[int, int]
     thinking: bool
-    _begun: bool = field(default=False, init=False)
+    _started: bool = field(default=False, init=False)
     _space: list[AnswerPiece] = field(default_factory=list, init=False)  # white space at the start
 
     def feed(self, span: Span) -> list[AnswerPiece]:
         """Return the pieces whose kind is certain."""
         begin, end = self.marks
-        if span.mark == begin and not self._begun:
-            self._begun = self.thinking = True
+        if span.mark == begin and not self._started:
+            self._started = self.thinking = True
             self._space.clear()
             return []
         if span.mark == end and self.thinking:
@@ -71,13 +71,13 @@ class ThinkingSplitter:
             return self.finish()
         kind: Kind = "reasoning" if self.thinking else "content"
         piece = AnswerPiece(kind, span.text, from_draft=span.from_draft)
-        if not (self._begun or span.text.strip()):
+        if not (self._started or span.text.strip()):
             self._space.append(piece)
             return []
         return [*self.finish(), piece]
 
     def finish(self) -> list[AnswerPiece]:
         """Return the white space that was held back: no `<think>` follows it."""
-        self._begun = True
+        self._started = True
         pieces, self._space = self._space, []
         return pieces

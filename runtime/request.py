@@ -102,9 +102,9 @@ class ChatResult(Result):
     @property
     def message(self) -> dict[str, str]:
         """The answer as a message of the conversation."""
-        said = {"role": "assistant", "content": self.content}
+        message = {"role": "assistant", "content": self.content}
         thought = {"reasoning_content": self.reasoning_content}
-        return said | (thought if self.reasoning_content else {})
+        return message | (thought if self.reasoning_content else {})
 
 
 class Observer(Protocol):

@@ -241,13 +241,13 @@ class SamplingParams:
 
     def _check_rule(self) -> None:
         """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
-        said = self.acceptance_settings or {}
+        values = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
             object.__setattr__(
-                self, "acceptance_settings", find_rule(self.acceptance).check_settings(said)
+                self, "acceptance_settings", find_rule(self.acceptance).check_settings(values)
             )
-        elif said:
-            name = next(iter(said))
+        elif values:
+            name = next(iter(values))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
 
     def with_seed(self, seed: int) -> Self:
@@ -283,8 +283,8 @@ def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Settings of None are dropped.
     """
-    said = {name: value for name, value in given.items() if value is not None}
-    rule = {name: said.pop(name) for name in [*said] if name not in SETTINGS}
-    if said.get("rejection_sample_method") is not None:
-        said.setdefault("acceptance", "rejection")
-    return said | ({"acceptance_settings": rule} if rule else {})
+    values = {name: value for name, value in given.items() if value is not None}
+    rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
+    if values.get("rejection_sample_method") is not None:
+        values.setdefault("acceptance", "rejection")
+    return values | ({"acceptance_settings": rule} if rule else {})

@@ -162,8 +162,8 @@ def sampling_params(flags: Any, settings: Configuration, **others: Any) -> Sampl
             typed[name] = parse(flag_name(name), value)
     asked = sampling_settings(settings)
     for name, wanted in typed.items():
-        if (said := asked.setdefault(name, wanted)) != wanted:
-            by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
+        if (configured := asked.setdefault(name, wanted)) != wanted:
+            by = "rejection_sample_method" if name == "acceptance" else f"{name} {configured}"
             raise UsageError(f"{flag_name(name)} {wanted} contradicts the configuration's {by}")
     params = SamplingParams(**asked)
     if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:

@@ -124,13 +124,13 @@ def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
             f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
             f"build it with --acceptance-rule {rule.name}"
         )
-    asked = dict(params.acceptance_settings or {})
+    settings = dict(params.acceptance_settings or {})
     controls = controls_in(rule.settings)
     places = control_shapes(manifest.build.nextn, table=controls)
     for control in controls:
-        if not fits(asked[control.name], places[control.name], control.dtype):
+        if not fits(settings[control.name], places[control.name], control.dtype):
             raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
-    return {rule.name: True, **asked}
+    return {rule.name: True, **settings}
 
 
 def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
@@ -138,8 +138,8 @@ def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
         given = np.asarray(value)
         if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
-            held = given.astype(dtype)
-            return bool(np.isfinite(held).all() and np.allclose(given, held, 1e-6, 1e-30))
+            stored = given.astype(dtype)
+            return bool(np.isfinite(stored).all() and np.allclose(given, stored, 1e-6, 1e-30))
     return False
 
 

@@ -46,7 +46,7 @@ def json_line(task_id: str | int, result: Result) -> str:
     """Return a request's result as a line of JSON; docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
-    return dumps({key: said for key, said in answer.items() if said not in (None, ())})
+    return dumps({key: value for key, value in answer.items() if value not in (None, ())})
 
 
 def summary(result: Result) -> str:
@@ -238,9 +238,9 @@ def _needs(manifest: Manifest) -> str:
     state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
     own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
     weights = sum(size for name, size in own if name.endswith(".safetensors"))
-    held = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
+    memory = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
     kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
-    return f"{held} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
+    return f"{memory} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
 
 
 def _cross(target: TargetInfo) -> dict[str, str]:

@@ -60,7 +60,7 @@ class TextStream:
         self.length, self._thought = 0, thought
         self._stop_in_thought = stop_in_thought
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held: list[Span] = []  # may begin a stop string
+        self._pending: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
@@ -73,9 +73,9 @@ class TextStream:
         mark = token if token in self._marks else None
         rest = "" if mark is None else self._utf8.decode(b"", final=True)
         if rest:  # an incomplete character
-            self._held.append(Span(rest, from_draft))
+            self._pending.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
-            self._held.append(Span(text, from_draft, mark))
+            self._pending.append(Span(text, from_draft, mark))
         self.length += len(rest) + len(text)
         if self._thought is not None:
             belongs = self._thought.take(token, text)
@@ -99,15 +99,15 @@ class TextStream:
         return spans
 
     def _free(self) -> None:
-        self._ready += self._held
-        self._held.clear()
+        self._ready += self._pending
+        self._pending.clear()
 
     def _scan(self) -> bool:
-        tail = "".join(span.text for span in self._held)
+        tail = "".join(span.text for span in self._pending)
         if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
             at, self.stopped_by = min(found)
             self._release(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
-            self._held.clear()
+            self._pending.clear()
             self._utf8.reset()
             return True
         self._release(len(tail) - marker_prefix_length(tail, *self._stop))
@@ -116,13 +116,13 @@ class TextStream:
     def _release(self, chars: int, *, cut_marks: bool = False) -> None:
         """Release the first `chars` held characters; a mark stays whole or becomes plain text."""
         while chars > 0:
-            span = self._held.pop(0)
+            span = self._pending.pop(0)
             if span.mark is not None and len(span.text) > chars:
                 if not cut_marks:
-                    self._held.insert(0, span)
+                    self._pending.insert(0, span)
                     return
                 span = span._replace(mark=None)
             self._ready.append(span._replace(text=span.text[:chars]))
             if len(span.text) > chars:
-                self._held.insert(0, span._replace(text=span.text[chars:]))
+                self._pending.insert(0, span._replace(text=span.text[chars:]))
             chars -= len(span.text)

@@ -15,20 +15,20 @@ class Thought:
     marks: tuple[int, int]
     thinking: bool
     tokens: int = 0
-    _begun: bool = False
-    _taken: int = 0
+    _started: bool = False
+    _count: int = 0
 
     def take(self, token: int, text: str) -> bool | None:
         """Take a token and its text; return whether it belongs to the thought; None: unknown."""
-        self._taken += 1
+        self._count += 1
         begin, end = self.marks
         belongs = self.thinking
-        if token == begin and not self._begun:
-            belongs = self.thinking = self._begun = True
+        if token == begin and not self._started:
+            belongs = self.thinking = self._started = True
         elif belongs and token == end:
-            self.thinking, self._begun = False, True
+            self.thinking, self._started = False, True
         elif text.strip():
-            self._begun = True
+            self._started = True
         if belongs:
-            self.tokens = self._taken
-        return belongs if belongs or self._begun else None
+            self.tokens = self._count
+        return belongs if belongs or self._started else None

@@ -35,8 +35,8 @@ def default_threads() -> int:
 
     OMP_NUM_THREADS, which users set to leave cores to others, is an upper limit.
     """
-    said = os.environ.get(VARIABLE, "")
-    limit = int(said) if said.isdecimal() and int(said) else math.inf
+    text = os.environ.get(VARIABLE, "")
+    limit = int(text) if text.isdecimal() and int(text) else math.inf
     return int(min(physical_cores(), limit))
 
 
@@ -67,8 +67,8 @@ def _siblings(root: Path, cpu: int) -> str:
 
 def _quota(root: Path) -> float:
     """Return the number of processors whose time the control group may use; infinity: no limit."""
-    said = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max .."
-    return math.inf if said is None else math.ceil(int(said[1]) / int(said[2]))
+    quota = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max"
+    return math.inf if quota is None else math.ceil(int(quota[1]) / int(quota[2]))
 
 
 def start_daemon(call: Callable[[], R]) -> Future[R]:

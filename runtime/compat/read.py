@@ -80,20 +80,20 @@ def _place(text: str, at: int) -> str:
     rest = text[at:]
     if not rest:
         return "at its end"
-    said = next((spelling for spelling in SPELLINGS if rest.startswith(spelling)), None)
-    hint = f": JSON writes {SPELLINGS[said]}, not {said}" if said else ""
+    spelling = next((spelling for spelling in SPELLINGS if rest.startswith(spelling)), None)
+    hint = f": JSON writes {SPELLINGS[spelling]}, not {spelling}" if spelling else ""
     return f"at character {at + 1}, {rest[:20]!r}{hint}"
 
 
 def _check_distinct(node: Any, where: str) -> None:
     """Raise UsageError for duplicate keys, which YAML's loader accepts, in the upper two levels."""
-    seen = set[str]()
+    names = set[str]()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         name = key.value if key.id == "scalar" else ""
-        if name and name in seen:
+        if name and name in names:
             line = key.start_mark.line + 1
             raise UsageError(f"{where}: {name!r} is given twice, again in line {line}")
-        seen.add(name)
+        names.add(name)
         if name == "speculative_config":
             _check_distinct(value, where)
 

@@ -91,9 +91,9 @@ class Channel:
     def receive(self) -> tuple[str, list[Any]]:
         """Return name and arguments; raises EngineError if rank 0's last tokens were different."""
         with self.unbroken():
-            message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_typed)
+            message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_decode_value)
             if isinstance(message, int):
-                message = json.loads(self._broadcast(bytes(message)), object_hook=_typed)
+                message = json.loads(self._broadcast(bytes(message)), object_hook=_decode_value)
         name, digest, *arguments = message
         if digest not in (None, self.digest):
             raise EngineError(
@@ -209,25 +209,25 @@ def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
 
 
 def _encode(message: list[Any]) -> bytes:
-    return json.dumps(message, default=_plain).encode()
+    return json.dumps(message, default=_encode_value).encode()
 
 
-def _plain(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     """Represent an array or controls as JSON."""
     if isinstance(value, StepControls):
         return {"controls": asdict(value)}
     return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
 
 
-def _typed(said: dict[str, Any]) -> Any:
-    """Restore a value from the object of `_plain`; JSON has turned controls' tuples into lists."""
-    if "array" in said:
-        return np.array(said["array"], said["dtype"])
-    if "controls" in said:
-        items = said["controls"].items()
+def _decode_value(value: dict[str, Any]) -> Any:
+    """Restore a value from the object of `_encode_value`; JSON has no tuples."""
+    if "array" in value:
+        return np.array(value["array"], value["dtype"])
+    if "controls" in value:
+        items = value["controls"].items()
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
         return StepControls(**fields)
-    return said
+    return value
 
 
 class Silence:
@@ -248,8 +248,8 @@ class Silence:
             if self._inside > 1:
                 return
             self._failed, self._stderr = False, os.dup(2)
-            self._held = tempfile.TemporaryFile()
-            os.dup2(self._held.fileno(), 2)
+            self._captured = tempfile.TemporaryFile()
+            os.dup2(self._captured.fileno(), 2)
 
     def __exit__(self, kind: object, *failure: object) -> None:
         with self._lock:
@@ -259,9 +259,9 @@ class Silence:
                 return
             os.dup2(self._stderr, 2)
             os.close(self._stderr)
-            with self._held as held:
-                held.seek(0)
-                lines = held.readlines()
+            with self._captured as captured:
+                captured.seek(0)
+                lines = captured.readlines()
             if kept := [line for line in lines if not (self._failed and THROWN.match(line))]:
                 os.write(2, b"".join(kept))
 

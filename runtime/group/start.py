@@ -137,8 +137,8 @@ class Follower:
             return f"{self._name} was killed by signal {-code}"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        return said if said.startswith(self._name) else f"{self._name}: {said}"
+        message = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        return message if message.startswith(self._name) else f"{self._name}: {message}"
 
     def end(self, patience: float) -> None:
         """Wait up to `patience` seconds for its end, then kill it."""

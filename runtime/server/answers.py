@@ -257,19 +257,19 @@ class Answer:
 
     def metrics(self) -> dict[str, Any] | None:
         """Return vLLM's metrics of a request; None if it has several choices."""
-        told = self.choices[0].metrics
-        if len(self.choices) > 1 or told is None or told.ttft_s is None:
+        metrics = self.choices[0].metrics
+        if len(self.choices) > 1 or metrics is None or metrics.ttft_s is None:
             return None
-        decode = (told.tpot_s or 0.0) * (told.output_tokens - 1)
-        steps = told.speculative_decoding.num_spec_steps
+        decode = (metrics.tpot_s or 0.0) * (metrics.output_tokens - 1)
+        steps = metrics.speculative_decoding.num_spec_steps
         return {
-            "time_to_first_token_ms": 1000 * told.ttft_s,
+            "time_to_first_token_ms": 1000 * metrics.ttft_s,
             "generation_time_ms": 1000 * decode,
-            "queue_time_ms": 1000 * (told.queue_s or 0.0),
+            "queue_time_ms": 1000 * (metrics.queue_s or 0.0),
             "mean_itl_ms": 1000 * decode / (steps - 1) if steps > 1 else None,
-            "tokens_per_second": told.tokens_per_s,
-            "forced_tokens": told.forced_tokens,
-            "speculative_decoding": asdict(told.speculative_decoding),
+            "tokens_per_second": metrics.tokens_per_s,
+            "forced_tokens": metrics.forced_tokens,
+            "speculative_decoding": asdict(metrics.speculative_decoding),
         }
 
     def prompt_logprobs_field(self, choice: AnswerChoice) -> dict[str, Any]:
@@ -279,11 +279,11 @@ class Answer:
         """
         if choice.params.prompt_logprobs is None:
             return {}
-        told: list[Any] = [None]
+        entries: list[Any] = [None]
         for token in choice.prompt_logprobs:
             own = [(token.token_id, token.logprob, token.rank)]
             top = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
-            told.append(
+            entries.append(
                 {
                     str(id): {
                         "logprob": clamp_logprob(logprob),
@@ -293,7 +293,7 @@ class Answer:
                     for id, logprob, rank in own + top
                 }
             )
-        return {"prompt_logprobs": told}
+        return {"prompt_logprobs": entries}
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Return a token's text for logprobs, and its bytes; a special token has no bytes."""

@@ -250,20 +250,20 @@ class ChatAnswer(Answer):
         if not (delta or chunk.finish_reason or logprobs or self.with_ids):
             return None
         event = self._event(choice, delta)
-        (told,) = event["choices"]
-        told["logprobs"] = logprobs
+        (fields,) = event["choices"]
+        fields["logprobs"] = logprobs
         if chunk.finish_reason is not None:
-            told |= choice.finish_fields
+            fields |= choice.finish_fields
         if self.with_ids:
-            told |= {
+            fields |= {
                 "token_ids": list(chunk.token_ids),
                 "spans": [[p.text, p.from_draft, p.kind] for p in pieces],
             }
         return event
 
     def _event(self, choice: AnswerChoice, delta: Json) -> Json:
-        told = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.openai_object(CHUNK, [told])
+        fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.openai_object(CHUNK, [fields])
 
     def _add_call(self, calls: list[Json], choice: AnswerChoice, piece: AnswerPiece) -> None:
         """Add a piece of a call; only its first piece has id, type and name: clients join them."""

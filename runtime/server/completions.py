@@ -95,7 +95,7 @@ class CompletionAnswer(Answer):
     kind = "cmpl"
 
     def full_body(self) -> Json:
-        told = []
+        choices = []
         for choice in self.choices:
             text = choice.echo + choice.join_text("content")
             logprobs = None
@@ -105,15 +105,17 @@ class CompletionAnswer(Answer):
                 starts = [*(self._prompt_starts(choice) if choice.echo else ())]
                 starts += (len(choice.echo) + start for start in choice.starts)
                 logprobs = self._logprobs(tokens, starts, len(text))
-            own = self._told(choice, text, logprobs, choice.token_ids, first=True)
-            told.append(own | choice.finish_fields | self.prompt_logprobs_field(choice))
-        return self.openai_object(KIND, told) | self.usage_fields()
+            own = self._choice_fields(choice, text, logprobs, choice.token_ids, first=True)
+            choices.append(own | choice.finish_fields | self.prompt_logprobs_field(choice))
+        return self.openai_object(KIND, choices) | self.usage_fields()
 
     def opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
-        return self.openai_object(KIND, [self._told(choice, choice.echo, None, [], first=True)])
+        return self.openai_object(
+            KIND, [self._choice_fields(choice, choice.echo, None, [], first=True)]
+        )
 
     def event(
         self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
@@ -123,22 +125,22 @@ class CompletionAnswer(Answer):
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
-        told = self._told(choice, text, logprobs, list(chunk.token_ids), first=first)
+        fields = self._choice_fields(choice, text, logprobs, list(chunk.token_ids), first=first)
         if chunk.finish_reason is not None:
-            told |= choice.finish_fields
-        return self.openai_object(KIND, [told])
+            fields |= choice.finish_fields
+        return self.openai_object(KIND, [fields])
 
     def usage_event(self) -> Json:
         return self.openai_object(KIND, []) | self.usage_fields()
 
-    def _told(
+    def _choice_fields(
         self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
         """Return a choice's object; the `first` one of a choice also has the prompt's ids."""
-        told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        fields = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if not self.with_ids:
-            return told
-        return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
+            return fields
+        return fields | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
     def _certain_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
         """Return the log-probabilities that a stream has not sent yet; None if there are none.
@@ -147,16 +149,16 @@ class CompletionAnswer(Answer):
         """
         if not self.with_logprobs:
             return None
-        told = until = choice.sent_logprobs
+        first = until = choice.sent_logprobs
         known = len(choice.logprobs)
         while until < known and (last or choice.starts[until] <= choice.chars):
             until += 1
         choice.sent_logprobs = until
-        if until == told:
+        if until == first:
             return None
-        end, starts = len(choice.echo) + choice.chars, choice.starts[told:until]
+        end, starts = len(choice.echo) + choice.chars, choice.starts[first:until]
         starts = [len(choice.echo) + start for start in starts]
-        return self._logprobs(choice.logprobs[told:until], starts, end)
+        return self._logprobs(choice.logprobs[first:until], starts, end)
 
     def _prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
         """Yield the offset in the echoed prompt at which each token's text begins."""
@@ -178,16 +180,16 @@ class CompletionAnswer(Answer):
         are capped at it, because a stop string is cut off. The first token of a prompt has no
         log-probability: NaN.
         """
-        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        fields: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, start in zip(tokens, starts, strict=True):
             text, _ = self.token_text(token.token_id)
-            told["tokens"].append(text)
+            fields["tokens"].append(text)
             first = isnan(token.logprob)
-            told["token_logprobs"].append(None if first else clamp_logprob(token.logprob))
+            fields["token_logprobs"].append(None if first else clamp_logprob(token.logprob))
             top: dict[str, float] = {}
             for id, logprob in ((token.token_id, token.logprob), *token.top):
                 # If several tokens have the same text, the most probable one is kept.
                 top.setdefault(self.token_text(id)[0], clamp_logprob(logprob))
-            told["top_logprobs"].append(None if first else top)
-            told["text_offset"].append(min(start, length))
-        return told
+            fields["top_logprobs"].append(None if first else top)
+            fields["text_offset"].append(min(start, length))
+        return fields

@@ -54,8 +54,8 @@ class ApiError(Exception):
         openai, anthropic = TYPES.get(self.status, INTERNAL)
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": anthropic, "message": self.message}}
-        said = {"message": self.message, "type": openai, "param": self.param, "code": self.code}
-        return {"error": said}
+        fields = {"message": self.message, "type": openai, "param": self.param, "code": self.code}
+        return {"error": fields}
 
     def response(self, path: str = "") -> JsonResponse:
         return JsonResponse(self.body(path), self.status, self.headers)
@@ -70,14 +70,14 @@ class TooLongError(ApiError):
         prompt None: more than the limit.
         """
         count = f"more than {limit}" if prompt is None else prompt
-        asked = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
+        problem = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
         if prompt is None:
             prompt = limit + 1
         if most is not None:
             both = f"{prompt} in the prompt, {most} for the answer"
-            asked = f"{prompt + most} were asked for ({both})"
+            problem = f"{prompt + most} were asked for ({both})"
         super().__init__(
-            400, f"this model's maximum context length is {limit} tokens; {asked}", param
+            400, f"this model's maximum context length is {limit} tokens; {problem}", param
         )
         self.code = "context_length_exceeded"
         self._anthropic = f"prompt is too long: {prompt + (most or 0)} tokens > {limit} maximum"
@@ -88,7 +88,7 @@ class TooLongError(ApiError):
             )
 
     def body(self, path: str = "") -> dict[str, Any]:
-        told = super().body(path)
+        content = super().body(path)
         if path.startswith("/v1/messages"):
-            told["error"]["message"] = self._anthropic
-        return told
+            content["error"]["message"] = self._anthropic
+        return content

@@ -85,13 +85,13 @@ class RequestGate:
 
         A body beyond the limits raises an ApiError, which is also added to `refusals`.
         """
-        seen, whole = 0, False
+        received, complete = 0, False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.body_timeout
 
         async def limited() -> Message:
-            nonlocal seen, whole
-            if whole:
+            nonlocal received, complete
+            if complete:
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -99,9 +99,9 @@ class RequestGate:
             except TimeoutError:
                 refusals.append(ApiError(408, "the request's body did not come"))
                 raise refusals[0] from None
-            seen += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if seen > self._settings.max_body:
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > self._settings.max_body:
                 refusals.append(self._too_large())
                 raise refusals[0]
             return message

@@ -141,25 +141,25 @@ def _turn(number: int, turn: Turn) -> list[Json]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     given: list[Json] = []
-    said: Json = {"role": turn.role, "content": []}
+    message: Json = {"role": turn.role, "content": []}
     for block in turn.content:
         match block:
             case {"type": "text", "text": str(text)}:
-                said["content"].append({"type": "text", "text": text})
+                message["content"].append({"type": "text", "text": text})
             case {"type": "thinking", "thinking": str(thought)}:
-                said["reasoning_content"] = said.get("reasoning_content", "") + thought
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case {"type": "redacted_thinking"}:
                 pass
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(asked)}:
-                call = make_tool_call(id, name, json.dumps(asked, ensure_ascii=False))
-                said.setdefault("tool_calls", []).append(call)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
+                call = make_tool_call(id, name, json.dumps(arguments, ensure_ascii=False))
+                message.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 content = _result(block.get("content"), failed=block.get("is_error") is True)
                 given.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 where, kind = f"messages.{number}.content", block.get("type")
                 raise ApiError(400, f"{where}: no block of type {kind!r:.60} can be read", where)
-    return [*given, said] if len(said) > 2 or said["content"] or not given else given
+    return [*given, message] if len(message) > 2 or message["content"] or not given else given
 
 
 def _result(content: Any, *, failed: bool) -> Any:
@@ -249,5 +249,5 @@ def _shown(block: AnswerBlock) -> Json:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "content":
             return {"type": "text", "text": block.text}
-    asked = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": asked}
+    arguments = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}

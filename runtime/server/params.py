@@ -46,25 +46,25 @@ def read_params(
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         raise TooLongError(named.get("max_tokens", "max_tokens"), prompt + room, prompt, most)
-    asked = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
-    asked.setdefault("prompt_logprobs", prompt_logprobs)
-    if body.stream and asked["prompt_logprobs"] is not None:
+    settings = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
+    settings.setdefault("prompt_logprobs", prompt_logprobs)
+    if body.stream and settings["prompt_logprobs"] is not None:
         field = named.get("prompt_logprobs", "prompt_logprobs")
         raise ApiError(400, f"{field} can't go with stream", field)
-    if asked.get("stop") and engine.tokenizer is None:
+    if settings.get("stop") and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
     form = read_structured(body)
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
-    named["structured_outputs"], asked["structured_outputs"] = form or ("tool_choice", calls)
+    named["structured_outputs"], settings["structured_outputs"] = form or ("tool_choice", calls)
     every = body.skip_special_tokens is False
     special = engine.special_ids.items()
-    asked["shown_tokens"] = [id for name, id in special if every or name in markers]
-    if asked.get("rejection_sample_method") == "synthetic":
+    settings["shown_tokens"] = [id for name, id in special if every or name in markers]
+    if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
         limit = min(room, usual or room) if most is None else most
-        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **asked, **own)
+        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **settings, **own)
         engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
         raise field_error(error, named) from None

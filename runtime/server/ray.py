@@ -77,9 +77,9 @@ class Replica:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        made = make_app(self._service)
-        made.add_middleware(ReplicaNameHeader, name=f"{socket.gethostname()}:{os.getpid()}")
-        return made
+        app = make_app(self._service)
+        app.add_middleware(ReplicaNameHeader, name=f"{socket.gethostname()}:{os.getpid()}")
+        return app
 
     def check_health(self) -> None:
         """Raise the engine's failure; Ray Serve then replaces this replica."""

@@ -61,7 +61,7 @@ def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "Res
     with rename_error_fields(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
         answer = read_chat_as(ResponsesAnswer, service, engine, to_chat_body(body))
     answer.form_field = NAMES.get(answer.form_field, answer.form_field)
-    answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
+    answer.request_body, answer.namespaces = body, dict(_namespaces(_tools(body)))
     return answer
 
 
@@ -92,46 +92,46 @@ def to_chat_body(body: ResponsesBody) -> ChatBody:
 
 def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
     """Return the chat messages, each with the path of its content in the body; raises ApiError."""
-    said: list[tuple[str, Json]] = []
+    messages: list[tuple[str, Json]] = []
     if body.instructions:
-        said.append(("instructions", {"role": "system", "content": body.instructions}))
+        messages.append(("instructions", {"role": "system", "content": body.instructions}))
     if isinstance(body.input, str):
-        return [*said, ("input", {"role": "user", "content": body.input})]
+        return [*messages, ("input", {"role": "user", "content": body.input})]
     for number, item in enumerate(body.input):
-        _add(said, number, item)
-    return said
+        _add(messages, number, item)
+    return messages
 
 
-def _add(said: list[tuple[str, Json]], number: int, item: Json) -> None:
+def _add(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
     """Add an item to the conversation.
 
     Consecutive reasoning, text and function calls of the assistant become one message.
     """
-    last = said[-1][1] if said else {}
+    last = messages[-1][1] if messages else {}
     turn = last if last.get("role") == "assistant" else None
-    begun = turn is not None and "content" not in turn
+    unfinished = turn is not None and "content" not in turn
     place = f"input.{number}.content"
     match item:
         case {"type": "additional_tools"}:
             pass
         case {"type": "reasoning"}:
             thought = _texts(item.get("content")) or _texts(item.get("summary"))
-            if turn is None or not begun:
-                said.append((place, turn := {"role": "assistant"}))
+            if turn is None or not unfinished:
+                messages.append((place, turn := {"role": "assistant"}))
             earlier = turn.get("reasoning_content")
             turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(a)}:
             if turn is None:
-                said.append((place, turn := {"role": "assistant"}))
+                messages.append((place, turn := {"role": "assistant"}))
             turn.setdefault("tool_calls", []).append(make_tool_call(id, name, a))
         case {"type": "function_call_output", "call_id": str(id)}:
             answer = {"role": "tool", "tool_call_id": id, "content": item.get("output")}
-            said.append((f"input.{number}.output", answer))
-        case {"role": "assistant", "content": content} if turn is not None and begun:
+            messages.append((f"input.{number}.output", answer))
+        case {"role": "assistant", "content": content} if turn is not None and unfinished:
             turn["content"] = content
-            said[-1] = place, turn
+            messages[-1] = place, turn
         case {"role": str(role), "content": content}:
-            said.append((place, {"role": role, "content": content}))
+            messages.append((place, {"role": role, "content": content}))
         case _:
             where, kind = f"input.{number}", item.get("type")
             raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
@@ -201,7 +201,7 @@ class ResponsesAnswer(BlockAnswer):
     """An answer as a response object, whose output is a list of items."""
 
     kind = "resp"
-    asked: ResponsesBody
+    request_body: ResponsesBody
     namespaces: dict[str, Any]  # by function name
     _events = 0
 
@@ -240,8 +240,8 @@ class ResponsesAnswer(BlockAnswer):
 
     def failure(self, error: ApiError) -> Json:
         """Return the error event with OpenAI's fields and the error object its client raises."""
-        told = {"code": str(error.status), "message": error.message, "param": error.param}
-        return self._event("error", None, **told, **error.body()) | {"type": "error"}
+        fields = {"code": str(error.status), "message": error.message, "param": error.param}
+        return self._event("error", None, **fields, **error.body()) | {"type": "error"}
 
     def _event(self, kind: str, block: AnswerBlock | None = None, /, **fields: Any) -> Json:
         """Return the next event; with a block, include the item's id and indices."""
@@ -269,7 +269,7 @@ class ResponsesAnswer(BlockAnswer):
         return head | {"type": "function_call"} | call
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        asked = self.asked.model_dump(exclude_unset=True)
+        request_body = self.request_body.model_dump(exclude_unset=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
@@ -280,17 +280,17 @@ class ResponsesAnswer(BlockAnswer):
             "error": None,
             "incomplete_details": cut,
             "output": output,
-            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": request_body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
+            "reasoning": request_body.get("reasoning") or {"effort": None, "summary": None},
             "store": False,
-            "text": asked.get("text") or {"format": {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "text": request_body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": request_body.get("tool_choice") or "auto",
+            "tools": request_body.get("tools") or [],
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
             "metrics": self.metrics(),
-        } | {name: asked.get(name) for name in ECHOED}
+        } | {name: request_body.get(name) for name in ECHOED}
 
     def _usage(self) -> Json:
         usage = self.usage()

@@ -72,12 +72,12 @@ def listen(address: Address) -> socket.socket:
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Read sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
-        said = read_json(folder / "generation_config.json")
+        config = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
         return {}
     found: dict[str, float | int] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        value = said.get(name) if isinstance(said, dict) else None
+        value = config.get(name) if isinstance(config, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[name] = value
     return found

@@ -132,8 +132,8 @@ class Service:
         except TimeoutError:
             if self._cut_off:
                 raise ApiError(503, SHUTTING_DOWN) from None
-            late = "the request took too long (--request-timeout)"
-            raise ApiError(408, late, retry=False) from None
+            message = "the request took too long (--request-timeout)"
+            raise ApiError(408, message, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         except (NotFiniteError, RequestFailedError) as error:  # only this request failed
@@ -181,19 +181,19 @@ class Service:
                     await asyncio.sleep(0.02)
 
     def _observe(self, chunk: Chunk) -> None:
-        m, told = self.metrics, chunk.metrics
-        assert told is not None
-        m.prompt.observe(told.prompt_tokens)
-        m.generated.observe(told.output_tokens)
-        if told.queue_s is None or told.ttft_s is None:
+        m, measured = self.metrics, chunk.metrics
+        assert measured is not None
+        m.prompt.observe(measured.prompt_tokens)
+        m.generated.observe(measured.output_tokens)
+        if measured.queue_s is None or measured.ttft_s is None:
             return
-        decode = (told.tpot_s or 0) * (told.output_tokens - 1)
-        m.queued.observe(told.queue_s)
-        m.prefill.observe(told.ttft_s - told.queue_s)
+        decode = (measured.tpot_s or 0) * (measured.output_tokens - 1)
+        m.queued.observe(measured.queue_s)
+        m.prefill.observe(measured.ttft_s - measured.queue_s)
         m.decode.observe(decode)
-        m.inference.observe(told.ttft_s - told.queue_s + decode)
-        if told.tpot_s is not None:
-            m.per_token.observe(told.tpot_s)
+        m.inference.observe(measured.ttft_s - measured.queue_s + decode)
+        if measured.tpot_s is not None:
+            m.per_token.observe(measured.tpot_s)
 
     def _probe(self, failure: EngineError) -> None:
         """Test the engine with a small request after a failed step, unless a test is running."""

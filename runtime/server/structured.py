@@ -93,18 +93,18 @@ def forced_calls(
     if form is None or tokenizer is None:
         message = "tool_choice: no form of calls is known (--tool-call-parser)"
         raise ApiError(400, message, "tool_choice")
-    once = name is not None or body.parallel_tool_calls is False
+    single = name is not None or body.parallel_tool_calls is False
     try:
-        return StructuredOutputs(grammar=write_calls_grammar(form, tools, tokenizer, once=once))
+        return StructuredOutputs(grammar=write_calls_grammar(form, tools, tokenizer, single=single))
     except ValueError as error:
         message = f"tool_choice: with arguments in tags a call can't be held to {error}"
         raise ApiError(400, f'{message}: say "auto"', "tool_choice") from None
 
 
 def write_calls_grammar(
-    form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool
+    form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, single: bool
 ) -> str:
-    """Write a Lark grammar for calls of these tools: exactly one if `once`, else one or more.
+    """Write a Lark grammar for calls of these tools: exactly one if `single`, else one or more.
 
     Raises ValueError for a schema that the grammar can't express.
     """
@@ -126,15 +126,16 @@ def write_calls_grammar(
         rules.append(_arguments(tool, f"arguments_{number}"))
     first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
-    return "\n".join([f"start: {first} call{'' if once else '+'} {last}", f"call: {call}", *rules])
+    start = f"start: {first} call{'' if single else '+'} {last}"
+    return "\n".join([start, f"call: {call}", *rules])
 
 
 def _arguments(tool: Tool, rule: str) -> str:
     """Write the rules for a tool's arguments, a JSON object; raises ApiError."""
     schema = tool.function.parameters
     try:
-        asked = NO_PARAMETERS if schema is None else object_schema(schema)
-        return json_rules(prepare_schema(json.dumps(asked)), rule)
+        arguments = NO_PARAMETERS if schema is None else object_schema(schema)
+        return json_rules(prepare_schema(json.dumps(arguments)), rule)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ApiError(400, f"tools: {tool.function.name:.60}: {error}", "tools") from None
 

@@ -140,11 +140,11 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """The contents of a trace file; `whole` is false if its run was interrupted."""
+    """The contents of a trace file; `complete` is false if its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]
-    whole: bool
+    complete: bool
 
 
 def read_trace(path: Path) -> TraceFile:
@@ -157,12 +157,12 @@ def read_trace(path: Path) -> TraceFile:
     except OSError as error:
         raise UsageError(f"{path}: can't be read ({error.strerror})") from None
     requests: dict[TaskId, TracedRequest] = {}
-    whole = False
+    complete = False
     for number, text in enumerate(lines, 1):
         try:
-            if whole:
+            if complete:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
+            complete = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
         except ValidationError as error:
             what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
             raise UsageError(f"{path}:{number}: {what}") from None
@@ -170,7 +170,7 @@ def read_trace(path: Path) -> TraceFile:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
         raise UsageError(f"{path}: no requests in it; `mtpbuild run --trace FILE.jsonl` writes one")
-    return TraceFile(path, requests, whole)
+    return TraceFile(path, requests, complete)
 
 
 def add_line(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:

@@ -12,7 +12,7 @@ class Call:
     """
 
     rest: str | None = None
-    cut = False  # the text was not a call only because it ended too early
+    truncated = False  # the text was not a call only because it ended too early
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
         """Parse more text and return what is final. last: no text follows."""

@@ -22,12 +22,12 @@ def detect_form(templates: ChatTemplates) -> str | None:
     """Return the name of the form in which a template writes calls; None if it is unknown."""
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
-            said = _rendered(templates, arguments)
+            text = _rendered(templates, arguments)
         except MtpbuildError:
             continue
-        found = [name for name, form in FORMS.items() if _reads(form, said)]
+        found = [name for name, form in FORMS.items() if _reads(form, text)]
         if found:  # several forms match if they differ only in line breaks
-            return next((name for name in found if _spelled(FORMS[name]) in said), found[0])
+            return next((name for name in found if _spelled(FORMS[name]) in text), found[0])
     return None
 
 
@@ -43,9 +43,9 @@ def _rendered(templates: ChatTemplates, arguments: Any) -> str:
     return text.rpartition(ASKED)[2]
 
 
-def _reads(form: Form, said: str) -> bool:
+def _reads(form: Form, text: str) -> bool:
     """Return whether the form's parser reads back exactly this call."""
-    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(said, last=True)
+    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(text, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
     text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
     return names == [NAME] and json.loads(text) == ARGUMENTS

@@ -37,17 +37,17 @@ class JsonCall(Call):
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
         self._text += text
-        said: list[CallPart] = []
+        parts: list[CallPart] = []
         while self.rest is None:
             step = self._next
-            said += step(last)
+            parts += step(last)
             if self._next == step:
                 break
-        return said
+        return parts
 
-    def _refuse(self, *, cut: bool = False) -> list[CallPart]:
+    def _refuse(self, *, truncated: bool = False) -> list[CallPart]:
         """Give up on this call: its marker becomes content, and the rest is parsed for calls."""
-        self.rest, self.cut = "".join(self._raw) + self._text, cut
+        self.rest, self.truncated = "".join(self._raw) + self._text, truncated
         return [("content", self._form.begin)]
 
     def _head(self, last: bool) -> list[CallPart]:
@@ -90,24 +90,24 @@ class JsonCall(Call):
         """Parse a call as JSON; stream its arguments if its head matches, else wait for its end."""
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
-            whole = "".join(self._raw[1:]) + self._text
-            found = HEAD.match(whole[:LONGEST_HEAD])
+            full_text = "".join(self._raw[1:]) + self._text
+            found = HEAD.match(full_text[:LONGEST_HEAD])
             name = str(repair_json(f"[{found['name']}]")[0]).strip() if found else ""
             if found and name:
-                self._text, self._value = whole[found.end() :], JsonReader(self._stops)
+                self._text, self._value = full_text[found.end() :], JsonReader(self._stops)
                 self._next = self._arguments
                 return [("name", name)]
-        count, said = self._value.take(self._text, last=last)
+        count, text = self._value.take(self._text, last=last)
         self._read(count)
-        self._json.append(said)
+        self._json.append(text)
         if not self._value.closed:
             return []
         try:
             calls = _calls_of(parse_strictly("".join(self._json)))
         except ValueError:
             calls = []
-        if self._value.cut:
-            return self._refuse(cut=True)
+        if self._value.truncated:
+            return self._refuse(truncated=True)
         if not calls:
             self.rest = self._text
             return [("content", self._form.begin + "".join(self._raw))]
@@ -116,13 +116,13 @@ class JsonCall(Call):
         return [each for pair in pairs for each in pair]
 
     def _arguments(self, last: bool) -> list[CallPart]:
-        count, said = self._value.take(self._text, last=last)
+        count, text = self._value.take(self._text, last=last)
         self._text = self._text[count:]
         if self._value.closed:
             self._value = JsonReader(self._stops)
             self._value.take(MORE_FIELDS)
             self._next = self._more_fields if self._form.head is None else self._tail
-        return [("arguments", said)]
+        return [("arguments", text)]
 
     def _other(self, last: bool) -> list[CallPart]:
         """Parse arguments that are not an object: none, or a string that contains them."""
@@ -135,7 +135,7 @@ class JsonCall(Call):
             if not ends and not given:
                 raise ValueError("cut before the arguments")
         except ValueError:
-            return self._refuse(cut=not ends)
+            return self._refuse(truncated=not ends)
         self._read(len(given))
         self._next = self._tail
         return [("name", self._name), ("arguments", arguments)]

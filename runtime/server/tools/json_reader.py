@@ -53,7 +53,7 @@ class JsonReader:
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
         self.closed = False
-        self.cut = False  # closed because nothing followed
+        self.truncated = False  # closed because nothing followed
         self._stops = stops
         self._open: list[str] = []  # the closing brackets still to come
         self._quote = ""  # of the open string
@@ -65,28 +65,28 @@ class JsonReader:
 
         The other characters must be passed again, followed by more text. last: no text follows.
         """
-        at, said = 0, []
+        at, written = 0, []
         while not self.closed:
             step = self._in_string(text, at, last) if self._quote else self._outside(text, at, last)
             if step is None:
                 break
             at, piece = step
-            said.append(piece)
+            written.append(piece)
         if last and not self.closed:
-            said.append(self._close())
-            at, self.cut = len(text), True
-        return at, "".join(said)
+            written.append(self._close())
+            at, self.truncated = len(text), True
+        return at, "".join(written)
 
     def _close(self) -> str:
         """Write the missing quote and brackets."""
-        said = '"' if self._quote else ""
+        written = '"' if self._quote else ""
         if self._quote:
             self._quote = ""
             self._place = "colon" if self._place == "key" else "comma"
         while self._open:
-            said += self._closing()
+            written += self._closing()
         self.closed = True
-        return said
+        return written
 
     def _closing(self) -> str:
         """Write the innermost closing bracket."""
@@ -134,10 +134,10 @@ class JsonReader:
         inner = ""
         while self._open[-1] != char:
             inner += self._closing()
-        said = inner + space + self._closing()
+        written = inner + space + self._closing()
         if not self._open:
             self.closed = True
-        return said
+        return written
 
     def _after_value(self, char: str, at: int, here: int, space: str) -> tuple[int, str]:
         in_object = self._open[-1] == "}"
@@ -253,5 +253,5 @@ def repair_json(text: str) -> Any:
     start = text.lstrip()
     if start[:1] not in ("{", "["):
         raise ValueError("no object")
-    _, said = reader.take(start, last=True)
-    return parse_strictly(said)
+    _, written = reader.take(start, last=True)
+    return parse_strictly(written)

@@ -44,15 +44,15 @@ class TaggedCall(Call):
         self._later = []
         reader = Functions(self._form, self._tools, self._text, last)
         try:
-            said = [each for name, arguments in reader.read() for each in _said(name, arguments)]
+            parts = [each for name, arguments in reader.read() for each in _said(name, arguments)]
         except MoreTextError:
             return []
         except NoCallError:
             self.rest = self._text[0 if self._begin == self._form.begin else len(self._begin) :]
-            self.cut = last
+            self.truncated = last
             return [("content", self._begin)]
         self.rest = self._text[reader.at :]
-        return said
+        return parts
 
 
 def _said(name: str, arguments: dict[str, Any]) -> tuple[CallPart, CallPart]:
