@@ -158,7 +158,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = setting((), token_ids(MAX_STOP_IDS), tokens=True)
     split_thought: bool = private(False, check_bool)
     stop_in_thought: bool = private(False, check_bool)
-    ignore_eos: bool = setting(False, check_bool, "Go on behind the end of sequence.")
+    ignore_eos: bool = setting(False, check_bool, "Go on after the end of sequence.")
     logit_bias: Mapping[int, float] | None = penalty(
         None,
         check_biases(MAX_BIASES),

@@ -59,7 +59,7 @@ class Metrics:
         )
         self.per_token = histogram(
             "request_time_per_output_token_seconds",
-            "Seconds per token of a request behind its first one.",
+            "Seconds per token of a request after its first one.",
             BETWEEN,
         )
         self.e2e_latency = histogram(

@@ -223,6 +223,10 @@ def test_lines_have_the_same_bounds(engine: Engine, tmp_path: Path) -> None:
                 read_requests(path, engine, SamplingParams(), check=True)
 
 
+def inverse(value: Any) -> Any:
+    return 1 / value
+
+
 @dataclass(frozen=True)
 class Loose:
     """Settings whose checks let everything through."""
@@ -231,7 +235,7 @@ class Loose:
     loose_count: int = setting(1, lambda value: value, control=Control("int32"))
     loose_switch: bool = setting(False, lambda value: value, control=Control("bool"))
     loose_pair: Any = setting((0, 0), lambda value: value, control=Control("float32", (2,)))
-    loose_inverse: float = setting(1.0, lambda value: 1 / value, control=Control("float32"))
+    loose_inverse: float = setting(1.0, inverse, control=Control("float32"))
 
 
 FITTING: tuple[tuple[str, Any], ...] = (
