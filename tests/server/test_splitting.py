@@ -98,9 +98,9 @@ SCHEMA = {
         ([("other", "5")], {"other": "5"}),
     ],
 )
-def test_tagged_arguments(as_text: list[tuple[str, str]], arguments: dict[str, object]) -> None:
+def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, object]) -> None:
     """They get the types of the function's schema; without one they are strings."""
-    tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in as_text)
+    tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)
     call = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
     _, [(name, found)] = joined(fed(ToolCalls(FORMS["qwen3_coder"], {"f": SCHEMA}), [call]))
     assert (name, json.loads(found)) == ("f", arguments)
