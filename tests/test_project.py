@@ -78,6 +78,7 @@ ONLY_HERE = {
     )
 }
 SERVER = "mtpbuild.runtime.server"
+OPTIONS = {f"{SERVER}.options{n}" for n in ("", ".ReplicaFlags", ".ServerOptions", ".read_key")}
 IN_THE_SERVER = {"fastapi", "h11", "prometheus_client", "starlette", "uvicorn"}
 ONLY_HERE[f"{SERVER}.ray"] = {"ray", *IN_THE_SERVER}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
@@ -224,9 +225,10 @@ def test_nothing_imports_the_server_but_its_command() -> None:
         allowed = {command, f"{command}.serve"} if module == "mtpbuild.builder.cli" else set()
         own = module.startswith(SERVER)
         assert own or found <= allowed, f"{path} imports {found - allowed}"
-    at_once = imports(ROOT / "runtime" / "server" / "command.py", module_level=True)
-    assert not {name.split(".")[0] for name in at_once} & IN_THE_SERVER
-    assert not any(name.startswith(SERVER) for name in at_once)
+    for file in ("command", "options"):
+        at_once = imports(ROOT / "runtime" / "server" / f"{file}.py", module_level=True)
+        assert not {name.split(".")[0] for name in at_once} & IN_THE_SERVER
+        assert {n for n in at_once if n.startswith(SERVER)} <= OPTIONS
 
 
 def test_ops_need_torch_alone() -> None:

@@ -74,10 +74,10 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(bodies)
     _add_state(app, service)
     app.add_middleware(RequestGate, settings=service.settings)
-    if service.settings.cors:
+    if service.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=service.settings.cors,
+            allow_origins=service.settings.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
         )

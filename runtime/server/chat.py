@@ -44,7 +44,8 @@ def read_chat_as(kind: type[T], service: Service, engine: Engine, body: ChatBody
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     calls = forced_calls(body, form, engine.tokenizer)
-    marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
+    split = not service.settings.no_thinking_split
+    marks = engine.manifest.model.thinking_token_ids if split else None
     markers = (*((BEGIN, END) if marks else ()), *(form.tokens if form else ()))
     params = read_params(
         service,
@@ -89,9 +90,9 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
         if body.tool_choice == "auto" and body.tools is not None:
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
         return None
-    if body.tool_choice == "none" or service.settings.tool_parser == "none":
+    if body.tool_choice == "none" or service.settings.tool_call_parser == "none":
         return None
-    name = service.settings.tool_parser or _written_form(engine)
+    name = service.settings.tool_call_parser or _written_form(engine)
     if name is None:
         message = (
             "this model's chat template writes no calls of tools, or in a form that is not known: "

@@ -9,7 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 
 access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each request to it
 HEADERS = 64 * 1024  # bytes of a request's headers

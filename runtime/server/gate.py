@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 
 FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
@@ -22,7 +22,8 @@ class RequestGate:
 
     def __init__(self, app: ASGIApp, settings: ServerOptions) -> None:
         self._app, self._settings = app, settings
-        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, settings.hosts)}
+        hosts = settings.allowed_hosts or ()
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +49,7 @@ class RequestGate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        key = self._settings.api_key
+        key = self._settings.key
         if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
@@ -77,7 +78,7 @@ class RequestGate:
         if site is None and origin:  # an old browser, or a program that sends Origin
             foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
-        if foreign and not {origin, "*"} & set(self._settings.cors):
+        if foreign and not {origin, "*"} & set(self._settings.allow_origin or ()):
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:

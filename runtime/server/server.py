@@ -20,7 +20,8 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limit_time
-from mtpbuild.runtime.server.service import ServerOptions, Service
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.threads import start_daemon
 
 BACKLOG = 2048
@@ -98,8 +99,8 @@ def serve(
     folder: Path, load: Callable[[], Engine], settings: ServerOptions, address: Address
 ) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
-    hosts = (*settings.hosts, address.host)
-    settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
+    hosts = [*(settings.allowed_hosts or ()), address.host]
+    settings = replace(settings, defaults=engine_defaults(folder), allowed_hosts=hosts)
     own = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")
@@ -175,20 +176,6 @@ def ignore_signals() -> None:
     """Ignore signals in a rank other than 0: launchers signal all ranks, rank 0 ends the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def read_key(file: Path | None) -> str | None:
-    """Read the API key from a file's first line, else from MTPBUILD_API_KEY; None: no key."""
-    if file is None:
-        return os.environ.get("MTPBUILD_API_KEY") or None
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key {file}: can't be read ({error})") from None
-    key = lines[0].strip() if lines else ""
-    if not key or not key.isascii():
-        raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
-    return key
 
 
 def on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

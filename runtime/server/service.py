@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import (
@@ -20,6 +19,7 @@ from mtpbuild.runtime.request import Chunk, Request
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.pool import Pool
 
 log = logging.getLogger("mtpbuild")
@@ -29,27 +29,6 @@ FORMS = 32  # output grammars that are being compiled or queued for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
 CUT_OFF_SECONDS = 0.5  # in which clients can read the error after their requests were cut off
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The flags of `mtpbuild serve` that concern requests."""
-
-    model: str | None = None  # its name to clients; None: the engine's
-    api_key: str | None = None
-    max_queue: int = 256
-    request_timeout: float | None = None
-    max_body: int = 8 * 1024 * 1024
-    header_timeout: float = 30.0  # seconds, like the next two
-    body_timeout: float = 60.0
-    send_timeout: float = 60.0
-    cors: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()  # accepted names in the header Host; "*": any
-    thinking: bool = True  # put reasoning into a field of its own
-    tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
-    log_requests: bool = False
-    access_log: bool = False  # a line for each request: who asked, method, path and status
-    defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
 
 
 class Service:
@@ -73,7 +52,7 @@ class Service:
 
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
-        self.model = self.settings.model or engine.manifest.model.name
+        self.model = self.settings.served_model_name or engine.manifest.model.name
         self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
         self.engine = engine
 
@@ -149,7 +128,7 @@ class Service:
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
         """Return the next chunk, None after the last; TimeoutError after the request's time."""
         most = self.settings.request_timeout
-        left = None if most is None else began + most - time.perf_counter()
+        left = None if not most else began + most - time.perf_counter()
         async with asyncio.timeout(0 if self._cut_off else left) as limit:
             self._limits.add(limit)
             try:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, listen
-from mtpbuild.runtime.server.service import ServerOptions
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 from tests.support.live_server import Live, live
 

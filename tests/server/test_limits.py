@@ -26,8 +26,8 @@ from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.pool import Pool
-from mtpbuild.runtime.server.service import ServerOptions
 from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
@@ -233,7 +233,7 @@ def test_forms_of_clients_that_have_gone_are_dropped() -> None:
 
 
 def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
-    settings = ServerOptions(access_log=True, api_key="right", cors=("http://a",))
+    settings = ServerOptions(access_log=True, key="right", allow_origin=["http://a"])
     preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
     with (
         caplog.at_level(logging.INFO, "mtpbuild"),

@@ -7,7 +7,7 @@ import anthropic
 import pytest
 
 from mtpbuild.runtime.server.messages import MessagesBody, to_chat_body
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
 from tests.support.served import TOOL_TEMPLATE, events, saying, served
 
@@ -26,7 +26,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with served(settings=ServerOptions(api_key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
+    with served(settings=ServerOptions(key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
         yield running
 
 

@@ -19,7 +19,8 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.start import TIMEOUT
-from mtpbuild.runtime.server.service import ServerOptions, Service
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.service import Service
 from tests.reference.recompute import greedy
 from tests.support import eager_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint

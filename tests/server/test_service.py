@@ -15,7 +15,7 @@ import pytest
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.fakes import (
     backend_tokenizer,
     fake_tokenizer,
@@ -161,7 +161,7 @@ def test_parts_of_text_are_one_text() -> None:
 
 
 def test_the_key() -> None:
-    with served(settings=ServerOptions(api_key="s3cret")) as (server, _), server.client() as client:
+    with served(settings=ServerOptions(key="s3cret")) as (server, _), server.client() as client:
         for said in ("", "Bearer S3cret", "s3cret", "Basic s3cret", "Bearer"):
             headers = {"Authorization": said} if said else {}
             fails(client.post("/v1/completions", json=ASK, headers=headers), 401, "API key")
@@ -200,7 +200,7 @@ def test_no_page_of_another_origin_may_ask() -> None:
         fails(client.post("/v1/completions", json=ASK, headers=page), 403, "another origin")
         own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
         assert client.post("/v1/completions", json=ASK, headers=own).status_code == 200
-    settings = ServerOptions(cors=("http://a.example",), api_key="k")
+    settings = ServerOptions(allow_origin=["http://a.example"], key="k")
     with served(settings=settings) as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert response.headers["access-control-allow-origin"] == "http://a.example"
@@ -410,7 +410,7 @@ def test_thoughts_are_apart_at_every_cut() -> None:
             for kind in ("reasoning", "content"):
                 assert "".join(s[0] for s in spans if s[2] == kind) == message[kind]
             assert {draft for _, draft, _ in spans} == {True, False}
-        whole = ServerOptions(thinking=False)
+        whole = ServerOptions(no_thinking_split=True)
         with served(settings=whole, **saying(text)) as (server, _), server.client() as client:
             message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
             assert message["content"] == text.removesuffix("｜end｜")

@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.tools import FORMS
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
@@ -64,7 +64,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
     """A client of a server that writes tool calls in a form."""
-    with live(engine, ServerOptions(tool_parser=parser)) as server, server.client() as http:
+    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.client() as http:
         yield openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=http
         )

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, serve
-from mtpbuild.runtime.server.service import ServerOptions
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 LOADING, STEP, DRAIN = map(float, sys.argv[1:4])

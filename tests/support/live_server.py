@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import httpx2
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
-from mtpbuild.runtime.server.service import ServerOptions, Service
+from mtpbuild.runtime.server.service import Service
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tokenizers
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.server.service import ServerOptions
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import (
     TEMPLATE,
