@@ -76,11 +76,7 @@ Taken = TypeVar("Taken")
 
 
 def read_lines(
-    path: Path,
-    flag: str,
-    kind: type[Kind],
-    take: Callable[[Kind, int], Taken],
-    hint: str = "",
+    path: Path, flag: str, kind: type[Kind], take: Callable[[Kind, int], Taken], hint: str = ""
 ) -> list[Taken]:
     """Call `take` with each line and its number; a UsageError names file and line."""
     try:

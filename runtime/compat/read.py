@@ -9,15 +9,7 @@ from typing import Any
 
 from mtpbuild.runtime.checks import check_bool
 from mtpbuild.runtime.compat.tables import MTP, SPECULATIVE, TRTLLM, VLLM, Key, Methods, Table
-from mtpbuild.runtime.configuration import (
-    CHECKS,
-    NOTES,
-    Given,
-    check_rates,
-    checked,
-    join,
-    shorten,
-)
+from mtpbuild.runtime.configuration import CHECKS, NOTES, Given, check_rates, checked, join, shorten
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"

@@ -20,11 +20,7 @@ REFUSED = {
     "previous_response_id": STATELESS,
     "prompt": "the server keeps no prompts",
 }
-NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
@@ -303,11 +299,7 @@ class ResponsesAnswer(BlockAnswer):
         }
 
 
-TEXTS = {
-    "reasoning": "reasoning_text",
-    "content": "output_text",
-    "call": "function_call_arguments",
-}
+TEXTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
 IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
 LOGPROBS: dict[str, Json] = {"reasoning": {}, "content": {"logprobs": []}, "call": {}}
 
