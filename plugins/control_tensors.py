@@ -14,11 +14,11 @@ from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
 Controls = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
 
 
-def list_controls(asked: Controls) -> list[Tensor]:
+def list_controls(controls: Controls) -> list[Tensor]:
     """Return the list that ops take; raises ValueError if a control is missing or wrong."""
-    if unknown := asked.keys() ^ {control.name for control in CORE_CONTROLS}:
+    if unknown := controls.keys() ^ {control.name for control in CORE_CONTROLS}:
         raise ValueError(f"not the table's controls: {', '.join(sorted(unknown))}")
-    tensors = [asked[control.name] for control in CORE_CONTROLS]
+    tensors = [controls[control.name] for control in CORE_CONTROLS]
     name_controls(tensors)
     return tensors
 
@@ -30,12 +30,12 @@ def name_controls(
 
     table: the controls of the tensors, in order; by default an op's.
     """
-    asked = {}
+    controls = {}
     for control, tensor in zip(table, tensors, strict=True):
         kinds = {getattr(torch, control.dtype)}
         if control.dtype == "bool":
             kinds.add(torch.int32)  # TensorRT passes flags to kernels as int32
         if tensor.dtype not in kinds or tensor.ndim != 1 + len(control.shape):
             raise ValueError(f"{control.name} can't be {tensor.dtype} {list(tensor.shape)}")
-        asked[control.name] = tensor
-    return asked
+        controls[control.name] = tensor
+    return controls

@@ -21,7 +21,7 @@ READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
 def penalised(
-    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], asked: Controls
+    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], controls: Controls
 ) -> Tensor:
     """Apply the requests' penalties and bias to logits [B, R, V]; skip all work if none has any.
 
@@ -29,9 +29,9 @@ def penalised(
     tokens after them (the newest, then drafts), in tensors that join to [B, A], A >= R. The last
     row has seen all of them, each row before it one less.
     """
-    edits = {name: asked[name] for name in READ}
+    edits = {name: controls[name] for name in READ}
     operands = (logits, history, lengths, ahead, edits)
-    return when(asked["penalised"].any(), _penalised, unchanged, operands)[0]
+    return when(controls["penalised"].any(), _penalised, unchanged, operands)[0]
 
 
 def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:

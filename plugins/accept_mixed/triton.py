@@ -234,7 +234,7 @@ def verdict_of_mixed_slot(
 def accept_mixed_launches(*operands: Any) -> Launches:
     """Return the launches of accept_mixed."""
     known = bind(accept_mixed_op, operands)
-    known |= name_controls(known.pop("asked"))
+    known |= name_controls(known.pop("controls"))
     logits, bans = known["logits"], known["banned_ids"]
     B, T, V = logits.shape
     until = known["banned_until"]
@@ -264,6 +264,6 @@ def accept_mixed_launches(*operands: Any) -> Launches:
 @by_kernels(accept_mixed_op)
 def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
     """Run accept_mixed on a GPU."""
-    *tensors, asked = operands
+    *tensors, controls = operands
     given = (tensor.contiguous() for tensor in tensors)
-    return accept_mixed_launches(*given, [each.contiguous() for each in asked]).run()
+    return accept_mixed_launches(*given, [each.contiguous() for each in controls]).run()

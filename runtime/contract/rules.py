@@ -7,7 +7,7 @@
         )
 
     def keeps(judged):  # of plugins/accept_mixed/op.py; returns [B, T] bool
-        return judged.p_draft >= judged.asked["typical_epsilon"][:, None]
+        return judged.p_draft >= judged.controls["typical_epsilon"][:, None]
 
     register(Rule("typical", keeps, Settings))
 

@@ -25,7 +25,7 @@ class Settings:
 def keeps(judged: Any) -> Any:
     p = judged.p
     entropy = -(p * p.clamp(min=1e-30).log()).sum(-1)  # [B, T]
-    epsilon, delta = (judged.asked[f"typical_{name}"][:, None] for name in ("epsilon", "delta"))
+    epsilon, delta = (judged.controls[f"typical_{name}"][:, None] for name in ("epsilon", "delta"))
     return judged.p_draft >= (delta * (-entropy).exp()).minimum(epsilon)
 
 
