@@ -92,7 +92,7 @@ class MixedAcceptance(Acceptance):
     ) -> None:
         """Take the inputs that requests set.
 
-        asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
+        controls: their values [B, ..]. grammar: the inputs of `CONSTRAINTS`, if any.
         rules: those of other packages, whose inputs are among `controls`.
         """
         self.controls, self.grammar, self.rules = controls, grammar or {}, rules

@@ -200,7 +200,9 @@ def test_the_oracle_finds_a_planted_bug(
     def bug(judged: Any) -> Any:
         p = judged.p
         entropy = -(p * p.clamp(min=1e-30).log()).sum(-1)
-        epsilon, delta = (judged.controls[f"typical_{name}"][:, None] for name in ("epsilon", "delta"))
+        epsilon, delta = (
+            judged.controls[f"typical_{name}"][:, None] for name in ("epsilon", "delta")
+        )
         return judged.p_draft >= (delta * (-entropy).exp()).maximum(epsilon)
 
     monkeypatch.setattr(typical, "TYPICAL", replace(typical.TYPICAL, keeps=bug))
