@@ -38,9 +38,9 @@ STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nes
 class Grammar(Protocol):
     """The interface of a request's grammar for the loop."""
 
-    kept: int  # leading drafts of the last `ahead` that are the MTP modules' own, not forced ones
+    kept: int  # leading drafts of the last `next_constraint` that are the MTP modules' own, not forced ones
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the constraint of the next step, which verifies these drafts; change nothing.
 
         Raises RequestError if the grammar has become too costly to follow.
@@ -69,7 +69,7 @@ class Matcher:
         self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
         self.kept = 0
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return masks along the drafts, where forced tokens replace forbidden drafts.
 
         Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is

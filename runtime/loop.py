@@ -159,7 +159,7 @@ class Loop:
                 continue
             programs = cast(Constraining, self.programs)
             with request.contain():  # if this fails, the tokens of the request's slot are dropped
-                programs.constrain(slot, request.grammar.ahead(programs.drafts(slot)))
+                programs.constrain(slot, request.grammar.next_constraint(programs.drafts(slot)))
 
     def _deliver(self, launched: LaunchedStep) -> None:
         """Wait for a step, and give its tokens to its requests that have not ended."""

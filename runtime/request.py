@@ -22,7 +22,7 @@ from mtpbuild.runtime.grammar import Grammar
 from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import AcceptanceCounter, RequestMetrics
-from mtpbuild.runtime.step_controls import end_ids, make_step_controls, rates_of
+from mtpbuild.runtime.step_controls import acceptance_rates, end_ids, make_step_controls
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -161,7 +161,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.controls = make_step_controls(prompt, params, manifest, tokenizer)
-        self.synthetic = rates_of(params, manifest.build.nextn)
+        self.synthetic = acceptance_rates(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)

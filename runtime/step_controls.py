@@ -22,7 +22,7 @@ from mtpbuild.runtime.contract.settings import controls_in
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.reasoning import opens_thought
 from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
-from mtpbuild.runtime.synthetic import conditional, synthetic_rates
+from mtpbuild.runtime.synthetic import conditional_rates, synthetic_rates
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ def make_step_controls(
         **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
         rejection=params.acceptance == "rejection",
         block=params.rejection_sample_method == "block",
-        synthetic=conditional(rates_of(params, manifest.build.nextn)),
+        synthetic=conditional_rates(acceptance_rates(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         thinking_ids=marks,
         thinking=opens_thought(prompt, marks, tokenizer),
@@ -55,7 +55,7 @@ def make_step_controls(
         bias_ids=tuple(bias),
         bias_values=tuple(bias.values()),
         history=tuple(prompt) if params.repetition_penalty != 1 else (),
-        rule=rule_of(params, manifest),
+        rule=rule_values(params, manifest),
         alternatives=params.logprobs is not None,
         constrained=bool(params.constraint),
         seed=secrets.randbits(32) if params.seed is None else params.seed,
@@ -114,7 +114,7 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     return begin, end
 
 
-def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
+def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
     """Return the values of another package's rule by control; {} for a built-in rule."""
     if params.acceptance in BUILT_IN:
         return {}
@@ -149,7 +149,7 @@ def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
-def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+def acceptance_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
     """Return the rates of synthetic acceptance per draft position; () if acceptance is real."""
     return synthetic_rates(
         params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn

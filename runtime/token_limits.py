@@ -45,7 +45,7 @@ class TokenLimits:
             raise RequestError(f"{name}: no token is left that an answer could begin with")
         self.kept = 0
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the tokens that each row may emit after the drafts before it.
 
         Drafts after which no token is allowed are dropped. Raises RequestError if no token may

@@ -68,7 +68,7 @@ class Peers:
     def abort(self) -> None:
         """Abort all collectives without waiting for other ranks."""
         with contextlib.suppress(RuntimeError, ValueError):  # ValueError: no group any more
-            within(ABORTING, partial(_abort_process_group, self.group))
+            run_within(ABORTING, partial(_abort_process_group, self.group))
 
 
 def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
@@ -88,7 +88,7 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
             gpu.settle(alive)
 
         with silent():
-            within(channel.patience, meet)
+            run_within(channel.patience, meet)
     return peers
 
 
@@ -113,7 +113,7 @@ def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
     return alive
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def run_within(seconds: float, work: Callable[[], T]) -> T:
     """Run work that NCCL gives no time limit; at timeout raise RuntimeError, leaving its thread."""
     try:
         return start_daemon(work).result(seconds)

@@ -30,7 +30,7 @@ from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import LeadingPrograms
-from mtpbuild.runtime.group.nccl import SETTINGS, connect, watch, within
+from mtpbuild.runtime.group.nccl import SETTINGS, connect, run_within, watch
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
@@ -308,8 +308,8 @@ def test_waiting_for_a_gpu() -> None:
 def test_a_meeting_has_a_time_limit() -> None:
     hold = threading.Event()
     with pytest.raises(RuntimeError, match="timed out"):
-        within(0.05, hold.wait)
+        run_within(0.05, hold.wait)
     hold.set()
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: print(1 // 0))
-    within(5, lambda: None)
+        run_within(5, lambda: print(1 // 0))
+    run_within(5, lambda: None)
