@@ -38,7 +38,7 @@ STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nes
 class Grammar(Protocol):
     """The interface of a request's grammar for the loop."""
 
-    kept: int  # leading drafts of the last `next_constraint` that are the MTP modules' own, not forced ones
+    kept: int  # leading drafts of the last constraint that are the MTP modules' own, not forced
 
     def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the constraint of the next step, which verifies these drafts; change nothing.
