@@ -120,16 +120,16 @@ def _steps(
     table += tuple(control for rule in rules for control in rule.controls)
     masks = CONSTRAINTS if plan.constrained else ()
     mixed = MixedStepProgram(model, drafter, nextn, acceptance, table, masks, rules)
-    wishes = _wishes(plan, (*table, *masks), B)
+    controls = _control_inputs(plan, (*table, *masks), B)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
+        (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
         name, most = program_name(kind, nextn, plan.nextn), plan.max_batch * (nextn + 1)
         yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches, most)
 
 
-def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+def _control_inputs(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Return example values [B, ..] of the controls in the table, in its order."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
