@@ -15,7 +15,7 @@ import pytest
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, RankError
 from mtpbuild.runtime.group import communicator
-from mtpbuild.runtime.group.channel import _plain, _typed
+from mtpbuild.runtime.group.channel import _decode_value, _encode_value
 from mtpbuild.runtime.group.communicator import CAPSULE, Communicator, UniqueId, join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.programs.cuda import Device, visible_gpus
@@ -139,7 +139,7 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
     ],
 )
 def test_controls_reach_other_ranks_as_they_are(controls: StepControls) -> None:
-    said = json.dumps(["begin", 0, controls], default=_plain)
-    *_, received = json.loads(said, object_hook=_typed)
+    said = json.dumps(["begin", 0, controls], default=_encode_value)
+    *_, received = json.loads(said, object_hook=_decode_value)
     assert received == controls
     assert received.plain == controls.plain
