@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -28,7 +28,6 @@ from mtpbuild.runtime.contract.settings import (
     MAX_LOGPROBS,
     Setting,
     declarations,
-    defaults_of,
     judging,
     noted,
     penalty,
@@ -269,7 +268,7 @@ class SamplingParams:
 
 
 SETTINGS = declarations(SamplingParams, Setting)
-DEFAULTS = defaults_of(SamplingParams)
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def http_settings() -> dict[str, Setting]:

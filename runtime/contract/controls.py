@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.settings import MAX_BIASES, control, controls_in, defaults_of
+from mtpbuild.runtime.contract.settings import MAX_BIASES, control, controls_in
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS as MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import Control as Control
 
@@ -86,7 +86,7 @@ class StepControls:
 
     def counts(self, name: str) -> bool:
         """Tell whether a control has an effect: it and one of those it needs are not defaults."""
-        if getattr(self, name) == DEFAULTS[name]:
+        if getattr(self, name) == getattr(GREEDY, name):
             return False
         needs = FIELDS[name].needs
         return not needs or any(map(self.counts, needs))
@@ -135,7 +135,6 @@ class StepControls:
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 
-DEFAULTS = defaults_of(StepControls)
 FIELDS = {each.name: each for each in controls_in(StepControls)}
 GREEDY = StepControls()
 UNIFORMS = "uniforms"

@@ -18,7 +18,7 @@ rules that `build --acceptance-rule` names; a request chooses one by `acceptance
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from mtpbuild.runtime.contract.settings import (
     Setting,
     controls_in,
     declarations,
-    defaults_of,
 )
 from mtpbuild.runtime.errors import RequestError
 
@@ -75,7 +74,8 @@ class Rule:
 
     def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Return a value for each setting, defaults included; a wrong one is a RequestError."""
-        values = defaults_of(self.settings)
+        own = self.settings()
+        values = {field.name: getattr(own, field.name) for field in fields(own)}
         for name, value in given.items():
             if name not in values:
                 raise RequestError(f"{name} is no setting of acceptance {self.name!r}")

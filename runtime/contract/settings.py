@@ -6,7 +6,7 @@ notes of a trace and the programs' inputs are derived from them.
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -84,11 +84,3 @@ def controls_in(kind: type[Any]) -> tuple[Control, ...]:
         replace(control, name=name, setting=control.setting or name)
         for name, control in declarations(kind, Control).items()
     )
-
-
-def defaults_of(kind: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields, by field name."""
-    return {
-        f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(kind)
-    }
