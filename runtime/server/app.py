@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
@@ -63,9 +62,7 @@ def make_app(service: Service) -> FastAPI:
         version=version("mtpbuild"),
         docs_url=None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys(
-            (ApiError, RequestValidationError, HTTPException, Exception), _error
-        ),
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
     bodies = APIRouter(route_class=make_route_class(service.reading))
     _add_generation(bodies, service)
@@ -205,18 +202,4 @@ async def _error(request: Request, error: Exception) -> Response:
             response = ApiError(error.status_code, str(error.detail)).response(request.url.path)
             response.headers.update(error.headers or {})
             return response
-        case RequestValidationError():
-            return _invalid(error).response(request.url.path)
     return ApiError(500, "the server failed").response(request.url.path)
-
-
-def _invalid(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    # pydantic's path may contain the type of a union that was tried: str, list[int].
-    parts = [str(part) for part in first["loc"][1:]]
-    kinds = ("str", "int", "bool")
-    place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
-    if first["type"] == "json_invalid" or not place:
-        return ApiError(400, f"the body is not JSON: {first['msg']}")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{place}: {message}", place)

@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice
-from mtpbuild.runtime.server.bodies import first_error
+from mtpbuild.runtime.server.bodies import invalid_body
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
 
@@ -36,7 +35,7 @@ def make_chat_body(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBo
     try:
         return ChatBody.model_validate(given)
     except ValidationError as error:
-        raise RequestValidationError(first_error(error)) from None
+        raise invalid_body(error) from None
 
 
 @contextmanager
@@ -67,12 +66,6 @@ def rename_error_fields(
             if error.message.startswith(told):
                 error.message = error.param + error.message.removeprefix(told)
         raise
-    except RequestValidationError as error:
-        found = [
-            each | {"loc": ("body", *renamed(".".join(map(str, each["loc"][1:]))).split("."))}
-            for each in error.errors()
-        ]
-        raise RequestValidationError(found) from None
 
 
 class BlockAnswer(Answer):
