@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -138,7 +138,7 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise RequestError(f"{len(prompt)} prompts, but {len(each)} sampling parameters")
-        requests = [self._request(*pair) for pair in zip(prompt, each, strict=True)]
+        requests = [self.prepare(*pair) for pair in zip(prompt, each, strict=True)]
         with contextlib.ExitStack() as stack:
             streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
             return [stream.result() for stream in streams]
@@ -179,7 +179,7 @@ class Engine:
 
         observer: gets each step of the request; `Trace.request` makes one that records them.
         """
-        return Stream(self._driver, self._request(prompt, params, observer=observer))
+        return Stream(self._driver, self.prepare(prompt, params, observer=observer))
 
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams | None = None
@@ -210,12 +210,23 @@ class Engine:
         finally:
             self._driver.cancel(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Request:
         """Check a prompt and its settings in any thread, for one call of `astream`.
 
         The time depends on the sizes of the prompt and the form; no step is waited for.
         """
-        return self._request(prompt, params)
+        ids, params = self.token_ids(prompt), _checked(params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        request = Request(ids, params, self.manifest, self.tokenizer, observer)
+        request.grammar = self._grammars.make_grammar(params, request.controls)
+        return request
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
@@ -319,20 +330,6 @@ class Engine:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        listener: Callable[[], None] = lambda: None,
-        observer: Observer | None = None,
-    ) -> Request:
-        ids, params = self.token_ids(prompt), _checked(params)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-        request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
-        request.grammar = self._grammars.make_grammar(params, request.controls)
-        return request
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

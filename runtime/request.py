@@ -144,11 +144,10 @@ class Request:
         params: SamplingParams,
         manifest: Manifest,
         tokenizer: Tokenizer | None,
-        listener: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        self.prompt, self.params, self.listener = prompt, params, listener
-        self.observer = observer
+        self.prompt, self.params, self.observer = prompt, params, observer
+        self.listener: Callable[[], None] = lambda: None
         self.token_ids: list[int] = []
         self.from_draft: list[bool] = []
         self.finish_reason: FinishReason | None = None
