@@ -4,7 +4,7 @@ llguidance parses the grammars. It is imported when the first request with a gra
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,6 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
 from mtpbuild.runtime.form_limits import check_form
-from mtpbuild.runtime.grammar_tokens import GrammarTokens
 from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
 from mtpbuild.runtime.json_schema import prepare_schema
 from mtpbuild.runtime.sampling import SamplingParams
@@ -119,6 +118,36 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise RequestError(f"structured_outputs: {_line(self._matcher.get_error())}")
+
+
+class GrammarTokens:
+    """A tokenizer for grammars, with the interface of llguidance's `TokenizerWrapper`.
+
+    Marks are special tokens and added tokens that look like `<this>`. A grammar names them as
+    `<this>` or by id. The same characters in a form's text are spelled with ordinary tokens.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Read the vocabulary; ends: the tokens that end an answer."""
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_ids[0]
+        marks = dict(self._marks())
+        texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = [id for id, text in enumerate(texts) if not text]
+        for id in self.special_token_ids:  # the model's vocabulary may be padded
+            texts[id] = marks.get(id, f"<[{id}]>").encode()
+        self.tokens = texts
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.spell(text)
+
+    def _marks(self) -> Iterator[tuple[int, str]]:
+        for text, id in self._tokenizer.added_tokens.items():
+            if not self._tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">"):
+                yield id, text
 
 
 class Grammars:

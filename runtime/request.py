@@ -23,8 +23,7 @@ from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.step_controls import acceptance_rates, end_ids, make_step_controls
-from mtpbuild.runtime.text import Span, TextStream
-from mtpbuild.runtime.thought import Thought
+from mtpbuild.runtime.text import Span, TextStream, Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
