@@ -18,7 +18,7 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 
 PROMPT = "def fibonacci(n):"
@@ -36,7 +36,7 @@ class Timed:
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self.programs.prefill(slot, start, tokens)
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self.programs.begin(slot, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:

@@ -12,8 +12,8 @@ by the logits that a step without drafts would have computed.
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.control_tensors import Controls
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # The controls that penalties read.
@@ -21,7 +21,7 @@ READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
 def penalised(
-    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], asked: Asked
+    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], controls: Controls
 ) -> Tensor:
     """Apply the requests' penalties and bias to logits [B, R, V]; skip all work if none has any.
 
@@ -29,9 +29,9 @@ def penalised(
     tokens after them (the newest, then drafts), in tensors that join to [B, A], A >= R. The last
     row has seen all of them, each row before it one less.
     """
-    edits = {name: asked[name] for name in READ}
+    edits = {name: controls[name] for name in READ}
     operands = (logits, history, lengths, ahead, edits)
-    return when(asked["penalised"].any(), _penalised, unchanged, operands)[0]
+    return when(controls["penalised"].any(), _penalised, unchanged, operands)[0]
 
 
 def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
 
 
 def _penalised(
-    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], edits: Asked
+    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], edits: Controls
 ) -> tuple[Tensor, ...]:
     presence, frequency, repetition = (edits[name][:, None, None] for name in PENALTIES)
     behind = torch.cat(ahead, dim=1)

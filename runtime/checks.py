@@ -21,7 +21,7 @@ NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
 LARGEST = 2**31 - 1  # limit of counts and token ids: kernels, tokenizers and masks may have 32 bits
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return the beginning of a wrong value's repr, for an error message."""
     try:
         return reprlib.repr(value)
@@ -29,7 +29,7 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def number(least: float, most: float, *, kind: type[int] | type[float] = float) -> Check:
+def check_number(least: float, most: float, *, kind: type[int] | type[float] = float) -> Check:
     name, kinds = ("a whole number", Integral) if kind is int else ("a number", Real)
 
     def read(value: Any) -> float:
@@ -38,31 +38,31 @@ def number(least: float, most: float, *, kind: type[int] | type[float] = float) 
             return kind(value)
         endless = most == LARGEST and not (fits and value > most)
         span = f"from {least}" if endless else f"in {least}..{most}"
-        raise ValueError(f"must be {name} {span}, not {shown(value)}")
+        raise ValueError(f"must be {name} {span}, not {format_value(value)}")
 
     return read
 
 
-def whole_number(least: int, most: int = LARGEST) -> Check:
-    return number(least, most, kind=int)
+def check_integer(least: int, most: int = LARGEST) -> Check:
+    return check_number(least, most, kind=int)
 
 
-def switch(value: object) -> bool:
+def check_bool(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {shown(value)}")
+        raise ValueError(f"must be true or false, not {format_value(value)}")
     return value
 
 
-def choice(*names: str) -> Check:
+def check_choice(*names: str) -> Check:
     def read(value: object) -> str:
         if not isinstance(value, str) or value not in names:
-            raise ValueError(f"must be one of {', '.join(names)}, not {shown(value)}")
+            raise ValueError(f"must be one of {', '.join(names)}, not {format_value(value)}")
         return str(value)
 
     return read
 
 
-def text(least: int, most: int) -> Check:
+def check_text(least: int, most: int) -> Check:
     """Return a check for a text of `least` to `most` characters that is valid Unicode."""
 
     def read(value: object) -> str:
@@ -77,13 +77,13 @@ def text(least: int, most: int) -> Check:
     return read
 
 
-def list_of(name: str, item: Check, most: int) -> Check:
+def check_list(name: str, item: Check, most: int) -> Check:
     """Return a check that makes a tuple of at most `most` items; a single text counts as a list."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
         if not isinstance(items, list | tuple | set | frozenset):
-            raise ValueError(f"must be a list of {name}, not {shown(values)}")
+            raise ValueError(f"must be a list of {name}, not {format_value(values)}")
         if len(items) > most:
             raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
         try:
@@ -94,7 +94,7 @@ def list_of(name: str, item: Check, most: int) -> Check:
     return read
 
 
-def instance_of(kind: type) -> Check:
+def check_instance(kind: type) -> Check:
     def read(value: object) -> object:
         if not isinstance(value, kind):
             raise ValueError(f"must be a {kind.__name__}")
@@ -103,41 +103,41 @@ def instance_of(kind: type) -> Check:
     return read
 
 
-def object_of(value: object) -> dict[str, Any]:
+def check_object(value: object) -> dict[str, Any]:
     """Check a JSON object whose names are identifiers."""
     if isinstance(value, Mapping) and all(isinstance(n, str) and n.isidentifier() for n in value):
         return dict(value)
-    raise ValueError(f"must map names to values, not {shown(value)}")
+    raise ValueError(f"must map names to values, not {format_value(value)}")
 
 
-def biases(most: int) -> Check:
+def check_biases(most: int) -> Check:
     """Return a check for a map of at most `most` token ids, numbers or texts, to logit biases."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
-            raise ValueError(f"must map token ids to numbers, not {shown(values)}")
+            raise ValueError(f"must map token ids to numbers, not {format_value(values)}")
         if len(values) > most:
             raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
         return dict(bias(*item) for item in values.items())
 
     def bias(id: object, value: object) -> tuple[int, float]:
         if isinstance(id, bool) or not re.fullmatch("[0-9]{1,9}", str(id)):
-            raise ValueError(f"must map token ids to numbers, and {shown(id)} is no id")
+            raise ValueError(f"must map token ids to numbers, and {format_value(id)} is no id")
         try:
-            return int(str(id)), number(-100, 100)(value)
+            return int(str(id)), check_number(-100, 100)(value)
         except ValueError as error:
             raise ValueError(f"of token {id} {error}") from None
 
     return read
 
 
-def rates(values: object) -> tuple[float, ...]:
+def check_rates(values: object) -> tuple[float, ...]:
     """Check rates; entry i is the share of steps that accept at least the first i + 1 drafts."""
     if not isinstance(values, list | tuple) or not 1 <= len(values) <= NEXTN_LIMIT:
-        raise ValueError(f"must be a list of rates, not {shown(values)}")
-    found: Sequence[float] = [number(0, 1)(rate) for rate in values]
+        raise ValueError(f"must be a list of rates, not {format_value(values)}")
+    found: Sequence[float] = [check_number(0, 1)(rate) for rate in values]
     if any(later > earlier for earlier, later in itertools.pairwise(found)):
-        raise ValueError(f"must not increase, as in {shown(values)}")
+        raise ValueError(f"must not increase, as in {format_value(values)}")
     return tuple(found)
 
 

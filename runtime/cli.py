@@ -12,10 +12,15 @@ import typer
 from typer import Argument, Option
 
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration_flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import (
+    CompatFlags,
+    RelaxedFlags,
+    RunFlags,
+    read_flags,
+    sampling_params,
+)
 from mtpbuild.runtime.target_options import changed, load_options, option_flags
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
@@ -54,8 +59,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 @grouped
 def run(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    sampling: SamplingFlags,
-    own: RequestFlags,
+    sampling: RunFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
     load_flags: LoadFlags,
@@ -99,17 +103,17 @@ def run(
     check_paths(trace or ())
     options = _chat_options(chat_template_kwargs, system, chats=given in ([], [chat]))
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    if own.logprobs is not None and not json:
+    if sampling.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
-    params = sampling_params(sampling, settings, **vars(own), structured_outputs=form)
+    params = sampling_params(sampling, settings, structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
         if manifest.split and not ranks.in_group():
-            stack.enter_context(ranks.started(engine, manifest, threads))
+            stack.enter_context(ranks.start_ranks(engine, manifest, threads))
         elif manifest.split and ranks.own_rank(engine, manifest):
             follow(engine, threads)
             return

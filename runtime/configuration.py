@@ -1,12 +1,14 @@
-"""The settings of flags and configuration files: joined, checked, and compared with an engine."""
+"""The settings of flags and configuration files: joined, checked, and compared with an engine.
+
+They are a mapping from names to values, without those that were not given. A missing
+rejection_sample_method means strict acceptance.
+"""
 
 import json
-import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, make_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mtpbuild.runtime.checks import NEXTN_LIMIT, Check, switch, whole_number
+from mtpbuild.runtime.checks import NEXTN_LIMIT, Check, check_bool, check_integer
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.sampling import SETTINGS
@@ -15,112 +17,93 @@ from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo
 
-Said = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
-NOTES = "notes"  # the setting's name for lines to the user
+Configuration: TypeAlias = Mapping[str, Any]
+Given = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
+NOTES = "notes"  # the setting's name for lines to the user, a tuple
 CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
-    "nextn": whole_number(0, NEXTN_LIMIT),
-    "use_relaxed_acceptance_for_thinking": switch,
-    **dict.fromkeys(("tp", "ep", "moe_tp"), whole_number(1, MAX_RANKS)),
-    "attention_dp": switch,
+    "nextn": check_integer(0, NEXTN_LIMIT),
+    "use_relaxed_acceptance_for_thinking": check_bool,
+    **dict.fromkeys(("tp", "ep", "moe_tp"), check_integer(1, MAX_RANKS)),
+    "attention_dp": check_bool,
 }
-THINKING = ("begin_thinking_phase_token", "end_thinking_phase_token")
-RELAXED = ("relaxed_topk", "relaxed_delta", *THINKING)
-
-
-@dataclass(frozen=True)
-class BuildSettings:
-    """The settings of an engine, and the switch of relaxed acceptance; None: not given."""
-
-    nextn: int | None = None
-    drafter: str | None = None
-    use_relaxed_acceptance_for_thinking: bool | None = None
-    tp: int | None = None
-    ep: int | None = None
-    moe_tp: int | None = None  # ranks that share an expert: tp / ep
-    attention_dp: bool | None = None
-    notes: tuple[str, ...] = ()  # a line for each key that is accepted and has no effect
-
-    def said(self, source: str) -> list[Said]:
-        """Return these settings as (name, source, value)."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != NOTES}
-        notes = [(NOTES, source, note) for note in self.notes]
-        return [*((name, source, value) for name, value in given.items()), *notes]
-
-
-# BuildSettings and all settings of a request. rejection_sample_method None: strict acceptance.
-Settings: Any = make_dataclass(
-    "Settings", [(name, Any, None) for name in SETTINGS], bases=(BuildSettings,), frozen=True
+RELAXED = (
+    *("relaxed_topk", "relaxed_delta"),
+    *("begin_thinking_phase_token", "end_thinking_phase_token"),
 )
 
 
-def join(said: Iterable[Said]) -> Settings:
+def name_source(settings: Configuration, source: str) -> list[Given]:
+    """Return settings together with the source that gives them."""
+    return [(name, source, value) for name, value in settings.items()]
+
+
+def join(every: Iterable[Given]) -> dict[str, Any]:
     """Join settings; the UsageError for a contradiction names both sources."""
-    given, notes = dict[str, tuple[str, Any]](), list[str]()
-    for name, source, value in said:
+    joined, sources, notes = dict[str, Any](), dict[str, str](), ()
+    for name, source, value in every:
         if name == NOTES:
-            notes.append(value)
+            notes += value
         elif value is not None:
-            first, wanted = given.setdefault(name, (source, value))
-            if value != wanted:
-                raise UsageError(
-                    f"{name}: {first} says {show(wanted)}, {source} says {show(value)}; drop one"
-                )
-    return Settings(**{name: value for name, (_, value) in given.items()}, notes=tuple(notes))
+            if value != (first := joined.setdefault(name, value)):
+                said = f"{sources[name]} says {shorten(first)}, {source} says {shorten(value)}"
+                raise UsageError(f"{name}: {said}; drop one")
+            sources.setdefault(name, source)
+    return joined | ({NOTES: notes} if notes else {})
 
 
-def relaxed_notes(settings: Settings) -> list[str]:
+def relaxed_notes(settings: Configuration) -> list[str]:
     """Return a line for each relaxed-acceptance value that has no effect without its switch."""
-    on = settings.use_relaxed_acceptance_for_thinking
-    given = [] if on else [name for name in RELAXED if getattr(settings, name) is not None]
+    on = settings.get("use_relaxed_acceptance_for_thinking")
+    given = [] if on else [name for name in RELAXED if name in settings]
     return [f"{name}: no effect without use_relaxed_acceptance_for_thinking" for name in given]
 
 
-def check_rates(settings: Settings, where: str) -> None:
+def check_rates(settings: Configuration, where: str) -> None:
     """Raise UsageError unless the rates of synthetic acceptance fit the settings' method."""
-    rates, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
+    rates, length = (settings.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
     try:
-        check_synthetic(settings.rejection_sample_method, rates, length)
+        check_synthetic(settings.get("rejection_sample_method"), rates, length)
     except RequestError as error:
         raise UsageError(f"{where}: {error}") from None
-    if settings.nextn is not None:
-        synthetic_rates(rates, length, settings.nextn)
+    if "nextn" in settings:
+        synthetic_rates(rates, length, settings["nextn"])
 
 
-def sampling_settings(settings: Settings) -> dict[str, Any]:
+def sampling_settings(settings: Configuration) -> dict[str, Any]:
     """Return the keywords of SamplingParams that the settings give.
 
     Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
     """
-    idle = () if settings.use_relaxed_acceptance_for_thinking else RELAXED
-    found = {name: getattr(settings, name) for name in SETTINGS if name not in idle}
-    found["acceptance"] = None if settings.rejection_sample_method is None else "rejection"
-    return {name: value for name, value in found.items() if value is not None}
+    idle = () if settings.get("use_relaxed_acceptance_for_thinking") else RELAXED
+    found = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
+    return found | ({"acceptance": "rejection"} if "rejection_sample_method" in found else {})
 
 
-def asked_ranks(settings: Settings) -> Ranks:
-    """Return the ranks that the settings ask for, by default one."""
-    tp = 1 if settings.tp is None else settings.tp
-    ep = settings.ep
-    if (share := settings.moe_tp) is not None:
-        ep = tp // share if ep is None else ep
-        if share * ep != tp:
-            raise UsageError(
-                f"moe_tensor_parallel_size {share} times --ep {ep} must be --tp, which is {tp}"
-            )
-    return Ranks(tp, 1 if ep is None else ep, bool(settings.attention_dp))
+def requested_ranks(settings: Configuration) -> Ranks:
+    """Return the ranks that the settings ask for, by default one.
+
+    moe_tp is the number of ranks that share an expert, tp / ep.
+    """
+    tp, share = settings.get("tp", 1), settings.get("moe_tp")
+    ep = settings.get("ep", 1 if share is None else tp // share)
+    if share is not None and share * ep != tp:
+        raise UsageError(
+            f"moe_tensor_parallel_size {share} times --ep {ep} must be --tp, which is {tp}"
+        )
+    return Ranks(tp, ep, settings.get("attention_dp", False))
 
 
-def check_engine(settings: Settings, build: "BuildInfo") -> None:
+def check_engine(settings: Configuration, build: "BuildInfo") -> None:
     """Raise UsageError if the engine's nextn, drafter or split differs from the settings."""
     built = vars(build) | {"moe_tp": build.tp // build.ep}
     for name in ("tp", "ep", "moe_tp", "attention_dp", "nextn", "drafter"):
-        wanted, has = getattr(settings, name), built[name]
+        wanted, has = settings.get(name), built[name]
         if wanted in (None, has) or (name == "drafter" and has is None):
             continue
         own = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
         raise UsageError(
-            f"the configuration asks for {name} {show(wanted)}, the engine was built with "
-            f"{name} {show(has)}: leave it out, or build {own or 'another engine'}"
+            f"the configuration asks for {name} {shorten(wanted)}, the engine was built with "
+            f"{name} {shorten(has)}: leave it out, or build {own or 'another engine'}"
         )
 
 
@@ -132,16 +115,6 @@ def checked(check: Check, value: object, label: str) -> Any:
         raise UsageError(f"{label} {error}") from None
 
 
-def as_object(raw: object, where: str) -> dict[str, Any]:
-    """Return an object of keys and values; raise UsageError for anything else."""
-    if not isinstance(raw, dict):
-        raise UsageError(f"{where}: must be an object of keys and values, not {reprlib.repr(raw)}")
-    for key in raw:
-        if not isinstance(key, str):
-            raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
-    return raw
-
-
-def show(value: object) -> str:
+def shorten(value: object) -> str:
     """Return a value as its user wrote it, cut to 60 characters."""
     return (value if isinstance(value, str) else json.dumps(value, default=repr))[:60]

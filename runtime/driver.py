@@ -89,7 +89,7 @@ class Driver:
         if done():
             return
         self._check()
-        self._mend()
+        self._repair()
         while not done():
             try:
                 if not self._take_turn(done):
@@ -107,7 +107,7 @@ class Driver:
         """End all requests, whose waiters get an EngineError, and drop the programs."""
         if os.getpid() != self._process:
             return
-        self._mend()
+        self._repair()
         with self._turn:
             if self._ended:
                 return
@@ -140,7 +140,7 @@ class Driver:
                 self._stepper = None
                 self._turn.notify_all()
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Release the lock and the turn that an interrupt of this thread left taken."""
         with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
             while True:

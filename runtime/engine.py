@@ -3,19 +3,18 @@
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
-from mtpbuild.runtime.checks import shown
+from mtpbuild.runtime.checks import format_value
 from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import (
     ContextLengthError,
@@ -33,6 +32,7 @@ from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thoug
 from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
+from mtpbuild.runtime.step_controls import make_step_controls
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 from mtpbuild.runtime.warm import warm_up
 
@@ -138,7 +138,7 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise RequestError(f"{len(prompt)} prompts, but {len(each)} sampling parameters")
-        requests = [self._request(*pair) for pair in zip(prompt, each, strict=True)]
+        requests = [self.prepare(*pair) for pair in zip(prompt, each, strict=True)]
         with contextlib.ExitStack() as stack:
             streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
             return [stream.result() for stream in streams]
@@ -179,7 +179,7 @@ class Engine:
 
         observer: gets each step of the request; `Trace.request` makes one that records them.
         """
-        return Stream(self._driver, self._request(prompt, params, observer=observer))
+        return Stream(self._driver, self.prepare(prompt, params, observer=observer))
 
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams | None = None
@@ -210,12 +210,23 @@ class Engine:
         finally:
             self._driver.cancel(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Request:
         """Check a prompt and its settings in any thread, for one call of `astream`.
 
         The time depends on the sizes of the prompt and the form; no step is waited for.
         """
-        return self._request(prompt, params)
+        ids, params = self.token_ids(prompt), _checked(params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        request = Request(ids, params, self.manifest, self.tokenizer, observer)
+        request.grammar = self._grammars.make_grammar(params, request.controls)
+        return request
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
@@ -243,7 +254,7 @@ class Engine:
             raise RequestError("the prompt is empty")
         for id in (min(ids), max(ids)):
             if not 0 <= id < vocabulary:
-                wrong = f"token id {shown(id)} is outside the vocabulary"
+                wrong = f"token id {format_value(id)} is outside the vocabulary"
                 raise RequestError(f"{wrong} 0..{vocabulary - 1}")
         if len(ids) >= capacity:
             raise ContextLengthError(len(ids), capacity)
@@ -268,9 +279,9 @@ class Engine:
         Raises MissingDependencyError for a grammar if llguidance is not installed. form: whether to
         compile the grammar, which may take a second.
         """
-        controls = controls_of([0], params, self.manifest)
+        controls = make_step_controls([0], params, self.manifest)
         if form:
-            self._grammars.holding(params, controls)
+            self._grammars.make_grammar(params, controls)
 
     @property
     def stats(self) -> EngineStats:
@@ -320,20 +331,6 @@ class Engine:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        listener: Callable[[], None] = lambda: None,
-        observer: Observer | None = None,
-    ) -> Request:
-        ids, params = self.token_ids(prompt), _checked(params)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-        request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
-        request.grammar = self._grammars.holding(params, request.controls)
-        return request
-
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
@@ -343,7 +340,7 @@ class Engine:
 def _checked(params: SamplingParams | None) -> SamplingParams:
     """Return the settings, by default the default ones; raise RequestError for another type."""
     if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"settings are given as SamplingParams, not {shown(params)}")
+        raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
     return SamplingParams() if params is None else params
 
 
@@ -352,4 +349,4 @@ def _plain_ids(prompt: Sequence[int]) -> list[int]:
         ids = list(prompt)
         if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):
             return list(map(operator.index, ids))
-    raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}")
+    raise RequestError(f"a prompt is a text or a list of token ids, not {format_value(prompt)}")

@@ -52,10 +52,9 @@ def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
     """Return the parameter that Typer turns into an option."""
     from typer import Option  # here, so that loading an engine does not import Typer
 
-    said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
-    names = said["names"] or (f"--{name.replace('_', '-')}",)
-    option = Option(
-        *names, help=said["help"], rich_help_panel=said.get("panel"), parser=said.get("parser")
-    )
+    metadata, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
+    names = metadata["names"] or (f"--{name.replace('_', '-')}",)
+    panel, parser = metadata.get("panel"), metadata.get("parser")
+    option = Option(*names, help=metadata["help"], rich_help_panel=panel, parser=parser)
     kind = Annotated[kind, option]
     return inspect.Parameter(name, keyword, default=entry.default, annotation=kind)

@@ -18,7 +18,7 @@ def follow(folder: str | Path, threads: int | None = None) -> None:
     follow_programs(Path(folder), read_manifest(Path(folder)), threads)
 
 
-def main(folder: str, threads: str | None = None) -> int:
+def run_follower(folder: str, threads: str | None = None) -> int:
     """Run the rank, and return the process's exit code."""
     try:
         follow(folder, None if threads is None else int(threads))
@@ -29,4 +29,4 @@ def main(folder: str, threads: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(run_follower(*sys.argv[1:]))

@@ -4,22 +4,21 @@ llguidance parses the grammars. It is imported when the first request with a gra
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import WORD, Controls
+from mtpbuild.runtime.contract.controls import WORD, StepControls
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
 from mtpbuild.runtime.form_limits import check_form
-from mtpbuild.runtime.grammar_tokens import GrammarTokens
 from mtpbuild.runtime.json_rules import has_large_numbers, json_rules
-from mtpbuild.runtime.json_schema import prepared
+from mtpbuild.runtime.json_schema import prepare_schema
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
@@ -38,9 +37,9 @@ STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nes
 class Grammar(Protocol):
     """The interface of a request's grammar for the loop."""
 
-    kept: int  # leading drafts of the last `ahead` that are the MTP modules' own, not forced ones
+    kept: int  # leading drafts of the last constraint that are the MTP modules' own, not forced
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the constraint of the next step, which verifies these drafts; change nothing.
 
         Raises RequestError if the grammar has become too costly to follow.
@@ -57,14 +56,19 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: "LLMatcher", ends: Sequence[int], window: int, words: int, controls: Controls
+        self,
+        matcher: "LLMatcher",
+        end_ids: Sequence[int],
+        window: int,
+        words: int,
+        controls: StepControls,
     ) -> None:
-        self._matcher, self._ends = matcher, ends
+        self._matcher, self._end_ids = matcher, end_ids
         self._shape = window, words
         self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
         self.kept = 0
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return masks along the drafts, where forced tokens replace forbidden drafts.
 
         Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is
@@ -73,30 +77,30 @@ class Matcher:
         """
         from llguidance.numpy import fill_next_token_bitmask
 
-        matcher, thinking, taken, followed = self._matcher, self._thinking, list(drafts), 0
+        matcher, thinking, tokens, followed = self._matcher, self._thinking, list(drafts), 0
         allowed = np.full(self._shape, -1, np.int32)
         last = len(allowed) - 1
-        self.kept = len(taken)
+        self.kept = len(tokens)
         for row in range(len(allowed)):
             if not thinking:
                 fill_next_token_bitmask(matcher, allowed, row)
-                if row < last and (row == len(taken) or not _has(allowed, row, taken[row])):
+                if row < last and (row == len(tokens) or not _has(allowed, row, tokens[row])):
                     forced = self._forced()[: last - row]
                     if not forced:
                         break
                     self.kept = min(self.kept, row)
-                    taken[row:] = forced
-            if row >= len(taken) or taken[row] in self._ends:
+                    tokens[row:] = forced
+            if row >= len(tokens) or tokens[row] in self._end_ids:
                 break
             if thinking:
-                thinking = taken[row] != self._end_of_thought
+                thinking = tokens[row] != self._end_of_thought
             else:
-                matcher.consume_token(taken[row])
+                matcher.consume_token(tokens[row])
                 followed += 1
         if followed:
             matcher.rollback(followed)
         self._check()
-        return Constraint(taken, self.kept, allowed)
+        return Constraint(tokens, self.kept, allowed)
 
     def take(self, token: int) -> None:
         if self._thinking:
@@ -108,12 +112,42 @@ class Matcher:
     def _forced(self) -> list[int]:
         """Return the tokens that must come next, as far as they are certain."""
         if self._matcher.is_stopped():
-            return [*self._ends] if len(self._ends) == 1 else []
+            return [*self._end_ids] if len(self._end_ids) == 1 else []
         return self._matcher.compute_ff_tokens()
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise RequestError(f"structured_outputs: {_line(self._matcher.get_error())}")
+
+
+class GrammarTokens:
+    """A tokenizer for grammars, with the interface of llguidance's `TokenizerWrapper`.
+
+    Marks are special tokens and added tokens that look like `<this>`. A grammar names them as
+    `<this>` or by id. The same characters in a form's text are spelled with ordinary tokens.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Read the vocabulary; ends: the tokens that end an answer."""
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_ids[0]
+        marks = dict(self._marks())
+        texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = [id for id, text in enumerate(texts) if not text]
+        for id in self.special_token_ids:  # the model's vocabulary may be padded
+            texts[id] = marks.get(id, f"<[{id}]>").encode()
+        self.tokens = texts
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.spell(text)
+
+    def _marks(self) -> Iterator[tuple[int, str]]:
+        for text, id in self._tokenizer.added_tokens.items():
+            if not self._tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">"):
+                yield id, text
 
 
 class Grammars:
@@ -125,18 +159,18 @@ class Grammars:
         self._able = Feature.CONSTRAIN in features
         self._copying = threading.Lock()  # guards `deep_copy`: a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
-        self._compiled = lru_cache(KEPT)(lambda asked: call_with_stack(STACK, self._compile, asked))
+        self._compiled = lru_cache(KEPT)(lambda form: call_with_stack(STACK, self._compile, form))
 
-    def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
+    def make_grammar(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
         """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
-        if not params.held:
+        if not params.constraint:
             return None
-        self._check_able(params.held)
+        self._check_able(params.constraint)
         return TokenLimits(params, self._manifest, self._tokenizer)
 
-    def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
+    def matcher(self, form: StructuredOutputs, controls: StepControls) -> Matcher:
         """Return a matcher at the start of a grammar.
 
         Raises RequestError if the engine has no constraints or cannot follow this grammar,
@@ -144,7 +178,7 @@ class Grammars:
         """
         model = self._manifest.model
         self._check_engine()
-        compiled = self._compiled(asked)  # outside the lock: it may take a second
+        compiled = self._compiled(form)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
         words = -(-model.vocab_size // WORD)
@@ -164,7 +198,7 @@ class Grammars:
         if not self._manifest.model.eos_token_ids:
             raise RequestError("structured_outputs: the model has no token that ends an answer")
 
-    def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
+    def _compile(self, form: StructuredOutputs) -> "LLMatcher":
         try:
             import llguidance
         except ImportError as error:
@@ -173,33 +207,33 @@ class Grammars:
         if self._vocabulary is None:
             assert self._tokenizer is not None
             model = self._manifest.model
-            ends = list(model.eos_token_ids)
-            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, ends)
-            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=ends)
+            end_ids = list(model.eos_token_ids)
+            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, end_ids)
+            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=end_ids)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        source = _source(asked)
+        source = _source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_line(matcher.get_error())}")
         return matcher
 
 
-def _source(asked: StructuredOutputs) -> str:
+def _source(form: StructuredOutputs) -> str:
     """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
     given: dict[GrammarFormat, object] = {
-        "json": '{"type": "object"}' if asked.json_object else asked.json,
-        "regex": asked.regex,
-        "choice": None if asked.choice is None else dumps(asked.choice),
-        "grammar": asked.grammar,
+        "json": '{"type": "object"}' if form.json_object else form.json,
+        "regex": form.regex,
+        "choice": None if form.choice is None else dumps(form.choice),
+        "grammar": form.grammar,
     }
     ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
     assert isinstance(text, str)
     check_form(kind, text)
     try:
         if kind == "json":
-            schema = prepared(text)
+            schema = prepare_schema(text)
             if has_large_numbers(schema):
                 return grammar_from("lark", json_rules(schema, "start"))
             return LLMatcher.grammar_from_json_schema(dumps(schema))

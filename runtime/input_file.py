@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
-from mtpbuild.runtime.checks import shown
+from mtpbuild.runtime.checks import format_value
 from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.request import Observer, Result
-from mtpbuild.runtime.sampling import SamplingParams, as_fields, http_settings
+from mtpbuild.runtime.sampling import SamplingParams, http_settings, to_params_fields
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace
 
 
-class AskingLine(BaseModel):
+class PromptLine(BaseModel):
     """The fields that lines of every kind of file can have.
 
     A line has exactly one of the fields `PROMPTS`; those in `CHATS` are conversations.
@@ -71,16 +71,12 @@ class AskingLine(BaseModel):
         return engine.chat_ids(messages, **self._chat_options())
 
 
-Kind = TypeVar("Kind", bound=AskingLine)
+Kind = TypeVar("Kind", bound=PromptLine)
 Taken = TypeVar("Taken")
 
 
 def read_lines(
-    path: Path,
-    flag: str,
-    kind: type[Kind],
-    take: Callable[[Kind, int], Taken],
-    hint: str = "",
+    path: Path, flag: str, kind: type[Kind], take: Callable[[Kind, int], Taken], hint: str = ""
 ) -> list[Taken]:
     """Call `take` with each line and its number; a UsageError names file and line."""
     try:
@@ -124,7 +120,7 @@ DONE = {
 }
 
 
-class Line(AskingLine):
+class InputLine(PromptLine):
     """A line of the file; the command line gives the settings that it omits."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
@@ -153,16 +149,16 @@ class Line(AskingLine):
 
 
 def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a line of OpenAI's batch files to those of `Line`."""
+    """Convert the fields of a line of OpenAI's batch files to those of `InputLine`."""
     for name in sorted(line.keys() ^ set(BATCH)):
         wrong = "unknown" if name in line else "missing"
         raise ValueError(f"{name:.60}: {wrong}; a line of a batch has {', '.join(BATCH)}")
     name, method, url, body = (line[key] for key in BATCH)
     if method != "POST" or not isinstance(url, str) or url not in BATCH_PROMPTS:
-        known, asked = " or ".join(BATCH_PROMPTS), f"{shown(method)} {shown(url)}"
-        raise ValueError(f"a line of a batch is a POST to {known}, not {asked}")
+        known, request = " or ".join(BATCH_PROMPTS), f"{format_value(method)} {format_value(url)}"
+        raise ValueError(f"a line of a batch is a POST to {known}, not {request}")
     if not isinstance(body, dict):
-        raise ValueError(f"body: must be an object, not {shown(body)}")
+        raise ValueError(f"body: must be an object, not {format_value(body)}")
     if BATCH_PROMPTS[url] not in body or "task_id" in body:
         raise ValueError(f"body: {url} has {BATCH_PROMPTS[url]}, and no task_id")
     given = {n: value for n, value in body.items() if value is not None}
@@ -195,9 +191,9 @@ def read_requests(
     check: whether this engine must support the settings of each request.
     """
 
-    def take(line: Line, index: int) -> FileRequest:
+    def take(line: InputLine, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
-        given = as_fields(line.settings | {"max_tokens": line.output_tokens})
+        given = to_params_fields(line.settings | {"max_tokens": line.output_tokens})
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
@@ -205,7 +201,7 @@ def read_requests(
             engine.check(params)
         return FileRequest(index if line.task_id is None else line.task_id, ids, params)
 
-    return read_lines(path, f"{flag} {path}", Line, take, hint)
+    return read_lines(path, f"{flag} {path}", InputLine, take, hint)
 
 
 def generate_all(

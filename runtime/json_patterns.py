@@ -45,10 +45,10 @@ REPEAT = re.compile(r"\{\d+(?:,\d*)?\}")
 
 def format_patterns(name: str) -> list[str]:
     """Return the patterns that must all match for a format; [] to use llguidance's own format."""
-    return [translate(pattern) for pattern in PATTERNS.get(FORMATS[name], ())]
+    return [translate_pattern(pattern) for pattern in PATTERNS.get(FORMATS[name], ())]
 
 
-def translate(pattern: str) -> str:
+def translate_pattern(pattern: str) -> str:
     """Translate an ECMAScript pattern to Rust's syntax; unknown escapes stay, to be refused later.
 
     No class contains the NUL character: for a class with all control characters, llguidance would

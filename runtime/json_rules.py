@@ -6,7 +6,7 @@ from collections.abc import Callable
 from json import dumps
 from typing import Any, TypeGuard
 
-from mtpbuild.runtime.json_schema import ANNOTATIONS, Json, mapped, resolve
+from mtpbuild.runtime.json_schema import ANNOTATIONS, Json, map_subschemas, resolve_reference
 
 EXACT = 2**53
 BOUNDS = ("minimum", "maximum")
@@ -53,7 +53,7 @@ class _Rules:
     def value(self, schema: Any) -> str:
         """Return an expression that matches what fits a schema."""
         if not self.has_large(schema):
-            return f"%json {dumps(self._whole(schema))}"
+            return f"%json {dumps(self._with_definitions(schema))}"
         _check_types(schema)
         keys = schema.keys() - ANNOTATIONS - {OPTIONS, *DEFINITIONS}
         if keys == {"$ref"}:
@@ -72,7 +72,7 @@ class _Rules:
             return self._object(schema)
         if kinds == "array" and keys <= {"type", "items", "minItems", "maxItems"}:
             return self._array(schema)
-        return f"%json {dumps(_narrowed(self._whole(schema), keys))}"
+        return f"%json {dumps(_narrowed(self._with_definitions(schema), keys))}"
 
     def has_large(self, schema: Any) -> bool:
         """Tell whether a schema, or one that it refers to, has a number that floats would change.
@@ -88,12 +88,12 @@ class _Rules:
                 return True
             if isinstance(reference := part.get("$ref"), str) and reference not in followed:
                 followed.add(reference)
-                waiting.append(resolve(reference, self._root))
+                waiting.append(resolve_reference(reference, self._root))
             inside = {key: inner for key, inner in part.items() if key not in DEFINITIONS}
-            mapped(inside, waiting.append)
+            map_subschemas(inside, waiting.append)
         return False
 
-    def _whole(self, schema: Any) -> Json:
+    def _with_definitions(self, schema: Any) -> Json:
         """Return a schema together with the definitions that it may refer to."""
         own = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
         shared = {key: self._root[key] for key in (*DEFINITIONS, OPTIONS) if key in self._root}
@@ -102,7 +102,7 @@ class _Rules:
     def _reference(self, reference: str) -> str:
         if reference not in self._names:
             rule = self._names[reference] = f"{self._name}_{len(self._names)}"
-            self.lines.append(f"{rule}: {self.value(resolve(reference, self._root))}")
+            self.lines.append(f"{rule}: {self.value(resolve_reference(reference, self._root))}")
         return self._names[reference]
 
     def _any(self, parts: list[str]) -> str:
@@ -114,7 +114,7 @@ class _Rules:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = schema.get("type", [*TYPES])
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        allowed = [_is_whole if kind == "integer" else TYPES[kind] for kind in kinds]
+        allowed = [_is_integer if kind == "integer" else TYPES[kind] for kind in kinds]
         return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
 
     def _number(self, schema: Json) -> str:
@@ -122,11 +122,13 @@ class _Rules:
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
         most = None if high is None else math.floor(high)
-        whole = f"/{integers(least, most)}/"
+        integer = f"/{integer_pattern(least, most)}/"
         with contextlib.suppress(ValueError):
             if schema["type"] == "number":
-                return f"({whole} | %json {dumps(_narrowed(self._whole(schema), set()))})"
-        return whole
+                return (
+                    f"({integer} | %json {dumps(_narrowed(self._with_definitions(schema), set()))})"
+                )
+        return integer
 
     def _object(self, schema: Json) -> str:
         """Return the listed properties in their order; all but the first follow a comma."""
@@ -157,7 +159,7 @@ class _Rules:
         return f'"[" {some} "]"'
 
 
-def integers(least: int | None, most: int | None) -> str:
+def integer_pattern(least: int | None, most: int | None) -> str:
     """Return a pattern of the integers from `least` to `most`; None: no bound."""
     if least is not None and most is not None and least > most:
         raise ValueError(f"no whole number is between {least} and {most}")
@@ -210,7 +212,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return _is_number(value) and value == math.floor(value)
 
 
@@ -237,7 +239,7 @@ def _has_large(schema: Json) -> bool:
 
 def _narrowed(schema: Json, keys: set[str]) -> Json:
     """Narrow a schema's bounds to within 2^53; raise ValueError for other large numbers."""
-    changed = mapped(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
+    changed = map_subschemas(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
             changed[key] = sign * EXACT

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from typing import Any
 
-from mtpbuild.runtime.json_patterns import FORMATS, format_patterns, translate
+from mtpbuild.runtime.json_patterns import FORMATS, format_patterns, translate_pattern
 
 Json = dict[str, Any]
 
@@ -22,18 +22,18 @@ ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$co
 CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
 
-def prepared(text: str) -> Json:
+def prepare_schema(text: str) -> Json:
     """Read and rewrite a schema; raise ValueError if it is invalid or cannot be followed."""
-    schema = loads(text, parse_float=_finite, parse_constant=_finite)
+    schema = loads(text, parse_float=parse_finite, parse_constant=parse_finite)
     if schema is False:
         raise ValueError("nothing fits the schema false")
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object, true or false")
-    schema = _rewritten(loads(closed(dumps(schema))))
-    written = dumps(schema, ensure_ascii=False)
+    schema = _rewritten(loads(close_objects(dumps(schema))))
+    json_text = dumps(schema, ensure_ascii=False)
     # With \u escapes an additional property could be another spelling of a listed name.
-    escapes = 'nrbtf\\"u' if CONTROLS.search(written) else 'nrbtf\\"'
+    escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
     options = {"whitespace_flexible": False, "json_allowed_escapes": escapes}
     return {**schema, "x-guidance": options}
 
@@ -50,7 +50,7 @@ def object_schema(schema: Any) -> Json:
     return {**schema, "type": "object"}
 
 
-def closed(text: str) -> str:
+def close_objects(text: str) -> str:
     """Return a schema whose objects have only the properties that it lists or requires.
 
     Otherwise a model could keep inventing properties. Whatever fits the result fits the schema. A
@@ -73,7 +73,7 @@ def closed(text: str) -> str:
     return dumps(schema, ensure_ascii=False)
 
 
-def mapped(schema: Json, change: Callable[[Any], Any]) -> Json:
+def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:
     """Return a copy of a schema with `change` applied to each schema directly inside it."""
     found: Json = {}
     for key, value in schema.items():
@@ -99,7 +99,7 @@ def _are_apart(parts: Any, root: Json) -> bool:
 def _target(part: Any, root: Json) -> Json:
     """Return a schema, or the definition that it refers to."""
     if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
-        part = resolve(reference, root)
+        part = resolve_reference(reference, root)
     return part if isinstance(part, dict) else {}
 
 
@@ -127,13 +127,14 @@ def _constants(schema: Json) -> dict[str, set[str]]:
     return limited
 
 
-def _finite(text: str) -> float:
+def parse_finite(text: str) -> float:
+    """Parse a number of a JSON text; raise ValueError for an infinity or NaN."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text:.40} is not a finite number")
     return number
 
 
-def resolve(reference: str, root: Json) -> Any:
+def resolve_reference(reference: str, root: Json) -> Any:
     """Return the target of a reference of the form `#/a/b`; None if it does not exist."""
     head, *steps = reference.split("/")
     found: Any = root if head == "#" else None
@@ -149,7 +150,7 @@ def _within(schema: Any) -> Iterator[Json]:
         return
     yield schema
     inner: list[Any] = []
-    mapped(schema, inner.append)
+    map_subschemas(schema, inner.append)
     for one in inner:
         yield from _within(one)
 
@@ -158,7 +159,7 @@ def _rewritten(schema: Any) -> Any:
     """Rewrite what llguidance would refuse though it is valid, or follow inexactly."""
     if not isinstance(schema, dict):
         return schema
-    schema = mapped(schema, _rewritten)
+    schema = map_subschemas(schema, _rewritten)
     for key in COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
@@ -176,8 +177,12 @@ def _rewritten(schema: Any) -> Any:
 def _rewrite_texts(schema: Json) -> None:
     """Replace formats by patterns, and translate all patterns to Rust's syntax."""
     if isinstance(named := schema.get("patternProperties"), dict):
-        schema["patternProperties"] = {translate(name): inner for name, inner in named.items()}
-    patterns = [translate(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
+        schema["patternProperties"] = {
+            translate_pattern(name): inner for name, inner in named.items()
+        }
+    patterns = (
+        [translate_pattern(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
+    )
     if isinstance(name := schema.get("format"), str):
         if name not in FORMATS:
             del schema["format"]  # only an annotation
@@ -203,8 +208,8 @@ def _rewrite_bounds(schema: Json) -> None:
             bound = schema.pop(name, None) if bound else None
         if bound is None:
             continue
-        whole = schema.get("type") == "integer"
-        if not isinstance(bound, int | float) or not (whole or abs(bound) >= 2**53):
+        is_integer = schema.get("type") == "integer"
+        if not isinstance(bound, int | float) or not (is_integer or abs(bound) >= 2**53):
             schema[exclusive] = bound
             continue
         inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step

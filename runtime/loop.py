@@ -25,12 +25,12 @@ from mtpbuild.runtime.contract.programs import (
     StepOutput,
 )
 from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
-from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
+from mtpbuild.runtime.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.prefix_cache import PrefixCache
 from mtpbuild.runtime.prefix_pool import PrefixPool
 from mtpbuild.runtime.request import Request, TokenLogprobs, first_line
 from mtpbuild.runtime.scheduler import Filling, Scheduler
-from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
+from mtpbuild.runtime.stats import AcceptanceCounter, AcceptanceWatch
 
 log = logging.getLogger("mtpbuild")
 P = ParamSpec("P")
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class LaunchedStep:
     """A step that was launched and whose output has not been read."""
 
     requests: Running
-    land: Land
+    read_output: ReadOutput
 
 
 class Loop:
@@ -66,16 +66,16 @@ class Loop:
         self.programs = programs
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
         self.prefixes = PrefixCache(programs, manifest, slots=prefix_cache, pool=pool)
-        self.acceptance = Acceptance(build.nextn)
+        self.acceptance = AcceptanceCounter(build.nextn)
         self.requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
         self._tokens_now = 0  # of the current step
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
-        self._pace = AdaptiveNextn(build.nextn) if build.adaptive else Pace()
+        self._launcher = AdaptiveNextn(build.nextn) if build.adaptive else StepLauncher()
         if overlap and Feature.OVERLAP in programs.features:
-            self._pace = OverlappingPace()
+            self._launcher = OverlappingLauncher()
         self._window, self._chunk = manifest.window, build.prefill_chunk
-        self._flight: Flight | None = None
+        self._launched: LaunchedStep | None = None
 
     def step(self) -> None:
         """Run a chunk of each rank's next prompt, and a decode step of all running requests."""
@@ -86,14 +86,14 @@ class Loop:
             if filling.request.ended:
                 self.scheduler.drop(filling)
         self._close_gaps()  # a request that has just begun moves down
-        last, self._flight = self._flight, None
+        last, self._launched = self._launched, None
         if running := self.scheduler.running:
-            self._flight = self._launch(running, last)
+            self._launched = self._launch(running, last)
         if last:
-            self._hand_out(last)
-        if self._flight and not self._pace.ahead:
-            self._hand_out(self._flight)
-            self._flight = None
+            self._deliver(last)
+        if self._launched and not self._launcher.ahead:
+            self._deliver(self._launched)
+            self._launched = None
         if self._tokens_now:
             self.step_tokens[self._tokens_now] += 1
             self._tokens_now = 0
@@ -105,14 +105,14 @@ class Loop:
 
     def close(self, error: EngineError) -> None:
         """Keep the rows of ended requests, and end all others with an error."""
-        if self._flight is None:
+        if self._launched is None:
             self.release()
         self.fail(error)
         self.prefixes.close()
 
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
-        self._flight = None
+        self._launched = None
         self.prefixes.forget_slots()
         self.scheduler.fail(error)
 
@@ -144,13 +144,13 @@ class Loop:
         elif request.error is None:
             self.prefixes.release(slot, request, rows)
 
-    def _launch(self, running: Running, last: Flight | None) -> Flight:
+    def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
         """Launch a step. `last` is the step before it, if its tokens are not read yet."""
         unknown = {request for _, request in last.requests} if last else set[Request]()
         self._constrain(running)
         lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
         active, rows = self.scheduler.active, max(lengths) + self._window
-        return Flight(running, self._pace.launch(self.programs, running, active, rows))
+        return LaunchedStep(running, self._launcher.launch(self.programs, running, active, rows))
 
     def _constrain(self, running: Running) -> None:
         """Give the step the constraints of all requests with a grammar."""
@@ -159,18 +159,20 @@ class Loop:
                 continue
             programs = cast(Constraining, self.programs)
             with request.contain():  # if this fails, the tokens of the request's slot are dropped
-                programs.constrain(slot, request.grammar.ahead(programs.drafts(slot)))
+                programs.constrain(slot, request.grammar.next_constraint(programs.drafts(slot)))
 
-    def _hand_out(self, flight: Flight) -> None:
+    def _deliver(self, launched: LaunchedStep) -> None:
         """Wait for a step, and give its tokens to its requests that have not ended."""
-        output = flight.land()
+        output = launched.read_output()
         tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
-        for slot, request in flight.requests:
+        for slot, request in launched.requests:
             if not request.ended:
                 with request.contain():
-                    self._hand_to(request, output, slot, tokens[slot][: counts[slot]])
+                    self._deliver_to(request, output, slot, tokens[slot][: counts[slot]])
 
-    def _hand_to(self, request: Request, output: StepOutput, slot: int, tokens: list[int]) -> None:
+    def _deliver_to(
+        self, request: Request, output: StepOutput, slot: int, tokens: list[int]
+    ) -> None:
         """Give a request its tokens of a step."""
         if not output.finite(slot):
             raise _not_finite(f"after {len(request.token_ids)} tokens of the answer")
@@ -181,7 +183,7 @@ class Loop:
         judged = len(tokens) - 1, int(output.num_drafts[slot])
         self._watch.add(*judged)
         self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
-        self._pace.add(request, *judged)
+        self._launcher.add(request, *judged)
 
     def _fill(self, filling: Filling) -> None:
         """Fill in the next chunk of a prompt; a prompt that is complete starts to decode.

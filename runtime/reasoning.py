@@ -11,7 +11,7 @@ BEGIN, END = "<think>", "</think>"
 Kind = Literal["reasoning", "content", "name", "arguments"]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A piece of an answer: text, or the name or arguments of tool call number `call`.
 
     from_draft: whether the token that completed the piece was an accepted draft. block: the number
@@ -56,28 +56,28 @@ class ThinkingSplitter:
 
     marks: tuple[int, int]
     thinking: bool
-    _begun: bool = field(default=False, init=False)
-    _space: list[Piece] = field(default_factory=list, init=False)  # white space at the start
+    _started: bool = field(default=False, init=False)
+    _space: list[AnswerPiece] = field(default_factory=list, init=False)  # white space at the start
 
-    def feed(self, span: Span) -> list[Piece]:
+    def feed(self, span: Span) -> list[AnswerPiece]:
         """Return the pieces whose kind is certain."""
         begin, end = self.marks
-        if span.mark == begin and not self._begun:
-            self._begun = self.thinking = True
+        if span.mark == begin and not self._started:
+            self._started = self.thinking = True
             self._space.clear()
             return []
         if span.mark == end and self.thinking:
             self.thinking = False
             return self.finish()
         kind: Kind = "reasoning" if self.thinking else "content"
-        piece = Piece(kind, span.text, from_draft=span.from_draft)
-        if not (self._begun or span.text.strip()):
+        piece = AnswerPiece(kind, span.text, from_draft=span.from_draft)
+        if not (self._started or span.text.strip()):
             self._space.append(piece)
             return []
         return [*self.finish(), piece]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         """Return the white space that was held back: no `<think>` follows it."""
-        self._begun = True
+        self._started = True
         pieces, self._space = self._space, []
         return pieces

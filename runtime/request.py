@@ -10,7 +10,6 @@ from typing import Literal, Protocol, Self
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
 from mtpbuild.runtime.errors import (
     EngineError,
     MtpbuildError,
@@ -20,11 +19,11 @@ from mtpbuild.runtime.errors import (
     StepError,
 )
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.stats import Acceptance, RequestMetrics
-from mtpbuild.runtime.text import Span, TextStream
-from mtpbuild.runtime.thought import Thought
+from mtpbuild.runtime.stats import AcceptanceCounter, RequestMetrics
+from mtpbuild.runtime.step_controls import acceptance_rates, end_ids, make_step_controls
+from mtpbuild.runtime.text import Span, TextStream, Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -88,7 +87,7 @@ class ChatResult(Result):
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
-    def of(cls, result: Result, pieces: Sequence[Piece] | None = None) -> Self:
+    def of(cls, result: Result, pieces: Sequence[AnswerPiece] | None = None) -> Self:
         """Join an answer's pieces by kind; without pieces all of its text is content."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
         if pieces is None:
@@ -102,9 +101,9 @@ class ChatResult(Result):
     @property
     def message(self) -> dict[str, str]:
         """The answer as a message of the conversation."""
-        said = {"role": "assistant", "content": self.content}
+        message = {"role": "assistant", "content": self.content}
         thought = {"reasoning_content": self.reasoning_content}
-        return said | (thought if self.reasoning_content else {})
+        return message | (thought if self.reasoning_content else {})
 
 
 class Observer(Protocol):
@@ -117,7 +116,7 @@ class Observer(Protocol):
         """Observe that the request has all its tokens; not called for a failed request."""
 
 
-def failed(error: BaseException) -> RequestFailedError:
+def wrap_error(error: BaseException) -> RequestFailedError:
     """Return the request's error for an exception of the host's code; log what no user caused."""
     if not isinstance(error, MtpbuildError):
         log.error("a request failed in the host's own code", exc_info=error)
@@ -144,11 +143,10 @@ class Request:
         params: SamplingParams,
         manifest: Manifest,
         tokenizer: Tokenizer | None,
-        listener: Callable[[], None] = lambda: None,
         observer: Observer | None = None,
     ) -> None:
-        self.prompt, self.params, self.listener = prompt, params, listener
-        self.observer = observer
+        self.prompt, self.params, self.observer = prompt, params, observer
+        self.listener: Callable[[], None] = lambda: None
         self.token_ids: list[int] = []
         self.from_draft: list[bool] = []
         self.finish_reason: FinishReason | None = None
@@ -157,11 +155,11 @@ class Request:
         self.forced = 0  # accepted drafts that a grammar forced
         self.cancelled = False  # the loop ends a cancelled request before its next step
         self.outbox: deque[Chunk] = deque()
-        self.acceptance = Acceptance(manifest.build.nextn)
+        self.acceptance = AcceptanceCounter(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.controls = controls_of(prompt, params, manifest, tokenizer)
-        self.synthetic = rates_of(params, manifest.build.nextn)
+        self.controls = make_step_controls(prompt, params, manifest, tokenizer)
+        self.synthetic = acceptance_rates(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
@@ -201,7 +199,7 @@ class Request:
         tokens: list[int],
         drafted: int,
         logprobs: Sequence[TokenLogprobs] = (),
-        totals: Acceptance | None = None,
+        totals: AcceptanceCounter | None = None,
     ) -> int:
         """Take the tokens [n] of a step: n - 1 accepted drafts of `drafted`, then the model's own.
 
@@ -218,10 +216,10 @@ class Request:
             self.token_ids.append(token)
             self.from_draft.append(i < accepted)
             self.forced += self.grammar is not None and self.grammar.kept <= i < accepted
-            reason = self._read(token, i < accepted)
+            reason = self._append_text(token, i < accepted)
             if reason:
                 break
-            if self.grammar and not self._follow(token):
+            if self.grammar and not self._advance_grammar(token):
                 return 0
         kept = len(self.token_ids) - had
         for counts in (self.acceptance, *([totals] if totals else [])):
@@ -257,7 +255,7 @@ class Request:
             raise
         except BaseException as error:  # includes panics of Rust code, which are no Exception
             known = error if isinstance(error, RequestError | EngineError) else None
-            failure = known or failed(error)
+            failure = known or wrap_error(error)
             if self.finish_reason is None:
                 self.fail(failure)
 
@@ -290,7 +288,7 @@ class Request:
             forced_tokens=self.forced,
         )
 
-    def _follow(self, token: int) -> bool:
+    def _advance_grammar(self, token: int) -> bool:
         """Advance the grammar by a token; return False if it fails, which fails the request."""
         assert self.grammar is not None
         try:
@@ -299,7 +297,7 @@ class Request:
             self.fail(error)
         return self.error is None
 
-    def _read(self, token: int, from_draft: bool) -> FinishReason | None:
+    def _append_text(self, token: int, from_draft: bool) -> FinishReason | None:
         """Append the newest token's text; return the finish reason if the request ends with it."""
         count = len(self.token_ids)
         self._starts.append(self._text.length)

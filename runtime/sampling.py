@@ -2,68 +2,84 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from mtpbuild.runtime.checks import (
     NEXTN_LIMIT,
-    biases,
-    choice,
-    instance_of,
-    list_of,
-    number,
-    object_of,
+    Check,
+    check_biases,
+    check_bool,
+    check_choice,
+    check_instance,
+    check_integer,
+    check_list,
+    check_number,
+    check_object,
+    check_rates,
+    check_text,
     parse_list,
     parse_object,
-    rates,
-    switch,
-    text,
-    whole_number,
 )
 from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    MAX_SALT,
-    MAX_STOP,
-    MAX_STOP_IDS,
-    MAX_STOPS,
-    MAX_TOKENS,
-    MAX_WORD,
     Setting,
-    Wishes,
-    annotations,
-    defaults_of,
+    declarations,
+    judging,
     noted,
     penalty,
+    private,
+    setting,
+    shaping,
 )
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic
 
-judging = partial(noted, everywhere=True)
-private = partial(Setting, http=False)
-token = whole_number(0)
-token_ids = partial(list_of, "int", token)
+MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
+MAX_STOP = 1024  # characters of a stop string
+MAX_SALT = 256  # characters of a request's cache_salt
+MAX_WORD = 256  # characters of a text in bad_words
+MAX_STOP_IDS = 1024
+MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
+# At this temperature even neighbouring float32 logits are so far apart that only the most probable
+# token is left. Division by a lower temperature would overflow.
+COLDEST = 1e-20
+
+token, share, signed = check_integer(0), check_number(0, 1), check_number(-2, 2)
+token_ids = partial(check_list, "int", token)
 
 
-def rule_name(value: object) -> str:
+def texts(longest: int, most: int) -> Check:
+    """Return a check for a list of `most` texts of `longest` characters."""
+    return check_list("str", check_text(0, longest), most)
+
+
+def read_temperature(value: object) -> float:
+    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    found: float = check_number(0, 100)(value)
+    return max(found, COLDEST) if found else 0.0
+
+
+def check_rule_name(value: object) -> str:
     """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
     own = ("strict", "rejection")
-    return str(value) if value in own else choice(*own, *names())(value)
+    return str(value) if value in own else check_choice(*own, *names())(value)
 
 
-def typed_rates(flag: str, text: str) -> tuple[float, ...]:
+def parse_rates(flag: str, text: str) -> tuple[float, ...]:
     return parse_list(flag, text, float, "0.9,0.7,0.5")
 
 
-def typed_biases(flag: str, text: str) -> dict[str, Any]:
+def parse_biases(flag: str, text: str) -> dict[str, Any]:
     return parse_object(flag, text, """{"5": -100}""")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams(Wishes):
+class SamplingParams:
     """The settings for continuing a prompt; RequestError for an invalid value.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
@@ -108,88 +124,93 @@ class SamplingParams(Wishes):
     form begins at the end of the thought.
     """
 
-    max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
-    min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
-    stop: Annotated[
-        Sequence[str],
-        Setting(
-            list_of("str", text(0, MAX_STOP), MAX_STOPS), "End before this text; may be repeated."
-        ),
-    ] = ()
-    include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
-    stop_token_ids: Annotated[Sequence[int], Setting(token_ids(MAX_STOP_IDS), tokens=True)] = ()
-    split_thought: Annotated[bool, private(switch)] = False
-    stop_in_thought: Annotated[bool, private(switch)] = False
-    ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
-    logit_bias: Annotated[
-        Mapping[int, float] | None,
-        penalty(
-            biases(MAX_BIASES),
-            """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
-            parse=typed_biases,
-            tokens=True,
-        ),
-    ] = None
-    allowed_token_ids: Annotated[
-        Sequence[int] | None, penalty(token_ids(MAX_TOKENS), tokens=True)
-    ] = None
-    bad_words: Annotated[Sequence[str], penalty(list_of("str", text(0, MAX_WORD), MAX_BIASES))] = ()
-    seed: Annotated[
-        int | None,
-        Setting(whole_number(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True),
-    ] = None
-    acceptance: Annotated[
-        Literal["strict", "rejection"] | str,
-        judging(
-            rule_name,
-            "strict (default); rejection, above temperature 0; or a rule that the engine has.",
-        ),
-    ] = "strict"
-    acceptance_settings: Annotated[Mapping[str, Any] | None, noted(object_of, http=False)] = None
-    rejection_sample_method: Annotated[
-        Literal["standard", "block", "synthetic"],
-        judging(
-            choice("standard", "block", "synthetic"),
-            "standard (default), block, or synthetic: for timing only.",
-        ),
-    ] = "standard"
-    draft_sample_method: Annotated[
-        Literal["probabilistic", "greedy"], noted(choice("probabilistic", "greedy"))
-    ] = "probabilistic"
-    synthetic_acceptance_rates: Annotated[
-        Sequence[float] | None,
-        judging(
-            rates,
-            "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
-            parse=typed_rates,
-            http=False,
-        ),
-    ] = None
-    synthetic_acceptance_length: Annotated[
-        float | None,
-        judging(number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
-    ] = None
-    begin_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
-    end_thinking_phase_token: Annotated[int | None, private(token, tokens=True)] = None
-    logprobs: Annotated[
-        int | None,
-        private(
-            whole_number(0, MAX_LOGPROBS),
-            "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
-        ),
-    ] = None
-    prompt_logprobs: Annotated[int | None, Setting(whole_number(0, MAX_LOGPROBS))] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None, private(instance_of(StructuredOutputs))
-    ] = None
-    cache_salt: Annotated[str | None, Setting(text(1, MAX_SALT))] = None
-    shown_tokens: Annotated[Sequence[int], private(token_ids(MAX_TOKENS), tokens=True)] = ()
+    max_tokens: int = private(256, check_integer(0), "End after so many tokens.")
+    _: KW_ONLY
+    temperature: float = shaping(0.0, read_temperature, "0: greedy.")
+    top_k: int = shaping(
+        0, check_integer(-1), "Sample from so many tokens, the most probable; 0: all."
+    )
+    top_p: float = shaping(
+        1.0, share, "Sample from the most probable tokens with this much probability."
+    )
+    min_p: float = shaping(0.0, share, "Least probability of a token, as a share of the largest.")
+    relaxed_topk: int = noted(
+        1, check_integer(1), "Relaxed: accept one of so many most probable tokens."
+    )
+    relaxed_delta: float = noted(
+        0.0, share, "Relaxed: accept a token so much less probable than the first."
+    )
+    presence_penalty: float = penalty(
+        0.0, signed, "Subtract it from the logits of tokens in the output; -2..2."
+    )
+    frequency_penalty: float = penalty(
+        0.0, signed, "Subtract it once for each time that the output has a token; -2..2."
+    )
+    repetition_penalty: float = penalty(
+        1.0, check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
+    )
+    min_tokens: int = noted(0, check_integer(0), "Don't end before so many tokens.")
+    stop: Sequence[str] = setting(
+        (), texts(MAX_STOP, MAX_STOPS), "End before this text; may be repeated."
+    )
+    include_stop_str_in_output: bool = setting(False, check_bool)
+    stop_token_ids: Sequence[int] = setting((), token_ids(MAX_STOP_IDS), tokens=True)
+    split_thought: bool = private(False, check_bool)
+    stop_in_thought: bool = private(False, check_bool)
+    ignore_eos: bool = setting(False, check_bool, "Go on after the end of sequence.")
+    logit_bias: Mapping[int, float] | None = penalty(
+        None,
+        check_biases(MAX_BIASES),
+        """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
+        parse=parse_biases,
+        tokens=True,
+    )
+    allowed_token_ids: Sequence[int] | None = penalty(None, token_ids(MAX_TOKENS), tokens=True)
+    bad_words: Sequence[str] = penalty((), texts(MAX_WORD, MAX_BIASES))
+    seed: int | None = setting(
+        None, check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True
+    )
+    acceptance: Literal["strict", "rejection"] | str = judging(
+        "strict",
+        check_rule_name,
+        "strict (default); rejection, above temperature 0; or a rule that the engine has.",
+    )
+    acceptance_settings: Mapping[str, Any] | None = noted(None, check_object, http=False)
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = judging(
+        "standard",
+        check_choice("standard", "block", "synthetic"),
+        "standard (default), block, or synthetic: for timing only.",
+    )
+    draft_sample_method: Literal["probabilistic", "greedy"] = noted(
+        "probabilistic", check_choice("probabilistic", "greedy")
+    )
+    synthetic_acceptance_rates: Sequence[float] | None = judging(
+        None,
+        check_rates,
+        "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
+        parse=parse_rates,
+        http=False,
+    )
+    synthetic_acceptance_length: float | None = judging(
+        None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
+    )
+    begin_thinking_phase_token: int | None = private(None, token, tokens=True)
+    end_thinking_phase_token: int | None = private(None, token, tokens=True)
+    logprobs: int | None = private(
+        None,
+        check_integer(0, MAX_LOGPROBS),
+        "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
+    )
+    prompt_logprobs: int | None = setting(None, check_integer(0, MAX_LOGPROBS))
+    structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
+    cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
+    shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
 
     def __post_init__(self) -> None:
-        for name, setting in SETTINGS.items():
+        for name, declared in SETTINGS.items():
             if (value := getattr(self, name)) is not None or DEFAULTS[name] is not None:
                 try:
-                    object.__setattr__(self, name, setting.check(value))
+                    object.__setattr__(self, name, declared.check(value))
                 except ValueError as error:
                     raise RequestError(f"{name} {error}") from None
         if self.min_tokens > self.max_tokens:
@@ -212,18 +233,20 @@ class SamplingParams(Wishes):
         # They would emit forbidden tokens, or continue after the end of a form.
         beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
         for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
-            if self.held and getattr(self, name):
+            if self.constraint and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
-                raise RequestError(f"{self.held} can't go with {name}")
+                raise RequestError(f"{self.constraint} can't go with {name}")
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
         """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
-        said = self.acceptance_settings or {}
+        values = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
-            object.__setattr__(self, "acceptance_settings", find_rule(self.acceptance).asked(said))
-        elif said:
-            name = next(iter(said))
+            object.__setattr__(
+                self, "acceptance_settings", find_rule(self.acceptance).check_settings(values)
+            )
+        elif values:
+            name = next(iter(values))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
 
     def with_seed(self, seed: int) -> Self:
@@ -233,7 +256,7 @@ class SamplingParams(Wishes):
         return own
 
     @property
-    def held(self) -> str:
+    def constraint(self) -> str:
         """The name of the setting that limits the tokens of each step; "" if there is none."""
         names = ("structured_outputs", "allowed_token_ids", "bad_words")
         return next((name for name in names if getattr(self, name) not in (None, ())), "")
@@ -244,23 +267,23 @@ class SamplingParams(Wishes):
         return self.rejection_sample_method == "synthetic"
 
 
-SETTINGS = annotations(SamplingParams, Setting)
-DEFAULTS = defaults_of(SamplingParams)
+SETTINGS = declarations(SamplingParams, Setting)
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
-    rules = {name: setting for rule in all_rules() for name, setting in rule.known.items()}
-    return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
+    rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
+    return {name: each for name, each in SETTINGS.items() if each.http} | rules
 
 
-def as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, with a rule's settings in one of them.
 
     Settings of None are dropped.
     """
-    said = {name: value for name, value in given.items() if value is not None}
-    rule = {name: said.pop(name) for name in [*said] if name not in SETTINGS}
-    if said.get("rejection_sample_method") is not None:
-        said.setdefault("acceptance", "rejection")
-    return said | ({"acceptance_settings": rule} if rule else {})
+    values = {name: value for name, value in given.items() if value is not None}
+    rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
+    if values.get("rejection_sample_method") is not None:
+        values.setdefault("acceptance", "rejection")
+    return values | ({"acceptance_settings": rule} if rule else {})

@@ -72,7 +72,7 @@ class EngineStats:
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
-class Acceptance:
+class AcceptanceCounter:
     """A counter of drafts and their acceptance, as a histogram."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
@@ -119,15 +119,15 @@ class AcceptanceWatch:
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0
-        self._seen = Acceptance(nextn)
+        self._recent = AcceptanceCounter(nextn)
 
     def add(self, accepted: int, drafted: int) -> None:
         """Count a decode step; check the acceptance every WATCHED_STEPS steps."""
         if self._quiet:
             return
-        self._seen.add(accepted, drafted)
-        if self._seen.steps == WATCHED_STEPS:
-            if self._seen.accepted < COLLAPSED * self._seen.drafted:
+        self._recent.add(accepted, drafted)
+        if self._recent.steps == WATCHED_STEPS:
+            if self._recent.accepted < COLLAPSED * self._recent.drafted:
                 self._quiet = True
-                log.warning(REJECTED, self._seen.accepted, self._seen.drafted, WATCHED_STEPS)
-            self._seen = Acceptance(len(self._seen.histogram) - 1)
+                log.warning(REJECTED, self._recent.accepted, self._recent.drafted, WATCHED_STEPS)
+            self._recent = AcceptanceCounter(len(self._recent.histogram) - 1)

@@ -53,8 +53,8 @@ def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -
     for option, value in given.items():
         if not has(target, option):
             owners = ", ".join(other for other in names() if has(other, option))
-            said = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
+            option_text = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
             if not owners:
-                raise UsageError(f"{said}: no target has this option")
-            raise UsageError(f"{said} is for target {owners}, not {target}")
+                raise UsageError(f"{option_text}: no target has this option")
+            raise UsageError(f"{option_text} is for target {owners}, not {target}")
     return options_of(target)(**given)

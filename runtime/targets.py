@@ -133,10 +133,7 @@ BUILT_IN = (
         builder=f"{BUILD}tensorrt",
         install="pip install torch (one for CPUs will do)",
         build_flags=lambda manifest: {"dtype": manifest.build.dtype},
-        features={
-            Feature.KEEP: "without attention-DP",
-            Feature.SHARE: "with several ranks",
-        },
+        features={Feature.KEEP: "without attention-DP", Feature.SHARE: "with several ranks"},
     ),
     TargetRecord(
         name="tensorrt-rtx",

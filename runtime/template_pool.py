@@ -47,7 +47,7 @@ class TemplateProcess:
         self._requests, self._answers = self._process.stdin, self._process.stdout
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def answer(self, request: bytes) -> Answer:
@@ -87,7 +87,7 @@ class TemplatePool:
             except BaseException:  # after Ctrl-C its answer would reach another request
                 process.end()
                 raise
-            if process.lives:
+            if process.is_alive:
                 self._idle.append(process)
             else:
                 process.end()
@@ -100,7 +100,7 @@ class TemplatePool:
     def _take(self) -> TemplateProcess:
         while self._idle:
             process = self._idle.pop()
-            if process.lives:
+            if process.is_alive:
                 return process
             process.end()
         return TemplateProcess()

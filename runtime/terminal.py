@@ -46,7 +46,7 @@ def json_line(task_id: str | int, result: Result) -> str:
     """Return a request's result as a line of JSON; docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
-    return dumps({key: said for key, said in answer.items() if said not in (None, ())})
+    return dumps({key: value for key, value in answer.items() if value not in (None, ())})
 
 
 def summary(result: Result) -> str:
@@ -75,7 +75,7 @@ def answer(
     if json:
         print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
     else:
-        show(engine, prompt, params, echo=True, observer=observer)
+        stream_answer(engine, prompt, params, echo=True, observer=observer)
 
 
 def answer_file(
@@ -91,7 +91,7 @@ def answer_file(
             print(result.text or ",".join(map(str, result.token_ids)), flush=True)
 
 
-def show(
+def stream_answer(
     engine: Engine,
     prompt: Prompt,
     params: SamplingParams,
@@ -112,7 +112,7 @@ def show(
         if echo and colour and isinstance(prompt, str):
             print(f"{DIM}{prompt}{RESET}", end="")
         for chunk in stream:
-            print(_painted(engine, chunk, colour), end="", flush=True)
+            print(_colour_drafts(engine, chunk, colour), end="", flush=True)
         print(flush=True)
         result = stream.result()
     line = summary(result)
@@ -147,11 +147,11 @@ def converse(
         import readline  # noqa: F401  (line editing in `input`)
     messages = [*opening]
     chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # refuses now
-    while (line := _ask()) is not None:
+    while (line := _read_line()) is not None:
         messages.append({"role": "user", "content": line})
         try:
             prompt = chat_or_text(engine, messages, options)
-            answer = show(engine, prompt, params, ending=ended_by_ctrl_c)
+            answer = stream_answer(engine, prompt, params, ending=ended_by_ctrl_c)
             if answer.text and not isinstance(prompt, str):
                 messages.append({"role": "assistant", "content": answer.text})
             else:  # an empty answer, or texts, which do not build on each other
@@ -238,9 +238,9 @@ def _needs(manifest: Manifest) -> str:
     state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
     own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
     weights = sum(size for name, size in own if name.endswith(".safetensors"))
-    held = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
+    memory = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
     kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
-    return f"{held} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
+    return f"{memory} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
 
 
 def _cross(target: TargetInfo) -> dict[str, str]:
@@ -279,7 +279,7 @@ def _series(names: Iterable[str]) -> Iterator[str]:
         yield f"{first} .. {rest[-1]}" if rest else first
 
 
-def _ask() -> str | None:
+def _read_line() -> str | None:
     """Read a line that is not blank; return None at Ctrl-D."""
     with contextlib.suppress(EOFError):
         while not (line := input("> ")).strip():
@@ -289,7 +289,7 @@ def _ask() -> str | None:
     return None
 
 
-def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
+def _colour_drafts(engine: Engine, chunk: Chunk, colour: bool) -> str:
     """Return a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
     ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
     own = ((span.text, span.from_draft) for span in chunk.spans)

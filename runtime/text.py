@@ -2,9 +2,9 @@
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtpbuild.runtime.thought import Thought
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
@@ -19,7 +19,38 @@ class Span(NamedTuple):
     mark: int | None = None
 
 
-def held_back(text: str, *markers: str) -> int:
+@dataclass(slots=True)
+class Thought:
+    """The state of an answer's thought, updated token by token.
+
+    marks: the tokens that begin and end a thought. thinking: whether the answer is inside the
+    thought; at first, whether the prompt opened it. tokens: the number of thought tokens so far,
+    with its marks.
+    """
+
+    marks: tuple[int, int]
+    thinking: bool
+    tokens: int = 0
+    _started: bool = False
+    _count: int = 0
+
+    def take(self, token: int, text: str) -> bool | None:
+        """Take a token and its text; return whether it belongs to the thought; None: unknown."""
+        self._count += 1
+        begin, end = self.marks
+        belongs = self.thinking
+        if token == begin and not self._started:
+            belongs = self.thinking = self._started = True
+        elif belongs and token == end:
+            self.thinking, self._started = False, True
+        elif text.strip():
+            self._started = True
+        if belongs:
+            self.tokens = self._count
+        return belongs if belongs or self._started else None
+
+
+def marker_prefix_length(text: str, *markers: str) -> int:
     """Return the number of characters at the end of the text that may begin a marker."""
     for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
@@ -60,7 +91,7 @@ class TextStream:
         self.length, self._thought = 0, thought
         self._stop_in_thought = stop_in_thought
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held: list[Span] = []  # may begin a stop string
+        self._pending: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
@@ -73,9 +104,9 @@ class TextStream:
         mark = token if token in self._marks else None
         rest = "" if mark is None else self._utf8.decode(b"", final=True)
         if rest:  # an incomplete character
-            self._held.append(Span(rest, from_draft))
+            self._pending.append(Span(rest, from_draft))
         if text := self._utf8.decode(raw):
-            self._held.append(Span(text, from_draft, mark))
+            self._pending.append(Span(text, from_draft, mark))
         self.length += len(rest) + len(text)
         if self._thought is not None:
             belongs = self._thought.take(token, text)
@@ -99,30 +130,30 @@ class TextStream:
         return spans
 
     def _free(self) -> None:
-        self._ready += self._held
-        self._held.clear()
+        self._ready += self._pending
+        self._pending.clear()
 
     def _scan(self) -> bool:
-        tail = "".join(span.text for span in self._held)
+        tail = "".join(span.text for span in self._pending)
         if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
             at, self.stopped_by = min(found)
             self._release(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
-            self._held.clear()
+            self._pending.clear()
             self._utf8.reset()
             return True
-        self._release(len(tail) - held_back(tail, *self._stop))
+        self._release(len(tail) - marker_prefix_length(tail, *self._stop))
         return False
 
     def _release(self, chars: int, *, cut_marks: bool = False) -> None:
         """Release the first `chars` held characters; a mark stays whole or becomes plain text."""
         while chars > 0:
-            span = self._held.pop(0)
+            span = self._pending.pop(0)
             if span.mark is not None and len(span.text) > chars:
                 if not cut_marks:
-                    self._held.insert(0, span)
+                    self._pending.insert(0, span)
                     return
                 span = span._replace(mark=None)
             self._ready.append(span._replace(text=span.text[:chars]))
             if len(span.text) > chars:
-                self._held.insert(0, span._replace(text=span.text[chars:]))
+                self._pending.insert(0, span._replace(text=span.text[chars:]))
             chars -= len(span.text)

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -34,8 +35,8 @@ def default_threads() -> int:
 
     OMP_NUM_THREADS, which users set to leave cores to others, is an upper limit.
     """
-    said = os.environ.get(VARIABLE, "")
-    limit = int(said) if said.isdecimal() and int(said) else math.inf
+    text = os.environ.get(VARIABLE, "")
+    limit = int(text) if text.isdecimal() and int(text) else math.inf
     return int(min(physical_cores(), limit))
 
 
@@ -66,25 +67,30 @@ def _siblings(root: Path, cpu: int) -> str:
 
 def _quota(root: Path) -> float:
     """Return the number of processors whose time the control group may use; infinity: no limit."""
-    said = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max .."
-    return math.inf if said is None else math.ceil(int(said[1]) / int(said[2]))
+    quota = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max"
+    return math.inf if quota is None else math.ceil(int(quota[1]) / int(quota[2]))
 
 
-def call_with_stack(size: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in a thread with a stack of `size` bytes, for code that recurses deeply."""
+def start_daemon(call: Callable[[], R]) -> Future[R]:
+    """Call a function in a daemon thread, whose end nobody waits for."""
     future = Future[R]()
 
     def run() -> None:
         try:
-            future.set_result(call(*args, **kwargs))
+            future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def call_with_stack(size: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function in a thread with a stack of `size` bytes, for code that recurses deeply."""
     with _stack_size:
         before = threading.stack_size(size)
         try:
-            thread.start()
+            future = start_daemon(partial(call, *args, **kwargs))
         finally:
             threading.stack_size(before)
     return future.result()

@@ -7,9 +7,9 @@ import numpy as np
 from mtpbuild.runtime.contract.controls import WORD
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
-from mtpbuild.runtime.controls_of import end_ids
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.step_controls import end_ids
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
@@ -25,7 +25,7 @@ class TokenLimits:
     ) -> None:
         """Raise RequestError for tokens outside the vocabulary or if no first token is allowed."""
         size = manifest.model.vocab_size
-        self._window, self._said = manifest.window, list[int]()
+        self._window, self._output = manifest.window, list[int]()
         self._free = np.ones(size, bool)  # [V] limits that do not depend on the answer
         if (allowed := params.allowed_token_ids) is not None:
             self._free[:] = False
@@ -38,14 +38,14 @@ class TokenLimits:
         self._free[[ids[0] for ids in found if len(ids) == 1]] = False
         self._bad = [ids for ids in found if len(ids) > 1]
         # Steps forbid these too, but the check for a first token needs them before a step.
-        self._early, self._least = self._free.copy(), params.min_tokens
-        self._early[[id for id in end_ids(params, manifest) if id < size]] = False
-        if not self._behind([]).any():
+        self._before_min_tokens, self._min_tokens = self._free.copy(), params.min_tokens
+        self._before_min_tokens[[id for id in end_ids(params, manifest) if id < size]] = False
+        if not self._allowed_after([]).any():
             name = "allowed_token_ids" if allowed is not None else "bad_words"
             raise RequestError(f"{name}: no token is left that an answer could begin with")
         self.kept = 0
 
-    def ahead(self, drafts: Sequence[int]) -> Constraint:
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the tokens that each row may emit after the drafts before it.
 
         Drafts after which no token is allowed are dropped. Raises RequestError if no token may
@@ -54,7 +54,7 @@ class TokenLimits:
         taken, words = list(drafts), -(-len(self._free) // WORD)
         allowed = np.full((self._window, words), -1, np.int32)
         for row in range(len(taken) + 1):
-            free = self._behind([*self._said, *taken[:row]])
+            free = self._allowed_after([*self._output, *taken[:row]])
             if not free.any():
                 if row == 0:
                     raise RequestError("bad_words: no token is left that may follow the answer")
@@ -67,12 +67,12 @@ class TokenLimits:
         return Constraint(taken, self.kept, allowed)
 
     def take(self, token: int) -> None:
-        self._said.append(token)
-        del self._said[: -max(map(len, self._bad), default=1)]  # earlier tokens have no effect
+        self._output.append(token)
+        del self._output[: -max(map(len, self._bad), default=1)]  # earlier tokens have no effect
 
-    def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        free = self._early if len(said) < self._least else self._free
-        ends = [ids[-1] for ids in self._bad if said[1 - len(ids) :] == ids[:-1]]
+    def _allowed_after(self, output: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        free = self._before_min_tokens if len(output) < self._min_tokens else self._free
+        ends = [ids[-1] for ids in self._bad if output[1 - len(ids) :] == ids[:-1]]
         if not ends:
             return free
         free = free.copy()

@@ -124,10 +124,10 @@ class Tokenizer:
     @cached_property
     def answer_head(self) -> list[int]:
         """The tokens that the chat template puts before an answer; [] if unknown."""
-        asked = [{"role": "user", "content": "a"}]
+        question = [{"role": "user", "content": "a"}]
         try:
-            without = self.chat_prompt(asked, add_generation_prompt=False)
-            opened = self.chat_prompt(asked)
+            without = self.chat_prompt(question, add_generation_prompt=False)
+            opened = self.chat_prompt(question)
         except (RequestError, EngineFileError):
             return []
         head = re.split("</?think>", opened.removeprefix(without))[0]

@@ -7,8 +7,8 @@ import numpy as np
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.step_controls import make_step_controls
 
 PROMPT = 8  # tokens
 
@@ -27,5 +27,5 @@ def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParam
         for nextn in range(build.nextn + 1) if build.adaptive else (None,):
             if nextn is not None:
                 cast(Adaptive, programs).draft(nextn)
-            programs.begin(0, length, 0, controls_of([0], params, manifest))
+            programs.begin(0, length, 0, make_step_controls([0], params, manifest))
             programs.step(active, length + manifest.window)

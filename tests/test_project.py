@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points, version
@@ -32,7 +33,9 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
 }
 # All that plugins may import of the run time.
-SHARED = tuple(f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs", "sums"))
+SHARED = tuple(
+    f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs", "rules", "sums")
+)
 # Files of a plugin that need more than torch.
 FACETS = {"onnx", "cpu", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share
@@ -75,6 +78,7 @@ ONLY_HERE = {
     )
 }
 SERVER = "mtpbuild.runtime.server"
+OPTIONS = {f"{SERVER}.options{n}" for n in ("", ".ReplicaFlags", ".ServerOptions", ".read_key")}
 IN_THE_SERVER = {"fastapi", "h11", "prometheus_client", "starlette", "uvicorn"}
 ONLY_HERE[f"{SERVER}.ray"] = {"ray", *IN_THE_SERVER}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
@@ -221,9 +225,10 @@ def test_nothing_imports_the_server_but_its_command() -> None:
         allowed = {command, f"{command}.serve"} if module == "mtpbuild.builder.cli" else set()
         own = module.startswith(SERVER)
         assert own or found <= allowed, f"{path} imports {found - allowed}"
-    at_once = imports(ROOT / "runtime" / "server" / "command.py", module_level=True)
-    assert not {name.split(".")[0] for name in at_once} & IN_THE_SERVER
-    assert not any(name.startswith(SERVER) for name in at_once)
+    for file in ("command", "options"):
+        at_once = imports(ROOT / "runtime" / "server" / f"{file}.py", module_level=True)
+        assert not {name.split(".")[0] for name in at_once} & IN_THE_SERVER
+        assert {n for n in at_once if n.startswith(SERVER)} <= OPTIONS
 
 
 def test_ops_need_torch_alone() -> None:
@@ -235,6 +240,30 @@ def test_ops_need_torch_alone() -> None:
             assert name.split(".")[0] in STDLIB | {"torch", "mtpbuild"}, f"{path}: {name}"
             leaf = name.split(".")[-1]
             assert leaf not in FACETS | OF_TRITON, f"{path} imports {name} at module level"
+
+
+# Names that still stand in several modules. The lists only shrink: whoever renames one removes it.
+SAME_CLASSES = """
+    Attention AttentionDPPrograms DecoderLayer Entry Figures Gate Gpu GroupedAttention Held Indexer
+    Judged Kernels MLP MTPModule Model Module MoE Plain Portion RMSNorm RankPrograms Row
+    SparseAttention Transformer
+"""
+SAME_FUNCTIONS = """
+    cache_specs check costs counted draw feed_forward info load lower parse_config print_report
+    refit sizes split_sizes spread tiles to_json visible_gpus weight_table
+"""
+
+
+def test_names_stand_for_one_thing() -> None:
+    """A class name stands in one module, a public function's in two at most."""
+    classes, functions = Counter[str](), Counter[str]()
+    for _, path in sources():
+        tree = parse(path)
+        classes.update({n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)})
+        found = (n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        functions.update({name for name in found if not name.startswith("_")})
+    assert {name for name, modules in classes.items() if modules > 1} <= {*SAME_CLASSES.split()}
+    assert {name for name, modules in functions.items() if modules > 2} <= {*SAME_FUNCTIONS.split()}
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:

@@ -21,7 +21,7 @@ from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.made import made, whole
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Features
 from mtpbuild.runtime.contract.manifest import FloatType, read_manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
@@ -71,7 +71,7 @@ class Eager:
         first = torch.tensor([start], device=self.device)
         self.state |= self.prefill_program.module(state, given[:, :chunk], first, *ahead)
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         assert controls.plain, "greedy alone"
         self.state["lengths"][:], self.state["num_drafts"][:] = length, 0
         self.state["window"][:, 0] = newest

@@ -13,17 +13,17 @@ from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.plugins import dequantise_scaled, kv_write, matmul_scaled, moe
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
-from mtpbuild.plugins.asked import in_order
+from mtpbuild.plugins.control_tensors import list_controls
 from mtpbuild.plugins.kv_write.triton import kv_launch
 from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_triton
 from mtpbuild.plugins.moe.triton import moe_triton
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
 from on_gpu.kernels import Experts
 from on_gpu.machine import COLD, Machine, Row, difference, microseconds, repeats
 from on_gpu.random_model import fill_scaled
 
 FORMS = ("fp8", "nvfp4")
-SAMPLED = Controls(temperature=0.8, top_p=0.95, seed=5)
+SAMPLED = StepControls(temperature=0.8, top_p=0.95, seed=5)
 
 
 def scaled(form: str, shape: tuple[int, ...], device: str) -> Scaled:
@@ -174,4 +174,4 @@ def sampled(B: int, T: int, V: int) -> tuple[Any, ...]:
     rows = SAMPLED.rows({c.name: (shapes[c.name], c.dtype) for c in CORE_CONTROLS})
     asked = {name: torch.from_numpy(row).expand(B, *row.shape).contiguous() for name, row in rows}
     drafts = logits[:, : T - 1].softmax(-1)
-    return logits, window, zero + T - 1, zero, ~no, no, drafts, in_order(asked)
+    return logits, window, zero + T - 1, zero, ~no, no, drafts, list_controls(asked)

@@ -11,9 +11,9 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
 from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.configuration_flags import CompatFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.sampling_flags import CompatFlags, read_flags
 from mtpbuild.runtime.target_options import changed
 
 if TYPE_CHECKING:
@@ -54,20 +54,20 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
-    from mtpbuild.runtime.configuration import asked_ranks, sampling_settings
+    from mtpbuild.runtime.configuration import requested_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(compat, also=ranks.said(), nextn=numbers, drafter=drafter)
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
-    if numbers is None and settings.nextn is not None:
-        numbers = (settings.nextn,)
+    if numbers is None and "nextn" in settings:
+        numbers = (settings["nextn"],)
     request = BuildRequest(
         model=model,
         nextn=numbers,
-        drafter=settings.drafter,
+        drafter=settings.get("drafter"),
         target=target or default_target(model),
-        ranks=asked_ranks(settings),
+        ranks=requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
         scheme=build_scheme(weights, head_weights),
         acceptance_rules=tuple(acceptance_rule or ()),

@@ -11,19 +11,28 @@ from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show
 from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
-from mtpbuild.runtime.configuration import Settings, asked_ranks, check_engine
-from mtpbuild.runtime.configuration_flags import CompatFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.configuration import Configuration, check_engine, name_source, requested_ranks
 from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.ranks import ALONE
-from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import (
+    CompatFlags,
+    RelaxedFlags,
+    SamplingFlags,
+    read_flags,
+    sampling_params,
+)
 from mtpbuild.runtime.target_options import changed
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 T = TypeVar("T")
 NEXTN = "0,1,2,3"
-BLOG = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6)
+BLOG: Configuration = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 10,
+    "relaxed_delta": 0.6,
+}
 TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 
 
@@ -59,19 +68,19 @@ def bench(
     settings = read_flags(
         compat,
         relaxing,
-        also=BLOG.said("--relaxed") if relaxed else [],
+        also=name_source(BLOG, "--relaxed") if relaxed else [],
         nextn=numbers,
         drafter=drafter,
     )
-    if asked_ranks(settings) != ALONE:
+    if requested_ranks(settings) != ALONE:
         raise UsageError("bench builds engines of one rank: leave the parallel sizes out")
     if numbers is None:
-        numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)
+        numbers = (settings["nextn"],) if "nextn" in settings else parse_nextn(NEXTN)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = changed(target_flags)
     target = target or default_target(model)
-    built = BuildRequest(model, numbers, settings.drafter, target, options=options)
+    built = BuildRequest(model, numbers, settings.get("drafter"), target, options=options)
     requests = Dataset(**vars(dataset), params=params)
     request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
     with progress("reading the checkpoint") as watch:
@@ -119,12 +128,12 @@ def evaluate(
 
 
 def grid(
-    topk: str | None, delta: str | None, settings: Settings
+    topk: str | None, delta: str | None, settings: Configuration
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the values to try: the flags', else the configuration's, else the defaults."""
-    on = settings.use_relaxed_acceptance_for_thinking
-    topks = _tried("--relaxed-topk", topk, settings.relaxed_topk if on else None, int, TOPK)
-    deltas = _tried("--relaxed-delta", delta, settings.relaxed_delta if on else None, float, DELTA)
+    on = settings if settings.get("use_relaxed_acceptance_for_thinking") else {}
+    topks = _tried("--relaxed-topk", topk, on.get("relaxed_topk"), int, TOPK)
+    deltas = _tried("--relaxed-delta", delta, on.get("relaxed_delta"), float, DELTA)
     if min(topks) < 2 or not 0 <= min(deltas) <= max(deltas) <= 1:
         raise UsageError("--relaxed-topk is from 2 (1 is strict), --relaxed-delta in 0..1")
     return topks, deltas

@@ -13,7 +13,7 @@ import typer
 
 from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration import Said, asked_ranks, join
+from mtpbuild.runtime.configuration import Given, join, requested_ranks
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
@@ -33,13 +33,13 @@ class RankFlags:
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
     attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
-    def said(self) -> list[Said]:
+    def said(self) -> list[Given]:
         """Return the settings of each flag, to be joined with a configuration's."""
         switch = ("attention_dp", "--attention-dp", self.attention_dp or None)
         return [("tp", "--tp", self.tp), ("ep", "--ep", self.ep), switch]
 
     def ranks(self) -> Ranks:
-        return asked_ranks(join(self.said()))
+        return requested_ranks(join(self.said()))
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

@@ -10,7 +10,7 @@ from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure.prompts import Prompt, built_in, check_room, seeded
 from mtpbuild.builder.measure.runs import Answer, changed, rotated, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.input_file import AskingLine, read_lines
+from mtpbuild.runtime.input_file import PromptLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task
@@ -18,7 +18,7 @@ NUM_PROBLEMS = 60  # of a built-in task
 Settings = Mapping[str, dict[str, Any]]
 
 
-class Line(AskingLine):
+class Line(PromptLine):
     """A line of a task's file (docs/eval.md)."""
 
     PROMPTS = ("question", "messages", "prompt")

@@ -19,8 +19,8 @@ from mtpbuild.plugins.accept_mixed.op import (
     without_banned,
 )
 from mtpbuild.plugins.accept_rewind.op import best_token
-from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.penalties import READ, penalised, recorded
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
@@ -86,16 +86,16 @@ class MixedAcceptance(Acceptance):
 
     def __init__(
         self,
-        asked: Asked,
+        controls: Controls,
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
         """Take the inputs that requests set.
 
-        asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
-        rules: those of other packages, whose controls are among `asked`.
+        controls: their values [B, ..]. grammar: the inputs of `CONSTRAINTS`, if any.
+        rules: those of other packages, whose inputs are among `controls`.
         """
-        self.asked, self.grammar, self.rules = asked, grammar or {}, rules
+        self.controls, self.grammar, self.rules = controls, grammar or {}, rules
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
         self._history: Tensor | None = None  # includes the window
@@ -104,7 +104,8 @@ class MixedAcceptance(Acceptance):
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
         probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
-        operands = (*slots_of(state, active), probs, self.asked, state.get(HISTORY), self.grammar)
+        slots, history = slots_of(state, active), state.get(HISTORY)
+        operands = (*slots, probs, self.controls, history, self.grammar)
         verdict = accept_mixed(logits, *operands, self.rules)
         self.lengths = verdict.lengths
         if HISTORY in state:
@@ -123,13 +124,13 @@ class MixedAcceptance(Acceptance):
         with any drafts, but a drafter without penalties goes on proposing tokens that they forbid.
         """
         assert self.lengths is not None, "drafts are chosen after judging"
-        number = draft_number(self.asked, self.lengths, k)
-        shaping = {name: self.asked[name] for name in SHAPING}
-        special = self.asked["temperature"] > 0
-        operands: tuple[Any, ...] = (logits, number, self.asked["sampled_drafts"], shaping)
+        number = draft_number(self.controls, self.lengths, k)
+        shaping = {name: self.controls[name] for name in SHAPING}
+        special = self.controls["temperature"] > 0
+        operands: tuple[Any, ...] = (logits, number, self.controls["sampled_drafts"], shaping)
         if self._history is not None:
-            special = special | self.asked["penalised"]
-            edits = {name: self.asked[name] for name in READ}
+            special = special | self.controls["penalised"]
+            edits = {name: self.controls[name] for name in READ}
             operands += (self._history, self.lengths, tuple(self._ahead), edits)
         draft, probs = when(special.any(), _sampled_draft, _greedy_draft, operands)
         self.probs.append(probs)
@@ -155,10 +156,10 @@ class KernelAcceptance(MixedAcceptance):
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         probs = state.get("draft_probs", logits)
-        asked = self.core()
+        controls = self.core()
         if self.rules and "draft_probs" in state:
-            asked["synthetic"] = self.ruled(logits, state, probs)
-        operands = (logits, *slots_of(state, active), probs, in_order(asked))
+            controls["synthetic"] = self.ruled(logits, state, probs)
+        operands = (logits, *slots_of(state, active), probs, list_controls(controls))
         tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
         top = logits.log_softmax(-1).topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
         decided = (tokens, n, self.lengths, logprobs, margins, thinking)
@@ -166,31 +167,31 @@ class KernelAcceptance(MixedAcceptance):
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
-        number = draft_number(self.asked, self.lengths, k)
-        chosen = (self.asked["sampled_drafts"] & (self.asked["temperature"] > 0))[:, None]
+        number = draft_number(self.controls, self.lengths, k)
+        chosen = (self.controls["sampled_drafts"] & (self.controls["temperature"] > 0))[:, None]
         best = logits.argmax(-1)
-        q = shaped_probs_op(logits, in_order(self.core()))
+        q = shaped_probs_op(logits, list_controls(self.core()))
         point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
         self.probs.append(torch.where(chosen[..., None], q, point))
         return torch.where(chosen, draw(q, number)[0], best)
 
     def core(self) -> dict[str, Tensor]:
         """Return the controls that the ops take; rules have operators of their own."""
-        return {control.name: self.asked[control.name] for control in CORE_CONTROLS}
+        return {control.name: self.controls[control.name] for control in CORE_CONTROLS}
 
     def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:
         """Return rates [B, T] of acceptance for the op: 1 or 0, as the slot's rule decides.
 
         The op accepts a draft by chance, at this rate. A slot without a rule keeps its own rates.
         """
-        window, rates = state["window"], self.asked["synthetic"]
+        window, rates = state["window"], self.controls["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
-        p = shaped_probs_op(without_banned(logits, at, self.asked), in_order(self.core()))
-        judged = judge_of(p, window, draft_probs, at, state["thinking"], self.asked)
+        p = shaped_probs_op(without_banned(logits, at, self.controls), list_controls(self.core()))
+        judged = judge_of(p, window, draft_probs, at, state["thinking"], self.controls)
         for rule in self.rules:
             assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
             stands = rule.kernel(judged) & (judged.p_draft > 0)
-            rates = torch.where(self.asked[rule.name][:, None], stands.to(rates.dtype), rates)
+            rates = torch.where(self.controls[rule.name][:, None], stands.to(rates.dtype), rates)
         return rates
 
 
@@ -200,7 +201,7 @@ def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _sampled_draft(
-    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked, *counted: Any
+    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Controls, *counted: Any
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 

@@ -17,7 +17,7 @@ from mtpbuild.builder.models.common.layers import Rows, State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, RanksAcceptance
 from mtpbuild.builder.program.draft import AcceptedTokens, Drafter
 from mtpbuild.builder.program.window import Window
-from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, MAX_LOGPROBS, Control
 from mtpbuild.runtime.contract.rules import Rule
 
@@ -123,7 +123,7 @@ class MixedStepProgram(StepProgram):
     def mixed_step(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
         """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
-        inputs = named(given, table)
+        inputs = name_controls(given, table)
         for control in table:  # the input may have places for more drafts
             if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
                 inputs[control.name] = inputs[control.name][:, : self.nextn + 1]

@@ -5,15 +5,15 @@ them. The reference is plain PyTorch that every target can trace. `accept_rewind
 case in which all slots are strict and greedy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import Branch, when
+from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.controls import (
     RECOVER,
     WORD,
 )
+from mtpbuild.runtime.contract.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,7 @@ class Judged:
     draft_probs: Tensor  # [B, K, V] the distributions that the drafts were drawn from
     numbers: Tensor  # [B, T] uniform in [0, 1), drawn for acceptance alone
     thinking: Tensor  # [B, T] bool: the row is in the thinking phase
-    asked: Asked  # controls by name, including the rule's own: [B, *shape]
-
-
-class Rule(Protocol):
-    """A rule from another package, as defined in `runtime/contract/rules.py`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def keeps(self) -> Callable[[Any], Any]: ...
+    controls: Controls  # controls by name, including the rule's own: [B, *shape]
 
 
 def accept_mixed(
@@ -72,7 +64,7 @@ def accept_mixed(
     active: Tensor,
     thinking: Tensor,
     draft_probs: Tensor,
-    asked: Asked,
+    controls: Controls,
     history: Tensor | None = None,
     grammar: Mapping[str, Tensor] | None = None,
     rules: Sequence[Rule] = (),
@@ -89,25 +81,25 @@ def accept_mixed(
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
-    logits = _edited(logits, at, window, lengths, asked, history)
+    logits = _edited(logits, at, window, lengths, controls, history)
     if grammar:
         logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
-    p = shaped_probs(logits, asked)  # [B, T, V]
-    numbers = asked["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
+    p = shaped_probs(logits, controls)  # [B, T, V]
+    numbers = controls["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
-    sampled = asked["temperature"] > 0
-    operands = (p, window, draft_probs, real, numbers, asked["rejection"], asked["block"])
+    sampled = controls["temperature"] > 0
+    operands = (p, window, draft_probs, real, numbers, controls["rejection"], controls["block"])
     drawn, cell, lucky = when(sampled.any(), _drawn, _nothing_drawn, operands)
     top = logits.topk(2, dim=-1).values
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
     margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
 
-    phases = _phases(window, thinking, asked["thinking_ids"])  # [B, T]
+    phases = _phases(window, thinking, controls["thinking_ids"])  # [B, T]
     n = torch.ones_like(lengths)
     if T > 1:
-        good = _accepted(p, window, target, numbers, lucky, phases, asked)
+        good = _accepted(p, window, target, numbers, lucky, phases, controls)
         if rules:
-            judged = judge_of(p, window, draft_probs, at, thinking, asked)
+            judged = judge_of(p, window, draft_probs, at, thinking, controls)
             good = _ruled(good, rules, judged)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
@@ -117,7 +109,7 @@ def accept_mixed(
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     tokens = torch.where(row < n[:, None] - 1, following, target)
     phase = phases.gather(1, final)[:, 0]
-    after = _after(phase, tokens.gather(1, final)[:, 0], asked["thinking_ids"])
+    after = _after(phase, tokens.gather(1, final)[:, 0], controls["thinking_ids"])
     best = logprobs.topk(min(MAX_LOGPROBS, V), dim=-1)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
@@ -140,7 +132,7 @@ def accept_mixed_op(
     active: Tensor,
     thinking: Tensor,
     draft_probs: Tensor,
-    asked: Sequence[Tensor],
+    controls: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Do `accept_mixed` as an op: return tokens, n, lengths, logprobs, thinking and margins.
 
@@ -148,7 +140,7 @@ def accept_mixed_op(
     draft_probs is not read and may be any tensor [B, .., V].
     """
     slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
-    v = accept_mixed(logits, *slots, named(asked))
+    v = accept_mixed(logits, *slots, name_controls(controls))
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
 
 
@@ -166,7 +158,7 @@ def _edited(
     at: Tensor,
     window: Tensor,
     lengths: Tensor,
-    asked: Asked,
+    controls: Controls,
     history: Tensor | None,
 ) -> Tensor:
     """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
@@ -174,25 +166,25 @@ def _edited(
     Without a history there are only bans, and no branch.
     """
     if history is None:
-        return without_banned(logits, at, asked)
-    edits = {name: asked[name] for name in (*READ, "banned_ids", "banned_until")}
-    wanted = (at[:, 0] < asked["banned_until"]) | asked["penalised"]
+        return without_banned(logits, at, controls)
+    edits = {name: controls[name] for name in (*READ, "banned_ids", "banned_until")}
+    wanted = (at[:, 0] < controls["banned_until"]) | controls["penalised"]
     operands = (logits, at, window, lengths, edits, history)
     return when(wanted.any(), _banned_and_penalised, unchanged, operands)[0]
 
 
 def _banned_and_penalised(
-    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Asked, history: Tensor
+    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
     left = without_banned(logits, at, edits)
     return (penalised(left, history, lengths, (window,), edits),)
 
 
-def without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
+def without_banned(logits: Tensor, at: Tensor, controls: Controls) -> Tensor:
     """Set the logits [B, T, V] of tokens that may not be emitted yet (min_tokens) to -inf."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
-    early = at < asked["banned_until"][:, None]  # [B, T]
+    banned = (ids == controls["banned_ids"][..., None]).any(1)  # [B, V]
+    early = at < controls["banned_until"][:, None]  # [B, T]
     return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
 
 
@@ -313,36 +305,36 @@ def _accepted(
     numbers: Tensor,
     lucky: Tensor,
     phases: Tensor,
-    asked: Asked,
+    controls: Controls,
 ) -> Tensor:
     """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     drafts = following.clamp(0, p.shape[-1] - 1)
-    sampled = asked["temperature"][:, None] > 0
-    forced = asked["synthetic"] >= 0
-    by_chance = asked["rejection"][:, None] & sampled & ~forced
-    near = _near(p, drafts, asked) & phases & ~sampled
+    sampled = controls["temperature"][:, None] > 0
+    forced = controls["synthetic"] >= 0
+    by_chance = controls["rejection"][:, None] & sampled & ~forced
+    near = _near(p, drafts, controls) & phases & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
     good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
-    good = good | (forced & (numbers[:, ACCEPT] < asked["synthetic"]))
+    good = good | (forced & (numbers[:, ACCEPT] < controls["synthetic"]))
     return good & (drafts == following)
 
 
 def judge_of(
-    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, asked: Asked
+    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, controls: Controls
 ) -> Judged:
     """Gather the inputs of rules; at [B, T]: the positions that the rows decide."""
     drafts = torch.cat([window[:, 1:], window[:, :1]], dim=1).clamp(0, p.shape[-1] - 1)
     p_draft = p.gather(-1, drafts[..., None])[..., 0]
-    numbers = asked["uniforms"][:, ACCEPT].gather(1, at)
-    phases = _phases(window, thinking, asked["thinking_ids"])
-    return Judged(p, p_draft, drafts, draft_probs, numbers, phases, asked)
+    numbers = controls["uniforms"][:, ACCEPT].gather(1, at)
+    phases = _phases(window, thinking, controls["thinking_ids"])
+    return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
 
 def _ruled(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
     """Let rules decide in the slots that chose them; rules that no slot chose are not computed."""
     for rule in rules:
-        chosen = judged.asked[rule.name]
+        chosen = judged.controls[rule.name]
         operands = tuple(vars(judged).values())
         kept = when(chosen.any(), _kept_by(rule), _nothing_kept, operands)[0]
         chosen = chosen[:, None]
@@ -358,16 +350,16 @@ def _nothing_kept(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
 
 
-def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
+def _near(p: Tensor, drafts: Tensor, controls: Controls) -> Tensor:
     """Return whether a draft is among the top k and within delta of the first [B, T]."""
     p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
     ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
     rank = ahead.sum(-1)
     gap = p.amax(-1) - p_draft[..., 0]
-    wanted = asked["relaxed_topk"][:, None]
+    wanted = controls["relaxed_topk"][:, None]
     possible = p_draft[..., 0] > 0  # not banned
-    return possible & (wanted > 1) & (rank < wanted) & (gap <= asked["relaxed_delta"][:, None])
+    return possible & (wanted > 1) & (rank < wanted) & (gap <= controls["relaxed_delta"][:, None])
 
 
 def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
@@ -382,10 +374,10 @@ def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
     return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
 
 
-def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
+def draft_number(controls: Controls, lengths: Tensor, k: int) -> Tensor:
     """Return the number [B, 1] that draws draft k (from 1) after `lengths` committed rows."""
-    shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
+    shared = controls["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared
-    own = asked["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
-    return torch.where(asked["block"][:, None], own, shared)
+    own = controls["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(controls["block"][:, None], own, shared)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
-from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
@@ -234,7 +234,7 @@ def verdict_of_mixed_slot(
 def accept_mixed_launches(*operands: Any) -> Launches:
     """Return the launches of accept_mixed."""
     known = bind(accept_mixed_op, operands)
-    known |= named(known.pop("asked"))
+    known |= name_controls(known.pop("controls"))
     logits, bans = known["logits"], known["banned_ids"]
     B, T, V = logits.shape
     until = known["banned_until"]
@@ -264,6 +264,6 @@ def accept_mixed_launches(*operands: Any) -> Launches:
 @by_kernels(accept_mixed_op)
 def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
     """Run accept_mixed on a GPU."""
-    *tensors, asked = operands
+    *tensors, controls = operands
     given = (tensor.contiguous() for tensor in tensors)
-    return accept_mixed_launches(*given, [each.contiguous() for each in asked]).run()
+    return accept_mixed_launches(*given, [each.contiguous() for each in controls]).run()

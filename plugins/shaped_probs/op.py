@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.control_tensors import Controls, name_controls
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape a distribution
 
 
-def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
+def shaped_probs(logits: Tensor, controls: Controls) -> Tensor:
     """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
     top-p applies to the tokens that top-k has kept, min-p is relative to the largest probability.
     Each filter is a threshold, so tokens that tie with the last one kept are kept, too. A greedy
     row (temperature 0) becomes the plain softmax.
     """
-    temperature, top_k, top_p, min_p = (asked[name][:, None, None] for name in SHAPING)
+    temperature, top_k, top_p, min_p = (controls[name][:, None, None] for name in SHAPING)
     sampled = temperature > 0
     p = (logits / torch.where(sampled, temperature, 1.0)).softmax(-1)
     filters = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
@@ -32,12 +32,12 @@ def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
 
 
 @torch.library.custom_op("mtpbuild::shaped_probs", mutates_args=())
-def shaped_probs_op(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
+def shaped_probs_op(logits: Tensor, controls: Sequence[Tensor]) -> Tensor:
     """Do `shaped_probs` as an op, for targets with its kernel; others trace the reference."""
-    return shaped_probs(logits, named(asked))
+    return shaped_probs(logits, name_controls(controls))
 
 
-shaped_probs_op.register_fake(lambda logits, asked: torch.empty_like(logits))
+shaped_probs_op.register_fake(lambda logits, controls: torch.empty_like(logits))
 
 
 def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:

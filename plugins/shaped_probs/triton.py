@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
-from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
@@ -129,16 +129,16 @@ def shape_row(
         tl.store(to + v, tl.where(e >= floor, e / norm, 0.0), v < vocab)
 
 
-def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
+def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launches:
     """Return the launch of shaped_probs."""
     B, T, V = logits.shape
-    known: dict[str, Any] = {**named(asked), "logits": logits, "vocab": V}
+    known: dict[str, Any] = {**name_controls(controls), "logits": logits, "vocab": V}
     known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
     probs = logits.new_empty(B, T, V)
     return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)
 
 
 @by_kernels(shaped_probs_op)
-def shaped_probs_triton(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
+def shaped_probs_triton(logits: Tensor, controls: Sequence[Tensor]) -> Tensor:
     """Run shaped_probs on a GPU."""
-    return shaped_probs_launches(logits.contiguous(), asked).run()
+    return shaped_probs_launches(logits.contiguous(), controls).run()

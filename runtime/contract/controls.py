@@ -1,33 +1,24 @@
-"""The controls of a request: the per-slot inputs that programs, slots and kernels read.
+"""The controls of a request's steps: the per-slot inputs that programs, slots and kernels read.
 
-To add a control, add a field to `Controls`, or to `Wishes` if it is the user's setting unchanged.
-The field becomes an input [B, *shape] of that name in the mixed program and an entry of the
+To add a control, add a field to `StepControls`; a field named as a setting of `SamplingParams` has
+its value. It becomes an input [B, *shape] of that name in the mixed program and an entry of the
 manifest, and every target writes it when a request begins.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.settings import (
-    MAX_BIASES,
-    SAMPLED,
-    Needs,
-    Wishes,
-    annotations,
-    controls_in,
-    defaults_of,
-)
+from mtpbuild.runtime.contract.settings import MAX_BIASES, control, controls_in
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS as MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import Control as Control
 
 MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
 HISTORY = "history"  # the state [B, positions] in which penalties count tokens
-NOTHING = -1  # pads a list of ids or rates to the length of its input
+PADDING = -1  # pads a list of ids or rates to the length of its input
 
 # Streams of `uniforms`, each indexed by absolute position. Strict acceptance samples with DRAFT.
 DRAFT, ACCEPT, RECOVER = 0, 1, 2
@@ -36,69 +27,80 @@ DRAFT, ACCEPT, RECOVER = 0, 1, 2
 # indexed by the position of the block's first draft.
 BLOCK_DRAFT = 3
 
-RELAXED = Needs(("relaxed_topk",))
-PENALISED = Needs(("presence_penalty", "frequency_penalty", "repetition_penalty", "bias_ids"))
+SAMPLED = ("temperature",)
+RELAXED = ("relaxed_topk",)
+PENALISED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bias_ids")
+BY_METHOD = "rejection_sample_method"
+BIAS: dict[str, Any] = {"core": False, "setting": "logit_bias"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Controls(Wishes):
-    """The acceptance and drafting settings of one request; by default strict and greedy."""
+class StepControls:
+    """The controls of one request's steps; by default acceptance is strict and greedy.
 
-    rejection: Annotated[bool, Control("bool", setting="acceptance"), SAMPLED] = False  # or strict
+    The first nine are the request's settings of the same names, unchanged.
+    """
+
+    temperature: float = control(0.0, "float32")
+    top_k: int = control(0, "int64", needs=SAMPLED)
+    top_p: float = control(1.0, "float32", needs=SAMPLED)
+    min_p: float = control(0.0, "float32", needs=SAMPLED)
+    # Applies in the thinking phase of greedy requests; 1 means strict acceptance.
+    relaxed_topk: int = control(1, "int64")
+    relaxed_delta: float = control(0.0, "float32", needs=RELAXED)
+    # As in vLLM; plugins/penalties.py has the formulas.
+    presence_penalty: float = control(0.0, "float32", core=False)
+    frequency_penalty: float = control(0.0, "float32", core=False)
+    repetition_penalty: float = control(1.0, "float32", core=False)
+    # Rejection, or strict.
+    rejection: bool = control(False, "bool", setting="acceptance", needs=SAMPLED)
     # Verify a step's drafts together, not one by one.
-    block: Annotated[bool, Control("bool", setting="rejection_sample_method"), SAMPLED] = False
+    block: bool = control(False, "bool", setting=BY_METHOD, needs=SAMPLED)
     # Probability of accepting each draft, given that those before it were accepted. Empty:
     # acceptance is real.
-    synthetic: Annotated[
-        tuple[float, ...], Control("float32", ("window",), setting="rejection_sample_method")
-    ] = ()
+    synthetic: tuple[float, ...] = control((), "float32", ("window",), setting=BY_METHOD)
     # Above temperature 0. False: drafts are the argmax.
-    sampled_drafts: Annotated[bool, Control("bool", setting="draft_sample_method"), SAMPLED] = True
+    sampled_drafts: bool = control(True, "bool", setting="draft_sample_method", needs=SAMPLED)
     # The tokens that begin and end the thinking phase.
-    thinking_ids: Annotated[
-        tuple[int, int], Control("int64", (2,), setting="relaxed_topk"), RELAXED
-    ] = (-1, -1)
+    thinking_ids: tuple[int, int] = control(
+        (-1, -1), "int64", (2,), setting="relaxed_topk", needs=RELAXED
+    )
     # Tokens that are not emitted at positions before `banned_until`.
-    banned_ids: Annotated[
-        tuple[int, ...], Control("int64", (MAX_BANNED,), setting="min_tokens")
-    ] = ()
-    banned_until: Annotated[int, Control("int64", setting="min_tokens"), Needs(("banned_ids",))] = 0
-    bias_ids: Annotated[
-        tuple[int, ...], Control("int64", (MAX_BIASES,), core=False, setting="logit_bias")
-    ] = ()
-    bias_values: Annotated[
-        tuple[float, ...],
-        Control("float32", (MAX_BIASES,), core=False, setting="logit_bias"),
-        Needs(("bias_ids",)),
-    ] = ()
+    banned_ids: tuple[int, ...] = control((), "int64", (MAX_BANNED,), setting="min_tokens")
+    banned_until: int = control(0, "int64", setting="min_tokens", needs=("banned_ids",))
+    bias_ids: tuple[int, ...] = control((), "int64", (MAX_BIASES,), **BIAS)
+    bias_values: tuple[float, ...] = control(
+        (), "float32", (MAX_BIASES,), **BIAS, needs=("bias_ids",)
+    )
     # Penalties count tokens from this position on as output.
-    prompt_length: Annotated[int, Control("int64", core=False), PENALISED] = 0
+    prompt_length: int = control(0, "int64", core=False, needs=PENALISED)
     # The request's values for the controls of another package's rule, by name; {} for a built-in
     # rule.
     rule: Mapping[str, Any] = field(default_factory=dict, hash=False)
     # The fields below stay on the host; no program has them as inputs.
-    thinking: Annotated[bool, RELAXED] = False  # whether the prompt ends inside the thinking phase
+    thinking: bool = False  # whether the prompt ends inside the thinking phase
     alternatives: bool = False  # whether to report top_ids and top_logprobs
     constrained: bool = False  # by a grammar, whose masks are set before each step
-    seed: Annotated[int, SAMPLED] = 0
-    history: Annotated[tuple[int, ...], PENALISED] = ()  # the prompt, if its tokens are counted
+    seed: int = 0
+    history: tuple[int, ...] = ()  # the prompt, if its tokens are counted
 
     def counts(self, name: str) -> bool:
-        """Tell whether a field has an effect: it and one of those it needs are not defaults."""
-        if getattr(self, name) == _defaults()[name]:
+        """Tell whether a control has an effect: it and one of those it needs are not defaults."""
+        if getattr(self, name) == getattr(GREEDY, name):
             return False
-        needs = _needs().get(name)
-        return needs is None or any(map(self.counts, needs.names))
+        needs = FIELDS[name].needs
+        return not needs or any(map(self.counts, needs))
 
     @property
     def plain(self) -> bool:
         """Whether no field has an effect: the decode program without sampling is enough."""
-        return not any(map(self.counts, _defaults()))
+        others = self.rule or self.alternatives or self.constrained
+        return not others and not any(map(self.counts, FIELDS))
 
     @property
     def penalised(self) -> bool:
         """Tell whether a penalty or a bias changes the model's logits."""
-        return any(map(self.counts, PENALISED.names))
+        return any(map(self.counts, PENALISED))
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
         """Return uniform numbers [streams, count] in [0, 1).
@@ -123,7 +125,7 @@ class Controls(Wishes):
                 if not self.plain:
                     yield name, self.uniforms(shape[1], shape[0])
                 continue
-            row = np.full(shape, NOTHING, dtype)
+            row = np.full(shape, PADDING, dtype)
             value = np.asarray(self.value(name))
             row[(slice(len(value)),) if shape else ()] = value
             yield name, row
@@ -133,24 +135,15 @@ class Controls(Wishes):
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    return defaults_of(Controls)
-
-
-@cache
-def _needs() -> dict[str, Needs]:
-    return annotations(Controls, Needs)
-
-
-GREEDY = Controls()
+FIELDS = {each.name: each for each in controls_in(StepControls)}
+GREEDY = StepControls()
 UNIFORMS = "uniforms"
 CONTROLS: tuple[Control, ...] = (
-    *controls_in(Controls),
+    *FIELDS.values(),
     Control("bool", core=False, name="penalised"),
     Control("float32", ("streams", "positions"), name=UNIFORMS),
 )
-CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)
+CORE_CONTROLS = tuple(each for each in CONTROLS if each.core)
 
 # The inputs by which a grammar limits a step. They are not part of `CONTROLS`, because engines for
 # GPUs or of several ranks have no such inputs.

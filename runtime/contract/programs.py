@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Features
 
 Ints = NDArray[np.int64]
@@ -86,7 +86,7 @@ class Programs(Protocol):
         tokens [T + lookahead]: the chunk and the tokens after it (0 beyond the end of the prompt).
         """
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         """Let the slot decode from `length` committed rows; `newest` is the token after them."""
 
     def move(self, source: int, target: int) -> None:

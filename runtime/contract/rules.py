@@ -2,10 +2,12 @@
 
     @dataclass(frozen=True)
     class Settings:
-        typical_epsilon: Annotated[float, Setting(number(0, 1), "Help."), Control("float32")] = 0.3
+        typical_epsilon: float = setting(
+            0.3, check_number(0, 1), "Help.", control=Control("float32")
+        )
 
     def keeps(judged):  # of plugins/accept_mixed/op.py; returns [B, T] bool
-        return judged.p_draft >= judged.asked["typical_epsilon"][:, None]
+        return judged.p_draft >= judged.controls["typical_epsilon"][:, None]
 
     register(Rule("typical", keeps, Settings))
 
@@ -16,7 +18,7 @@ rules that `build --acceptance-rule` names; a request chooses one by `acceptance
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,8 @@ from mtpbuild.runtime.contract.registry import Registry
 from mtpbuild.runtime.contract.settings import (
     Control,
     Setting,
-    annotations,
     controls_in,
-    defaults_of,
+    declarations,
 )
 from mtpbuild.runtime.errors import RequestError
 
@@ -45,8 +46,8 @@ class Rule:
     keeps: returns [B, T], whether each row of `Judged` keeps its draft if all drafts before it are
     kept. It is traced into the mixed program, so it runs at build time alone.
 
-    settings: a frozen dataclass whose fields have `Setting` and `Control`. Their names become
-    fields of requests, so prefix them with the rule's name.
+    settings: a frozen dataclass whose fields are `setting(...)` with a `Control`. Their names
+    become fields of requests, so prefix them with the rule's name.
 
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
@@ -67,18 +68,19 @@ class Rule:
         return (chosen, *controls_in(self.settings))
 
     @property
-    def known(self) -> dict[str, Setting]:
+    def declarations(self) -> dict[str, Setting]:
         """The rule's settings by name."""
-        return annotations(self.settings, Setting)
+        return declarations(self.settings, Setting)
 
-    def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
+    def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Return a value for each setting, defaults included; a wrong one is a RequestError."""
-        values = defaults_of(self.settings)
-        for name, value in said.items():
+        own = self.settings()
+        values = {field.name: getattr(own, field.name) for field in fields(own)}
+        for name, value in given.items():
             if name not in values:
                 raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
             try:
-                values[name] = self.known[name].check(value)
+                values[name] = self.declarations[name].check(value)
             except (ValueError, TypeError, ArithmeticError) as error:
                 raise RequestError(f"{name} {error}") from None
         return values

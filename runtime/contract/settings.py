@@ -1,36 +1,20 @@
-"""The table of request settings: the annotations of a field are its row.
+"""The declarations of a request's settings and of a step's controls, as metadata of fields.
 
-`Setting` says how users give a field: range, flag, presence in HTTP bodies, treatment by `diff`.
-`Control` makes the field an input of the mixed program. `Needs` names the fields without which it
-has no effect. `SamplingParams` and `Controls` are dataclasses of such fields. Flags, HTTP fields,
-lines of input files, notes of a trace and the programs' inputs are derived from them.
+`setting` says how users give a field: range, flag, presence in HTTP bodies, treatment by `diff`.
+`control` makes a field an input of the mixed program. Flags, HTTP fields, lines of input files,
+notes of a trace and the programs' inputs are derived from them.
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 
-from mtpbuild.runtime.checks import Check, number, whole_number
+from mtpbuild.runtime.checks import Check
 
 T = TypeVar("T")
 MAX_LOGPROBS = 20  # alternatives per token; OpenAI's API has the same limit
-MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
-MAX_STOP = 1024  # characters of a stop string
-MAX_SALT = 256  # characters of a request's cache_salt
 MAX_BIASES = 300  # tokens that a request may bias; OpenAI's API has the same limit
-MAX_WORD = 256  # characters of a text in bad_words
-MAX_STOP_IDS = 1024
-MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
-# At this temperature even neighbouring float32 logits are so far apart that only the most probable
-# token is left. Division by a lower temperature would overflow.
-COLDEST = 1e-20
-
-
-def read_temperature(value: object) -> float:
-    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
-    found: float = number(0, 100)(value)
-    return max(found, COLDEST) if found else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,97 +46,41 @@ class Control:
     shape: tuple[int | str, ...] = ()
     core: bool = True  # in every mixed program; False: only in those with penalties
     setting: str = ""  # what users call it; by default the field's name
+    needs: tuple[str, ...] = ()  # fields of which one must differ from its default
     name: str = ""  # the field's name, filled in by `controls_in`
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The fields that another field needs: one of them must differ from its default."""
+def setting(
+    default: T, check: Check, help: str = "", *, control: Control | None = None, **more: Any
+) -> T:
+    """Return a default value that makes a dataclass's field a `Setting`, and perhaps a `Control`.
 
-    names: tuple[str, ...]
-
-
-shaping = partial(Setting, everywhere=True, differs="refused")
-penalty = partial(Setting, differs="refused")
-noted = partial(Setting, differs="noted")
-SAMPLED = Needs(("temperature",))
+    more: the other fields of `Setting`.
+    """
+    declarations = {Setting: Setting(check, help, **more), Control: control}
+    return field(default=default, metadata=declarations)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """The request settings that steps receive unchanged."""
-
-    temperature: Annotated[float, shaping(read_temperature, "0: greedy."), Control("float32")] = 0.0
-    top_k: Annotated[
-        int,
-        shaping(whole_number(-1), "Sample from so many tokens, the most probable; 0: all."),
-        Control("int64"),
-        SAMPLED,
-    ] = 0
-    top_p: Annotated[
-        float,
-        shaping(number(0, 1), "Sample from the most probable tokens with this much probability."),
-        Control("float32"),
-        SAMPLED,
-    ] = 1.0
-    min_p: Annotated[
-        float,
-        shaping(number(0, 1), "Least probability of a token, as a share of the largest."),
-        Control("float32"),
-        SAMPLED,
-    ] = 0.0
-    # Applies in the thinking phase of greedy requests; 1 means strict acceptance.
-    relaxed_topk: Annotated[
-        int,
-        noted(whole_number(1), "Relaxed: accept one of so many most probable tokens."),
-        Control("int64"),
-    ] = 1
-    relaxed_delta: Annotated[
-        float,
-        noted(number(0, 1), "Relaxed: accept a token so much less probable than the first."),
-        Control("float32"),
-        Needs(("relaxed_topk",)),
-    ] = 0.0
-    # As in vLLM; plugins/penalties.py has the formulas.
-    presence_penalty: Annotated[
-        float,
-        penalty(number(-2, 2), "Subtract it from the logits of tokens in the output; -2..2."),
-        Control("float32", core=False),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        penalty(
-            number(-2, 2), "Subtract it once for each time that the output has a token; -2..2."
-        ),
-        Control("float32", core=False),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float,
-        penalty(number(0.01, 100), "Above 1: tokens of prompt and output become less probable."),
-        Control("float32", core=False),
-    ] = 1.0
+def control(default: T, dtype: Any, shape: tuple[int | str, ...] = (), **more: Any) -> T:
+    """Return a default value that makes a dataclass's field a `Control`."""
+    return field(default=default, metadata={Control: Control(dtype, shape, **more)})
 
 
-def annotations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
-    """Return the annotations of one type in a dataclass, by field name."""
-    hints = get_type_hints(kind, include_extras=True)
-    every = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(kind)}
-    return {
-        name: found for name, each in every.items() for found in each if isinstance(found, wanted)
-    }
+shaping = partial(setting, everywhere=True, differs="refused")
+penalty = partial(setting, differs="refused")
+noted = partial(setting, differs="noted")
+judging = partial(setting, everywhere=True, differs="noted")
+private = partial(setting, http=False)
+
+
+def declarations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
+    """Return the settings, or the controls, that a dataclass's fields declare, by name."""
+    return {f.name: f.metadata[wanted] for f in fields(kind) if f.metadata.get(wanted)}
 
 
 def controls_in(kind: type[Any]) -> tuple[Control, ...]:
     """Return a dataclass's fields that are inputs of the mixed program, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)
-        for name, control in annotations(kind, Control).items()
+        for name, control in declarations(kind, Control).items()
     )
-
-
-def defaults_of(kind: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields, by field name."""
-    return {
-        f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(kind)
-    }

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
@@ -73,13 +73,13 @@ class Channel:
         return bool(self.receive()[1][0])
 
     def send(self, name: str, *arguments: Any) -> None:
-        self.tell(self.encode(name, *arguments))
+        self.broadcast(self.encode(name, *arguments))
 
     def encode(self, name: str, *arguments: Any) -> bytes:
         """Return a message, with the checksum of rank 0's last tokens."""
         return _encode([name, self.digest, *arguments])
 
-    def tell(self, text: bytes) -> None:
+    def broadcast(self, text: bytes) -> None:
         """Send an encoded message to all ranks."""
         with self._lock, self.unbroken():
             if len(text) > HEAD:
@@ -91,9 +91,9 @@ class Channel:
     def receive(self) -> tuple[str, list[Any]]:
         """Return name and arguments; raises EngineError if rank 0's last tokens were different."""
         with self.unbroken():
-            message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_typed)
+            message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_decode_value)
             if isinstance(message, int):
-                message = json.loads(self._broadcast(bytes(message)), object_hook=_typed)
+                message = json.loads(self._broadcast(bytes(message)), object_hook=_decode_value)
         name, digest, *arguments = message
         if digest not in (None, self.digest):
             raise EngineError(
@@ -101,7 +101,7 @@ class Channel:
             )
         return name, arguments
 
-    def note(self, output: StepOutput) -> None:
+    def record_tokens(self, output: StepOutput) -> None:
         """Store the checksum of this rank's tokens, to send or to compare with the next message."""
         self.digest = zlib.crc32(output.tokens.tobytes())
 
@@ -184,7 +184,9 @@ class Channel:
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # the next call raises it again
             while not self._closed.wait(self.limit / 4):
-                self.tell(_encode(["wait", None]))  # None: a step may be running, with no digest
+                self.broadcast(
+                    _encode(["wait", None])
+                )  # None: a step may be running, with no digest
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:
@@ -207,25 +209,25 @@ def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
 
 
 def _encode(message: list[Any]) -> bytes:
-    return json.dumps(message, default=_plain).encode()
+    return json.dumps(message, default=_encode_value).encode()
 
 
-def _plain(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     """Represent an array or controls as JSON."""
-    if isinstance(value, Controls):
+    if isinstance(value, StepControls):
         return {"controls": asdict(value)}
     return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
 
 
-def _typed(said: dict[str, Any]) -> Any:
-    """Restore a value from the object of `_plain`; JSON has turned controls' tuples into lists."""
-    if "array" in said:
-        return np.array(said["array"], said["dtype"])
-    if "controls" in said:
-        items = said["controls"].items()
+def _decode_value(value: dict[str, Any]) -> Any:
+    """Restore a value from the object of `_encode_value`; JSON has no tuples."""
+    if "array" in value:
+        return np.array(value["array"], value["dtype"])
+    if "controls" in value:
+        items = value["controls"].items()
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
-        return Controls(**fields)
-    return said
+        return StepControls(**fields)
+    return value
 
 
 class Silence:
@@ -246,8 +248,8 @@ class Silence:
             if self._inside > 1:
                 return
             self._failed, self._stderr = False, os.dup(2)
-            self._held = tempfile.TemporaryFile()
-            os.dup2(self._held.fileno(), 2)
+            self._captured = tempfile.TemporaryFile()
+            os.dup2(self._captured.fileno(), 2)
 
     def __exit__(self, kind: object, *failure: object) -> None:
         with self._lock:
@@ -257,9 +259,9 @@ class Silence:
                 return
             os.dup2(self._stderr, 2)
             os.close(self._stderr)
-            with self._held as held:
-                held.seek(0)
-                lines = held.readlines()
+            with self._captured as captured:
+                captured.seek(0)
+                lines = captured.readlines()
             if kept := [line for line in lines if not (self._failed and THROWN.match(line))]:
                 os.write(2, b"".join(kept))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.group.nccl import ABORTING, within
+from mtpbuild.runtime.group.nccl import ABORTING, run_within
 from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.cuda import Device
 
@@ -93,7 +93,7 @@ class Communicator:
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             with contextlib.suppress(RuntimeError):
-                within(ABORTING, partial(self._call, "ncclCommAbort", handle))
+                run_within(ABORTING, partial(self._call, "ncclCommAbort", handle))
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call NCCL; raises EngineError with its error text."""
@@ -110,6 +110,6 @@ def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Commun
         own = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()
         name = channel.gather(own)[0].tobytes()  # fails here if a rank has no GPU or no NCCL
         with environment(SETTINGS):
-            within(channel.patience, partial(communicator.meet, device, name))
+            run_within(channel.patience, partial(communicator.meet, device, name))
         channel.leaving.append(communicator.abort)
     return communicator

@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
-from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Programs, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Programs, StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
@@ -51,7 +50,7 @@ class Calls:
         else:
             result = getattr(self._own, name)(*arguments)
         if name in ("step", "land"):
-            self._channel.note(result)
+            self._channel.record_tokens(result)
         return result
 
     def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
@@ -73,6 +72,11 @@ class Calls:
         return failure or REFUSED not in every
 
 
+def _forward(name: str) -> Callable[..., Any]:
+    """Return the method of `LeadingPrograms` that makes this call on all ranks."""
+    return lambda self, *arguments: self._call(name, *arguments)
+
+
 class LeadingPrograms:
     """Rank 0's programs; each call is sent to the other ranks first."""
 
@@ -89,45 +93,12 @@ class LeadingPrograms:
     def failure(self) -> str | None:
         return self._channel.failure
 
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._call("prefill", slot, start, tokens)
-
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
-        self._call("begin", slot, length, newest, controls)
-
-    def move(self, source: int, target: int) -> None:
-        self._call("move", source, target)
-
-    def finite(self, slot: int, rows: int) -> bool:
-        return bool(self._call("finite", slot, rows))
-
-    def clear(self, slot: int) -> None:
-        self._call("clear", slot)
-
-    def copy(self, source: int, target: int, rows: int) -> None:
-        self._call("copy", source, target, rows)
-
-    def swap(self, source: int, target: int) -> None:
-        self._call("swap", source, target)
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        self._call("save_rows", number, slot, start, stop)
-
-    def save_states(self, number: int, slot: int) -> None:
-        self._call("save_states", number, slot)
-
-    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        self._call("load_rows", slot, pieces)
-
-    def load_states(self, slot: int, number: int) -> None:
-        self._call("load_states", slot, number)
-
-    def discard(self, number: int) -> None:
-        self._call("discard", number)
-
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        output: StepOutput = self._call("step", active, rows)
-        return output
+    prefill, step = _forward("prefill"), _forward("step")
+    begin, move, clear = _forward("begin"), _forward("move"), _forward("clear")
+    finite, copy, swap = _forward("finite"), _forward("copy"), _forward("swap")
+    save_rows, save_states = _forward("save_rows"), _forward("save_states")
+    load_rows, load_states = _forward("load_rows"), _forward("load_states")
+    discard = _forward("discard")
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Launch a step on all ranks; the result reads it on all of them."""
@@ -138,7 +109,7 @@ class LeadingPrograms:
     def _call(self, name: str, *arguments: Any) -> Any:
         call = self._channel.encode(name, *arguments)  # if this raises, no rank has received it
         with self._channel.unbroken():
-            self._channel.tell(call)
+            self._channel.broadcast(call)
             if name in RUNS:
                 return self._calls.make(name, arguments)
             result = self._calls.work(name, arguments)

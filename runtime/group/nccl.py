@@ -5,10 +5,8 @@ another rank is gone; so the host checks for errors while it waits, and aborts.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,6 +21,7 @@ from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
 from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.threads import start_daemon
 
 SETTINGS = {
     # 2: NCCL's watchdog aborts a collective that hangs, but not the process, as torchrun's default
@@ -69,7 +68,7 @@ class Peers:
     def abort(self) -> None:
         """Abort all collectives without waiting for other ranks."""
         with contextlib.suppress(RuntimeError, ValueError):  # ValueError: no group any more
-            within(ABORTING, partial(_abort_process_group, self.group))
+            run_within(ABORTING, partial(_abort_process_group, self.group))
 
 
 def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
@@ -89,7 +88,7 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
             gpu.settle(alive)
 
         with silent():
-            within(channel.patience, meet)
+            run_within(channel.patience, meet)
     return peers
 
 
@@ -114,18 +113,9 @@ def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
     return alive
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def run_within(seconds: float, work: Callable[[], T]) -> T:
     """Run work that NCCL gives no time limit; at timeout raise RuntimeError, leaving its thread."""
-    done = Future[T]()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
     try:
-        return done.result(seconds)
+        return start_daemon(work).result(seconds)
     except TimeoutError:
         raise RuntimeError("timed out") from None

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpbuild.runtime.contract.sums import BLOCKS, BYTES, CALLS, PROGRAMS, RANKS
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.group.nccl import Peers, within
+from mtpbuild.runtime.group.nccl import Peers, run_within
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 FAR = 1 << 30  # calls ahead; no rank makes so many before it leaves
@@ -34,7 +34,7 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
             f"one-shot sums need all {channel.ranks} ranks on one machine, it has {here}: {ADVICE}"
         )
     try:
-        memory, addresses = within(channel.patience, partial(peers.share, BYTES))
+        memory, addresses = run_within(channel.patience, partial(peers.share, BYTES))
     except (AttributeError, ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise EngineError(

@@ -2,7 +2,7 @@
 
 Rank 0 is the engine that the user sees. The others follow it: they run the same programs, each on
 its share of the weights, and take no requests. `torchrun` starts all of them, or rank 0 starts the
-others itself (`started`). They connect through torch.distributed (`channel.py`).
+others itself (`start_ranks`). They connect through torch.distributed (`channel.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from mtpbuild.runtime.contract.sums import GROUP as GROUP
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
 from mtpbuild.runtime.targets import find_target
 
-LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `started`
+LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `start_ranks`
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks per core than this are taken for a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
@@ -137,8 +137,8 @@ class Follower:
             return f"{self._name} was killed by signal {-code}"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        return said if said.startswith(self._name) else f"{self._name}: {said}"
+        message = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        return message if message.startswith(self._name) else f"{self._name}: {message}"
 
     def end(self, patience: float) -> None:
         """Wait up to `patience` seconds for its end, then kill it."""
@@ -151,7 +151,7 @@ class Follower:
 
 
 @contextlib.contextmanager
-def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
+def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
     """Start an engine's other ranks on this machine and be rank 0 while the block runs.
 
     All of them end with the block. Raises RankError with the rank that failed and why; UsageError

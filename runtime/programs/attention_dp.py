@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.group.channel import Channel
@@ -44,7 +44,7 @@ class AttentionDP(Slots):
         rank, own = divmod(slot, self._batch)
         self._chunks[rank].append((own, start, tokens))
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         rank, own = divmod(slot, self._batch)
         self._every_mixed[rank, own] = not controls.plain
         if rank == self._rank:

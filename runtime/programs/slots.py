@@ -11,7 +11,7 @@ from mtpbuild.runtime.contract.controls import (
     CONSTRAINED,
     GREEDY,
     HISTORY,
-    Controls,
+    StepControls,
 )
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import (
@@ -142,7 +142,7 @@ class Slots:
         carries = self._carries[self._now].items()
         return self._caches.arrays() | {name: self._memory.host(array) for name, array in carries}
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         first: dict[str, int | tuple[int, ...]]
         first = {"lengths": length, "window": newest, "num_drafts": 0}
         first |= {"thinking": controls.thinking}

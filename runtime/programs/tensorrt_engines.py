@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest, ProgramSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
@@ -181,7 +181,7 @@ class TensorRtPrograms(DeviceSlots):
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | outs(caches)
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
         self._device.synchronise()
 

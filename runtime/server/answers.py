@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.reasoning import AnswerPiece, ThinkingSplitter
 from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
@@ -20,7 +20,7 @@ CALL = {"name": "call", "arguments": "call"}
 
 
 @dataclass(eq=False)
-class Block:
+class AnswerBlock:
     """A part of an answer received so far: reasoning, text, or a tool call."""
 
     kind: str  # reasoning, content or call
@@ -39,7 +39,7 @@ class Block:
 
 
 @dataclass(eq=False)
-class Choice:
+class AnswerChoice:
     """One of the choices of an answer, received so far."""
 
     index: int
@@ -48,19 +48,19 @@ class Choice:
     splitter: ThinkingSplitter | None = None
     calls: ToolCalls | None = None
     echo: str = ""  # the prompt, if the answer repeats it
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[AnswerBlock] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # offset of each token's text
     chars: int = 0  # of the content
-    told: int = 0  # number of log-probabilities that a stream has sent
+    sent_logprobs: int = 0  # number of log-probabilities that a stream has sent
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     metrics: RequestMetrics | None = None
     reason: str | None = None
     stop_reason: str | int | None = None
     reasoning_tokens: int = 0
 
-    def take(self, chunk: Chunk) -> list[Piece]:
+    def take(self, chunk: Chunk) -> list[AnswerPiece]:
         """Add a chunk and return the pieces of the answer that are now final."""
         self.reasoning_tokens = chunk.reasoning_tokens
         self.token_ids += chunk.token_ids
@@ -72,7 +72,7 @@ class Choice:
             pieces = [piece for span in chunk.spans for piece in self.splitter.feed(span)]
             pieces += self.splitter.finish() if last else []
         else:
-            pieces = [Piece("content", s.text, from_draft=s.from_draft) for s in chunk.spans]
+            pieces = [AnswerPiece("content", s.text, from_draft=s.from_draft) for s in chunk.spans]
         if self.calls is not None:
             text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]
@@ -81,28 +81,28 @@ class Choice:
         if last:
             self.metrics, self.reason = chunk.metrics, chunk.finish_reason
             self.stop_reason = chunk.stop_reason
-            if self.reason == "stop" and self.called:
+            if self.reason == "stop" and self.call_blocks:
                 self.reason = "tool_calls"
         return pieces
 
-    def said(self, kind: str) -> str:
+    def join_text(self, kind: str) -> str:
         """Join the texts of the blocks of one kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
-    def called(self) -> list[Block]:
+    def call_blocks(self) -> list[AnswerBlock]:
         return [block for block in self.blocks if block.kind == "call"]
 
     @property
-    def end(self) -> dict[str, Any]:
+    def finish_fields(self) -> dict[str, Any]:
         """The fields with the reason why the choice ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
-    def _keep(self, piece: Piece) -> Piece:
+    def _keep(self, piece: AnswerPiece) -> AnswerPiece:
         """Add a piece to the current block, or to a new one; return it with its block's index."""
         kind = CALL.get(piece.kind, piece.kind)
         if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
-            self.blocks.append(Block(kind, f"call_{uuid.uuid4().hex[:24]}"))
+            self.blocks.append(AnswerBlock(kind, f"call_{uuid.uuid4().hex[:24]}"))
         if piece.kind == "name":
             self.blocks[-1].name = piece.text
         else:
@@ -111,19 +111,19 @@ class Choice:
         return piece._replace(block=len(self.blocks) - 1)
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """Return a log-probability that JSON can represent: -inf becomes -9999."""
     return max(logprob, -9999.0)
 
 
-def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
+def seed_choices(params: SamplingParams, count: int) -> list[SamplingParams]:
     """Return the settings of each choice; seeds count up from the request's, modulo 2**64."""
     if params.seed is None:
         return [params] * count
     return [params.with_seed((params.seed + i) % 2**64) for i in range(count)]
 
 
-async def merged(
+async def merge_streams(
     streams: Sequence[AsyncGenerator[Chunk, None]],
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yield the chunks of several streams as they arrive, each with its stream's index.
@@ -170,7 +170,7 @@ class Answer:
     ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream sends after its events
 
     model: str
-    choices: list[Choice]
+    choices: list[AnswerChoice]
     n: int  # choices of each prompt
     tokenizer: Tokenizer | None = None
     with_logprobs: bool = False
@@ -186,58 +186,60 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
 
-    def whole(self) -> dict[str, Any]:
+    def full_body(self) -> dict[str, Any]:
         """Return the answer as one object."""
         raise NotImplementedError
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def opening_event(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the event that opens a choice, if there is one."""
         raise NotImplementedError
 
-    def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def event(
+        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
+    ) -> dict[str, Any] | None:
         """Return a step's event; None if no text of the step is final yet."""
         raise NotImplementedError
 
-    def trailer(self) -> dict[str, Any]:
+    def usage_event(self) -> dict[str, Any]:
         """Return the event after the last one, with the usage and times of the request."""
         raise NotImplementedError
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         for choice in self.choices:
-            if opening := self.opening(choice):
-                yield opening | self._used_so_far(choice)
+            if opening_event := self.opening_event(choice):
+                yield opening_event | self._partial_usage(choice)
 
     def events(
-        self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]
+        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
     ) -> Iterator[dict[str, Any]]:
         if event := self.event(choice, chunk, pieces):
             if self.usage_in == "never" and chunk.finish_reason:
                 event["metrics"] = self.metrics()
-            yield event | self._used_so_far(choice)
+            yield event | self._partial_usage(choice)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self.usage_in != "never":
-            yield self.trailer()
+            yield self.usage_event()
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """Return the event that ends a stream after an error."""
         return error.body()
 
-    def _used_so_far(self, choice: Choice) -> dict[str, Any]:
+    def _partial_usage(self, choice: AnswerChoice) -> dict[str, Any]:
         if self.usage_in == "never":
             return {}
         return {"usage": self.usage(choice) if self.usage_in == "always" else None}
 
-    def said(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def openai_object(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an OpenAI object of type `what` with these choices."""
         head = {"id": self.id, "object": what, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
-    def used(self) -> dict[str, Any]:
+    def usage_fields(self) -> dict[str, Any]:
         """Return the fields with the request's usage and times."""
         return {"usage": self.usage(), "metrics": self.metrics()}
 
-    def usage(self, choice: Choice | None = None) -> dict[str, Any]:
+    def usage(self, choice: AnswerChoice | None = None) -> dict[str, Any]:
         """Count the tokens so far, of all choices or of one; a prompt counts once."""
         choices = [choice] if choice else self.choices
         firsts = choices[:: self.n]
@@ -255,43 +257,43 @@ class Answer:
 
     def metrics(self) -> dict[str, Any] | None:
         """Return vLLM's metrics of a request; None if it has several choices."""
-        told = self.choices[0].metrics
-        if len(self.choices) > 1 or told is None or told.ttft_s is None:
+        metrics = self.choices[0].metrics
+        if len(self.choices) > 1 or metrics is None or metrics.ttft_s is None:
             return None
-        decode = (told.tpot_s or 0.0) * (told.output_tokens - 1)
-        steps = told.speculative_decoding.num_spec_steps
+        decode = (metrics.tpot_s or 0.0) * (metrics.output_tokens - 1)
+        steps = metrics.speculative_decoding.num_spec_steps
         return {
-            "time_to_first_token_ms": 1000 * told.ttft_s,
+            "time_to_first_token_ms": 1000 * metrics.ttft_s,
             "generation_time_ms": 1000 * decode,
-            "queue_time_ms": 1000 * (told.queue_s or 0.0),
+            "queue_time_ms": 1000 * (metrics.queue_s or 0.0),
             "mean_itl_ms": 1000 * decode / (steps - 1) if steps > 1 else None,
-            "tokens_per_second": told.tokens_per_s,
-            "forced_tokens": told.forced_tokens,
-            "speculative_decoding": asdict(told.speculative_decoding),
+            "tokens_per_second": metrics.tokens_per_s,
+            "forced_tokens": metrics.forced_tokens,
+            "speculative_decoding": asdict(metrics.speculative_decoding),
         }
 
-    def of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def prompt_logprobs_field(self, choice: AnswerChoice) -> dict[str, Any]:
         """Return the field with a prompt's log-probabilities as in vLLM, if requested.
 
         It has one entry per token; the first entry is None.
         """
         if choice.params.prompt_logprobs is None:
             return {}
-        told: list[Any] = [None]
+        entries: list[Any] = [None]
         for token in choice.prompt_logprobs:
             own = [(token.token_id, token.logprob, token.rank)]
             top = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
-            told.append(
+            entries.append(
                 {
                     str(id): {
-                        "logprob": finite(logprob),
+                        "logprob": clamp_logprob(logprob),
                         "rank": rank,
                         "decoded_token": self.token_text(id)[0],
                     }
                     for id, logprob, rank in own + top
                 }
             )
-        return {"prompt_logprobs": told}
+        return {"prompt_logprobs": entries}
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Return a token's text for logprobs, and its bytes; a special token has no bytes."""

@@ -1,32 +1,25 @@
 """The server's routes, for clients of OpenAI and Anthropic, vLLM's dashboards and browsers."""
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.server.answers import Answer, merged
-from mtpbuild.runtime.server.asked import Asked, Read
-from mtpbuild.runtime.server.bodies import route_of
+from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
+from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
-from mtpbuild.runtime.server.errors import ApiError, Told, as_json
-from mtpbuild.runtime.server.gate import Gate
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse
+from mtpbuild.runtime.server.gate import RequestGate
 from mtpbuild.runtime.server.messages import (
     MessagesBody,
     MessagesPrompt,
-    counted,
+    count_prompt_tokens,
     read_message,
 )
 from mtpbuild.runtime.server.protocol import (
@@ -39,11 +32,9 @@ from mtpbuild.runtime.server.protocol import (
 )
 from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.tokens import text_of, tokens_of
+from mtpbuild.runtime.server.tokens import detokenize_body, tokenize_body
 
 PAGE = Path(__file__).with_name("page.html")
-NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-log = logging.getLogger("mtpbuild")
 EVENTS = {
     "description": "The answer; with `stream` as server-sent events",
     "content": {"application/json": {}, "text/event-stream": {}},
@@ -71,21 +62,19 @@ def make_app(service: Service) -> FastAPI:
         version=version("mtpbuild"),
         docs_url=None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys(
-            (ApiError, RequestValidationError, HTTPException, Exception), _error
-        ),
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
-    bodies = APIRouter(route_class=route_of(service.reading))
+    bodies = APIRouter(route_class=make_route_class(service.reading))
     _add_generation(bodies, service)
     _add_translated(bodies, service)
     _add_tokens(bodies, service)
     app.include_router(bodies)
     _add_state(app, service)
-    app.add_middleware(Gate, settings=service.settings)
-    if service.settings.cors:
+    app.add_middleware(RequestGate, settings=service.settings)
+    if service.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=service.settings.cors,
+            allow_origins=service.settings.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
         )
@@ -122,7 +111,7 @@ def _add_translated(bodies: APIRouter, service: Service) -> None:
     @bodies.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: MessagesPrompt, request: Request) -> Response:
         """Count the tokens of a prompt."""
-        return Told(await service.reading.run(object(), counted, service, body))
+        return JsonResponse(await service.reading.run(object(), count_prompt_tokens, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -189,116 +178,19 @@ def _add_tokens(bodies: APIRouter, service: Service) -> None:
     @bodies.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TextTokensBody | ChatTokensBody, request: Request) -> Response:
         """Turn a text, or a conversation as its prompt, into token ids."""
-        return Told(await service.reading.run(object(), tokens_of, service, body))
+        return JsonResponse(await service.reading.run(object(), tokenize_body, service, body))
 
     @bodies.post("/detokenize", responses=ERRORS)
     async def detokenize(body: TokensBody, request: Request) -> Response:
         """Turn token ids into text."""
-        return Told(await service.reading.run(object(), text_of, service, body))
+        return JsonResponse(await service.reading.run(object(), detokenize_body, service, body))
 
 
 async def _answer(service: Service, read: Read, body: StreamedBody, request: Request) -> Response:
     """Return a response that reads the body's prompts and runs them when it is sent."""
     service.admit(body.count)
-    kind, headers = (Events, NOT_KEPT) if body.stream else (Held, {})
-    return kind(service, Asked(read, body, long=request.state.long), **headers)
-
-
-async def _events(
-    answer: Answer, chunks: AsyncGenerator[Any, None]
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield a stream's events as objects."""
-    for event in answer.first_events():
-        yield event
-    async with contextlib.aclosing(chunks):
-        async for number, chunk in chunks:
-            choice = answer.choices[number]
-            for event in answer.events(choice, chunk, choice.take(chunk)):
-                yield event
-    for event in answer.last_events():
-        yield event
-
-
-class Held(Response):
-    """A response that counts its choices as open until it is sent or its client disconnects."""
-
-    def __init__(self, service: Service, asked: Asked, **headers: str) -> None:
-        super().__init__(headers=headers)
-        del self.headers["content-length"]
-        self._service, self._asked = service, asked
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.admitted(self._asked.body.count) as engine:
-            await _race(self._begin(engine, scope, receive, send), receive)
-
-    async def _begin(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
-        """Create the engine requests and send their answer."""
-        self._answer = answer = await self._asked.answer(self._service, engine)
-        self._chunks = merged([self._service.stream(engine, r) for r in answer.requests])
-        await self._send(scope, receive, send)
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer as one object; an error sets the status."""
-        async with contextlib.aclosing(self._chunks) as chunks:
-            async for number, chunk in chunks:
-                self._answer.choices[number].take(chunk)
-        await Told(self._answer.whole())(scope, receive, send)
-
-
-class Events(Held):
-    """The answer as server-sent events.
-
-    An error becomes the last event before [DONE]; the status is 200 even then. An event with a
-    `type` is sent with the type as its event name.
-    """
-
-    media_type = "text/event-stream"
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(data: bytes, name: str | None = None) -> None:
-            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        async with contextlib.aclosing(self._encoded()) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data, name in events:
-                await say(data, name)
-            if self._answer.ends:
-                await say(self._answer.ends)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _encoded(self) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        """Yield the events as JSON with their names; any exception becomes the last event."""
-        try:
-            async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
-                async for event in events:
-                    yield as_json(event), event.get("type")
-            return
-        except ApiError as error:
-            failure = error
-        except Exception:
-            log.exception("an answer could not be told")
-            failure = ApiError(500, "the server failed")
-        event = self._answer.failure(failure)
-        yield as_json(event), event.get("type")
-
-
-async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
-    """Do the work, and cancel it if the client disconnects."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+    kind = EventStream if body.stream else AnswerResponse
+    return kind(service, read, body, long=request.state.long)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -310,18 +202,4 @@ async def _error(request: Request, error: Exception) -> Response:
             response = ApiError(error.status_code, str(error.detail)).response(request.url.path)
             response.headers.update(error.headers or {})
             return response
-        case RequestValidationError():
-            return _invalid(error).response(request.url.path)
     return ApiError(500, "the server failed").response(request.url.path)
-
-
-def _invalid(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    # pydantic's path may contain the type of a union that was tried: str, list[int].
-    parts = [str(part) for part in first["loc"][1:]]
-    kinds = ("str", "int", "bool")
-    place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
-    if first["type"] == "json_invalid" or not place:
-        return ApiError(400, f"the body is not JSON: {first['msg']}")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{place}: {message}", place)

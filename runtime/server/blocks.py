@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.request import Chunk
-from mtpbuild.runtime.server.answers import Answer, Block, Choice
-from mtpbuild.runtime.server.bodies import first_error
+from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice
+from mtpbuild.runtime.server.bodies import invalid_body
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
 
@@ -19,7 +18,7 @@ Json = dict[str, Any]
 CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}
 
 
-def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
+def make_chat_body(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
     """Return a chat's body with these fields and the body's extra fields.
 
     kwargs: for the chat template, which ignores those that it does not read.
@@ -36,11 +35,11 @@ def as_chat(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
     try:
         return ChatBody.model_validate(given)
     except ValidationError as error:
-        raise RequestValidationError(first_error(error)) from None
+        raise invalid_body(error) from None
 
 
 @contextmanager
-def told_in_words_of(
+def rename_error_fields(
     body: StreamedBody, names: Mapping[str, str], places: Callable[[], Sequence[str]]
 ) -> Iterator[None]:
     """Rename the fields in errors raised by the block to those that the client sent.
@@ -67,12 +66,6 @@ def told_in_words_of(
             if error.message.startswith(told):
                 error.message = error.param + error.message.removeprefix(told)
         raise
-    except RequestValidationError as error:
-        found = [
-            each | {"loc": ("body", *renamed(".".join(map(str, each["loc"][1:]))).split("."))}
-            for each in error.errors()
-        ]
-        raise RequestValidationError(found) from None
 
 
 class BlockAnswer(Answer):
@@ -80,34 +73,36 @@ class BlockAnswer(Answer):
 
     ends = None
     index = -1  # of the newest block in the stream
-    _open: Block | None = None
+    _open: AnswerBlock | None = None
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def open_events(self, block: AnswerBlock) -> Iterator[Json]:
         """Yield the events that start an empty block."""
         raise NotImplementedError
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta_event(self, block: AnswerBlock, text: str) -> Json:
         """Return the event with a block's next text."""
         raise NotImplementedError
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         """Yield the events that end a block."""
         raise NotImplementedError
 
-    def ended(self) -> Iterator[Json]:
+    def end_events(self) -> Iterator[Json]:
         """Yield the events after the last block."""
         raise NotImplementedError
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> AnswerChoice:
         return self.choices[0]
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[AnswerBlock]:
         """The blocks that are shown to the client."""
         return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
 
-    def events(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Iterator[Json]:
+    def events(
+        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
+    ) -> Iterator[Json]:
         for number, found in groupby(pieces, lambda piece: piece.block):
             block = choice.blocks[number]
             if block.kind == "reasoning" and not self.reasoning:
@@ -115,14 +110,14 @@ class BlockAnswer(Answer):
             if block is not self._open:
                 yield from self._close()
                 self._open, self.index = block, self.index + 1
-                yield from self.opened(block)
+                yield from self.open_events(block)
             if text := "".join(piece.text for piece in found if piece.kind != "name"):
-                yield self.grown(block, text)
+                yield self.delta_event(block, text)
 
     def last_events(self) -> Iterator[Json]:
         yield from self._close()
-        yield from self.ended()
+        yield from self.end_events()
 
     def _close(self) -> Iterator[Json]:
         if self._open is not None:
-            yield from self.closed(self._open)
+            yield from self.close_events(self._open)

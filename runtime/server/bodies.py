@@ -7,7 +7,6 @@ from typing import Any, get_type_hints
 
 import numpy as np
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
@@ -22,7 +21,7 @@ MOST_DIGITS = 309  # of an integer: as many as the largest float has
 NO_JSON = "the body is not JSON"
 
 
-def route_of(pool: Pool) -> type[APIRoute]:
+def make_route_class(pool: Pool) -> type[APIRoute]:
     """Return a route class that passes `body` and `request`; long bodies are parsed in the pool.
 
     FastAPI itself would parse a body on the event loop and collect the errors of all its parts.
@@ -48,18 +47,22 @@ def route_of(pool: Pool) -> type[APIRoute]:
 
 
 def read_body(raw: bytes, kind: TypeAdapter[Any]) -> Any:
-    """Parse and validate a body; raises ApiError or RequestValidationError."""
-    given = read_json(raw)
+    """Parse and validate a body; raises ApiError."""
     try:
-        return kind.validate_python(given)
+        return kind.validate_python(read_json(raw))
     except ValidationError as error:
-        raise RequestValidationError(first_error(error)) from None
+        raise invalid_body(error) from None
 
 
-def first_error(error: ValidationError) -> list[dict[str, Any]]:
-    """Return the first error in FastAPI's format, without the wrong value."""
+def invalid_body(error: ValidationError) -> ApiError:
+    """Return the client's error for the first wrong field, without the wrong value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return [{**first, "loc": ("body", *first["loc"])}]
+    # pydantic's path may contain the type of a union that was tried: str, list[int].
+    parts, kinds = map(str, first["loc"]), ("str", "int", "bool")
+    place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
+    if not place:
+        return ApiError(400, f"{NO_JSON}: {first['msg']}")
+    return ApiError(400, f"{place}: {first['msg'].removeprefix('Value error, ')}", place)
 
 
 def read_json(raw: bytes) -> Any:

@@ -12,16 +12,16 @@ from mtpbuild.runtime.errors import (
     RequestError,
     TemplateLimitError,
 )
-from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter, opens_thought
+from mtpbuild.runtime.reasoning import BEGIN, END, AnswerPiece, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
+from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
+from mtpbuild.runtime.server.params import check_refused, leading_field, read_params
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.roles import with_known_roles
-from mtpbuild.runtime.server.sampled import check_refused, field_of, read_sampled
+from mtpbuild.runtime.server.roles import adapt_roles
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import forced_calls, form_field
-from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
+from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, detect_form
 
 Json = dict[str, Any]
 T = TypeVar("T", bound=Answer)
@@ -30,13 +30,13 @@ CHUNK = "chat.completion.chunk"
 
 def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    return read_as(ChatAnswer, service, engine, body)
+    return read_chat_as(ChatAnswer, service, engine, body)
 
 
-def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> T:
+def read_chat_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> T:
     """Create an answer of class `kind` for a chat's body; ApiError names the wrong field."""
     form = _form(service, engine, body)
-    ids = prompt_ids(engine, body)
+    ids = encode_prompt(engine, body)
     most, names = body.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
     if most is None:
         most, names = body.max_tokens, {}
@@ -44,9 +44,10 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     calls = forced_calls(body, form, engine.tokenizer)
-    marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
+    split = not service.settings.no_thinking_split
+    marks = engine.manifest.model.thinking_token_ids if split else None
     markers = (*((BEGIN, END) if marks else ()), *(form.tokens if form else ()))
-    params = read_sampled(
+    params = read_params(
         service,
         engine,
         body,
@@ -61,7 +62,9 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     )
     single = body.parallel_tool_calls is False
     schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
-    choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
+    choices = [
+        AnswerChoice(index, ids, own) for index, own in enumerate(seed_choices(params, body.n or 1))
+    ]
     for choice in choices:
         if marks is not None:
             choice.splitter = ThinkingSplitter(marks, opens_thought(ids, marks, engine.tokenizer))
@@ -87,9 +90,9 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
         if body.tool_choice == "auto" and body.tools is not None:
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
         return None
-    if body.tool_choice == "none" or service.settings.tool_parser == "none":
+    if body.tool_choice == "none" or service.settings.tool_call_parser == "none":
         return None
-    name = service.settings.tool_parser or _written_form(engine)
+    name = service.settings.tool_call_parser or _written_form(engine)
     if name is None:
         message = (
             "this model's chat template writes no calls of tools, or in a form that is not known: "
@@ -101,7 +104,7 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
 
 def _written_form(engine: Engine) -> str | None:
     templates = engine.tokenizer.chat_template if engine.tokenizer else None
-    return form_of(templates) if templates else None
+    return detect_form(templates) if templates else None
 
 
 def _template(engine: Engine) -> str:
@@ -110,7 +113,7 @@ def _template(engine: Engine) -> str:
     return templates.text if templates else ""
 
 
-def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
+def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
     """Return the token ids of a conversation; raises ApiError."""
     check_refused(body)
     options: ChatOptions = {
@@ -140,12 +143,12 @@ def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
 
     special = bool(body.add_special_tokens)
     try:
-        prompt = render(with_known_roles(messages, render))
+        prompt = render(adapt_roles(messages, render))
         return engine.token_ids(prompt, add_special_tokens=special)
     except ContextLengthError as error:
         raise TooLongError("messages", error.limit, error.tokens) from None
     except MtpbuildError as error:
-        raise ApiError(400, str(error), field_of(str(error)) or "messages") from None
+        raise ApiError(400, str(error), leading_field(str(error)) or "messages") from None
 
 
 def _message(number: int, message: Json) -> Json:
@@ -190,7 +193,7 @@ def _object_call(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def call_of(id: str, name: str, arguments: str) -> Json:
+def make_tool_call(id: str, name: str, arguments: str) -> Json:
     """Return a tool call in the form that messages have."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -200,39 +203,41 @@ class ChatAnswer(Answer):
 
     kind = "chatcmpl"
 
-    def whole(self) -> Json:
+    def full_body(self) -> Json:
         choices = [self._choice(choice) for choice in self.choices]
-        prompt = self.prompt() | self.of_prompt(self.choices[0])
-        return self.said("chat.completion", choices) | prompt | self.used()
+        prompt = self.prompt() | self.prompt_logprobs_field(self.choices[0])
+        return self.openai_object("chat.completion", choices) | prompt | self.usage_fields()
 
     def prompt(self) -> Json:
         """Return the field with the prompt's token ids, if requested."""
         return {"prompt_token_ids": self.choices[0].ids} if self.with_ids else {}
 
-    def _choice(self, choice: Choice) -> Json:
-        content = choice.said("content")
+    def _choice(self, choice: AnswerChoice) -> Json:
+        content = choice.join_text("content")
         message: Json = {"role": "assistant", "content": content or None, "refusal": None}
-        if not choice.called and choice.splitter is None:
+        if not choice.call_blocks and choice.splitter is None:
             message["content"] = content
-        thought = choice.said("reasoning") if self.reasoning else ""
+        thought = choice.join_text("reasoning") if self.reasoning else ""
         if thought:
             message |= {"reasoning_content": thought, "reasoning": thought}
-        if choice.called:
+        if choice.call_blocks:
             message["tool_calls"] = [
-                call_of(block.id, block.name, block.text) for block in choice.called
+                make_tool_call(block.id, block.name, block.text) for block in choice.call_blocks
             ]
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
-            **choice.end,
+            **choice.finish_fields,
         } | ({"token_ids": choice.token_ids} if self.with_ids else {})
 
-    def opening(self, choice: Choice) -> Json:
-        opening = self._event(choice, {"role": "assistant", "content": ""})
-        return opening | (self.prompt() if choice.index == 0 else {})
+    def opening_event(self, choice: AnswerChoice) -> Json:
+        opening_event = self._event(choice, {"role": "assistant", "content": ""})
+        return opening_event | (self.prompt() if choice.index == 0 else {})
 
-    def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
+    def event(
+        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
+    ) -> Json | None:
         delta: Json = {}
         for piece in pieces:
             if piece.kind in ("name", "arguments"):
@@ -246,38 +251,38 @@ class ChatAnswer(Answer):
         if not (delta or chunk.finish_reason or logprobs or self.with_ids):
             return None
         event = self._event(choice, delta)
-        (told,) = event["choices"]
-        told["logprobs"] = logprobs
+        (fields,) = event["choices"]
+        fields["logprobs"] = logprobs
         if chunk.finish_reason is not None:
-            told |= choice.end
+            fields |= choice.finish_fields
         if self.with_ids:
-            told |= {
+            fields |= {
                 "token_ids": list(chunk.token_ids),
                 "spans": [[p.text, p.from_draft, p.kind] for p in pieces],
             }
         return event
 
-    def _event(self, choice: Choice, delta: Json) -> Json:
-        told = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.said(CHUNK, [told])
+    def _event(self, choice: AnswerChoice, delta: Json) -> Json:
+        fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.openai_object(CHUNK, [fields])
 
-    def _add_call(self, calls: list[Json], choice: Choice, piece: Piece) -> None:
+    def _add_call(self, calls: list[Json], choice: AnswerChoice, piece: AnswerPiece) -> None:
         """Add a piece of a call; only its first piece has id, type and name: clients join them."""
         if piece.kind == "name":
             id = choice.blocks[piece.block].id
-            calls.append({"index": piece.call} | call_of(id, piece.text, ""))
+            calls.append({"index": piece.call} | make_tool_call(id, piece.text, ""))
         elif calls and calls[-1]["index"] == piece.call:
             calls[-1]["function"]["arguments"] += piece.text
         else:
             calls.append({"index": piece.call, "function": {"arguments": piece.text}})
 
-    def trailer(self) -> Json:
-        return self.said(CHUNK, []) | self.used()
+    def usage_event(self) -> Json:
+        return self.openai_object(CHUNK, []) | self.usage_fields()
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:
             text, raw = self.token_text(id)
-            return {"token": text, "logprob": finite(logprob), "bytes": raw}
+            return {"token": text, "logprob": clamp_logprob(logprob), "bytes": raw}
 
         content = []
         for token in tokens:

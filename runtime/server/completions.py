@@ -7,12 +7,12 @@ from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
+from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
+from mtpbuild.runtime.server.params import read_params
 from mtpbuild.runtime.server.protocol import CompletionBody
-from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import form_field
 
@@ -27,10 +27,10 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         raise ApiError(400, "suffix is not supported", "suffix")
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
-    choices: list[Choice] = []
+    choices: list[AnswerChoice] = []
     for prompt in _prompts(body.prompt):
         ids = _ids(engine, prompt, body)
-        params = read_sampled(
+        params = read_params(
             service,
             engine,
             body,
@@ -41,8 +41,8 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
             prompt_logprobs=body.logprobs if body.echo else None,
             names={} if "prompt_logprobs" in body.settings else {"prompt_logprobs": "echo"},
         )
-        for own in seeded(params, body.n or 1):
-            choices.append(Choice(len(choices), ids, own))
+        for own in seed_choices(params, body.n or 1):
+            choices.append(AnswerChoice(len(choices), ids, own))
             if body.echo:
                 choices[-1].echo = _echo(engine, prompt, choices[-1])
     return CompletionAnswer(
@@ -72,7 +72,7 @@ def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[
         raise ApiError(400, str(error), "prompt") from None
 
 
-def _echo(engine: Engine, prompt: str | list[int], choice: Choice) -> str:
+def _echo(engine: Engine, prompt: str | list[int], choice: AnswerChoice) -> str:
     """Return the prompt as text; token ids are decoded as in an answer."""
     if isinstance(prompt, str):
         return prompt
@@ -94,10 +94,10 @@ class CompletionAnswer(Answer):
 
     kind = "cmpl"
 
-    def whole(self) -> Json:
-        told = []
+    def full_body(self) -> Json:
+        choices = []
         for choice in self.choices:
-            text = choice.echo + choice.said("content")
+            text = choice.echo + choice.join_text("content")
             logprobs = None
             if self.with_logprobs:
                 scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
@@ -105,58 +105,62 @@ class CompletionAnswer(Answer):
                 starts = [*(self._prompt_starts(choice) if choice.echo else ())]
                 starts += (len(choice.echo) + start for start in choice.starts)
                 logprobs = self._logprobs(tokens, starts, len(text))
-            own = self._told(choice, text, logprobs, choice.token_ids, first=True)
-            told.append(own | choice.end | self.of_prompt(choice))
-        return self.said(KIND, told) | self.used()
+            own = self._choice_fields(choice, text, logprobs, choice.token_ids, first=True)
+            choices.append(own | choice.finish_fields | self.prompt_logprobs_field(choice))
+        return self.openai_object(KIND, choices) | self.usage_fields()
 
-    def opening(self, choice: Choice) -> Json | None:
+    def opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
-        return self.said(KIND, [self._told(choice, choice.echo, None, [], first=True)])
+        return self.openai_object(
+            KIND, [self._choice_fields(choice, choice.echo, None, [], first=True)]
+        )
 
-    def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
+    def event(
+        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
+    ) -> Json | None:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._certain_logprobs(choice, last=chunk.finish_reason is not None)
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
-        told = self._told(choice, text, logprobs, list(chunk.token_ids), first=first)
+        fields = self._choice_fields(choice, text, logprobs, list(chunk.token_ids), first=first)
         if chunk.finish_reason is not None:
-            told |= choice.end
-        return self.said(KIND, [told])
+            fields |= choice.finish_fields
+        return self.openai_object(KIND, [fields])
 
-    def trailer(self) -> Json:
-        return self.said(KIND, []) | self.used()
+    def usage_event(self) -> Json:
+        return self.openai_object(KIND, []) | self.usage_fields()
 
-    def _told(
-        self, choice: Choice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
+    def _choice_fields(
+        self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
         """Return a choice's object; the `first` one of a choice also has the prompt's ids."""
-        told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        fields = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if not self.with_ids:
-            return told
-        return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
+            return fields
+        return fields | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
-    def _certain_logprobs(self, choice: Choice, *, last: bool) -> Json | None:
+    def _certain_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
         """Return the log-probabilities that a stream has not sent yet; None if there are none.
 
         A token whose text may be the start of a stop string is held back.
         """
         if not self.with_logprobs:
             return None
-        told = until = choice.told
+        first = until = choice.sent_logprobs
         known = len(choice.logprobs)
         while until < known and (last or choice.starts[until] <= choice.chars):
             until += 1
-        choice.told = until
-        if until == told:
+        choice.sent_logprobs = until
+        if until == first:
             return None
-        end, starts = len(choice.echo) + choice.chars, choice.starts[told:until]
+        end, starts = len(choice.echo) + choice.chars, choice.starts[first:until]
         starts = [len(choice.echo) + start for start in starts]
-        return self._logprobs(choice.logprobs[told:until], starts, end)
+        return self._logprobs(choice.logprobs[first:until], starts, end)
 
-    def _prompt_starts(self, choice: Choice) -> Iterator[int]:
+    def _prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
         """Yield the offset in the echoed prompt at which each token's text begins."""
         assert self.tokenizer is not None
         at, utf8 = 0, getincrementaldecoder("utf-8")("replace")
@@ -176,16 +180,16 @@ class CompletionAnswer(Answer):
         are capped at it, because a stop string is cut off. The first token of a prompt has no
         log-probability: NaN.
         """
-        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        fields: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, start in zip(tokens, starts, strict=True):
             text, _ = self.token_text(token.token_id)
-            told["tokens"].append(text)
+            fields["tokens"].append(text)
             first = isnan(token.logprob)
-            told["token_logprobs"].append(None if first else finite(token.logprob))
+            fields["token_logprobs"].append(None if first else clamp_logprob(token.logprob))
             top: dict[str, float] = {}
             for id, logprob in ((token.token_id, token.logprob), *token.top):
                 # If several tokens have the same text, the most probable one is kept.
-                top.setdefault(self.token_text(id)[0], finite(logprob))
-            told["top_logprobs"].append(None if first else top)
-            told["text_offset"].append(min(start, length))
-        return told
+                top.setdefault(self.token_text(id)[0], clamp_logprob(logprob))
+            fields["top_logprobs"].append(None if first else top)
+            fields["text_offset"].append(min(start, length))
+        return fields

@@ -9,13 +9,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 
 access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each request to it
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
-class PathAlone(logging.Filter):
+class QueryStringFilter(logging.Filter):
     """A log filter that drops query strings, which may contain a client's key."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -25,10 +25,10 @@ class PathAlone(logging.Filter):
         return True
 
 
-access.addFilter(PathAlone())
+access.addFilter(QueryStringFilter())
 
 
-def limited(settings: Settings) -> type[H11Protocol]:
+def limit_time(settings: ServerOptions) -> type[H11Protocol]:
     """Return uvicorn's HTTP/1.1 protocol with time limits, for `uvicorn.Config(http=..)`.
 
     A request's headers must be complete `header_timeout` seconds after the connection was made, or,
@@ -80,14 +80,14 @@ def limited(settings: Settings) -> type[H11Protocol]:
             self._refuse(long if found > HEADERS else ApiError(400, "this is not HTTP"))
 
         def _await_headers(self) -> None:
-            late = self.loop.call_later(settings.header_timeout, self._no_headers)
-            self._timers["headers"] = late
+            timeout = self.loop.call_later(settings.header_timeout, self._no_headers)
+            self._timers["headers"] = timeout
 
         def _no_headers(self) -> None:
             if not self.transport.is_closing():
-                begun = bool(self.conn.trailing_data[0])
-                late = ApiError(408, "the request's headers did not come")
-                self._refuse(late if begun else None)
+                started = bool(self.conn.trailing_data[0])
+                timeout = ApiError(408, "the request's headers did not come")
+                self._refuse(timeout if started else None)
 
         def _stop(self, timer: str) -> None:
             if running := self._timers.pop(timer, None):
@@ -96,8 +96,8 @@ def limited(settings: Settings) -> type[H11Protocol]:
         def _await_reader(self) -> None:
             if "sending" not in self._timers:
                 left = self.transport.get_write_buffer_size()
-                late = self.loop.call_later(settings.send_timeout, self._look_again, left)
-                self._timers["sending"] = late
+                timeout = self.loop.call_later(settings.send_timeout, self._look_again, left)
+                self._timers["sending"] = timeout
 
         def _look_again(self, before: int) -> None:
             """Abort unless the client has read some of the `before` bytes that were waiting."""

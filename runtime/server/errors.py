@@ -5,42 +5,32 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-KINDS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    431: "HeadersTooLargeError",
-    503: "ServiceUnavailableError",
-}
-ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
+INTERNAL = ("InternalServerError", "api_error")
+TYPES = {  # status: OpenAI's and Anthropic's type of an error
+    400: ("BadRequestError", "invalid_request_error"),
+    401: ("AuthenticationError", "authentication_error"),
+    403: ("PermissionDeniedError", "permission_error"),
+    404: ("NotFoundError", "not_found_error"),
+    405: ("MethodNotAllowedError", "invalid_request_error"),
+    408: ("RequestTimeoutError", "timeout_error"),
+    413: ("RequestTooLargeError", "request_too_large"),
+    429: ("RateLimitError", "rate_limit_error"),
+    431: ("HeadersTooLargeError", "api_error"),
+    503: ("ServiceUnavailableError", "overloaded_error"),
 }
 
 
-def as_json(content: Any) -> bytes:
+def encode_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8; a lone surrogate, which a client may have sent, is escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
-class Told(JSONResponse):
-    """A JSON response encoded by `as_json`."""
+class JsonResponse(JSONResponse):
+    """A JSON response encoded by `encode_json`."""
 
     def render(self, content: Any) -> bytes:
-        return as_json(content)
+        return encode_json(content)
 
 
 class ApiError(Exception):
@@ -61,15 +51,14 @@ class ApiError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the error object of the path's API."""
+        openai, anthropic = TYPES.get(self.status, INTERNAL)
         if path.startswith("/v1/messages"):
-            kind = ANTHROPIC.get(self.status, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = KINDS.get(self.status, "InternalServerError")
-        said = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
+            return {"type": "error", "error": {"type": anthropic, "message": self.message}}
+        fields = {"message": self.message, "type": openai, "param": self.param, "code": self.code}
+        return {"error": fields}
 
-    def response(self, path: str = "") -> Told:
-        return Told(self.body(path), self.status, self.headers)
+    def response(self, path: str = "") -> JsonResponse:
+        return JsonResponse(self.body(path), self.status, self.headers)
 
 
 class TooLongError(ApiError):
@@ -81,14 +70,14 @@ class TooLongError(ApiError):
         prompt None: more than the limit.
         """
         count = f"more than {limit}" if prompt is None else prompt
-        asked = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
+        problem = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"
         if prompt is None:
             prompt = limit + 1
         if most is not None:
             both = f"{prompt} in the prompt, {most} for the answer"
-            asked = f"{prompt + most} were asked for ({both})"
+            problem = f"{prompt + most} were asked for ({both})"
         super().__init__(
-            400, f"this model's maximum context length is {limit} tokens; {asked}", param
+            400, f"this model's maximum context length is {limit} tokens; {problem}", param
         )
         self.code = "context_length_exceeded"
         self._anthropic = f"prompt is too long: {prompt + (most or 0)} tokens > {limit} maximum"
@@ -99,7 +88,7 @@ class TooLongError(ApiError):
             )
 
     def body(self, path: str = "") -> dict[str, Any]:
-        told = super().body(path)
+        content = super().body(path)
         if path.startswith("/v1/messages"):
-            told["error"]["message"] = self._anthropic
-        return told
+            content["error"]["message"] = self._anthropic
+        return content

@@ -9,20 +9,21 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 
 FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
 
-class Gate:
+class RequestGate:
     """Middleware that refuses requests without the key, from other pages, too long or too slow.
 
     Every body is treated as JSON, whatever its Content-Type is: curl's default is a form.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerOptions) -> None:
         self._app, self._settings = app, settings
-        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, settings.hosts)}
+        hosts = settings.allowed_hosts or ()
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +49,7 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        key = self._settings.api_key
+        key = self._settings.key
         if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
@@ -77,7 +78,7 @@ class Gate:
         if site is None and origin:  # an old browser, or a program that sends Origin
             foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
-        if foreign and not {origin, "*"} & set(self._settings.cors):
+        if foreign and not {origin, "*"} & set(self._settings.allow_origin or ()):
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
@@ -85,13 +86,13 @@ class Gate:
 
         A body beyond the limits raises an ApiError, which is also added to `refusals`.
         """
-        seen, whole = 0, False
+        received, complete = 0, False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.body_timeout
 
         async def limited() -> Message:
-            nonlocal seen, whole
-            if whole:
+            nonlocal received, complete
+            if complete:
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -99,9 +100,9 @@ class Gate:
             except TimeoutError:
                 refusals.append(ApiError(408, "the request's body did not come"))
                 raise refusals[0] from None
-            seen += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if seen > self._settings.max_body:
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > self._settings.max_body:
                 refusals.append(self._too_large())
                 raise refusals[0]
             return message

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.server.answers import Block
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
-from mtpbuild.runtime.server.chat import call_of, prompt_ids, read_as
+from mtpbuild.runtime.server.answers import AnswerBlock
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
+from mtpbuild.runtime.server.chat import encode_prompt, make_tool_call, read_chat_as
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
@@ -31,7 +31,7 @@ class Turn(Body):
     content: str | Many[Json]
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     type: str | None = None
     name: str
     description: str | None = None
@@ -48,13 +48,13 @@ class Thinking(Body):
     type: str
 
 
-class Format(Body):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: Annotated[Json, Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    format: Format | None = None
+    format: OutputFormat | None = None
     effort: str | None = None
 
 
@@ -65,7 +65,7 @@ class MessagesPrompt(StreamedBody):
 
     messages: Many[Turn]
     system: str | Many[Json] | None = None
-    tools: Many[Tool] | None = None
+    tools: Many[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -81,21 +81,21 @@ class MessagesBody(MessagesPrompt):
 def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
     """Create the answer for a body; raises ApiError."""
     with _in_its_words(body):
-        answer = read_as(MessagesAnswer, service, engine, chat_of(body))
+        answer = read_chat_as(MessagesAnswer, service, engine, to_chat_body(body))
     answer.form_field = NAMES.get(answer.form_field, answer.form_field)
     return answer
 
 
-def counted(service: Service, body: MessagesPrompt) -> Json:
+def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
     """Count a prompt's tokens; raises ApiError."""
     engine = service.admit(0)
     service.check_model(body.model)
     with _in_its_words(body):
-        return {"input_tokens": len(prompt_ids(engine, chat_of(body)))}
+        return {"input_tokens": len(encode_prompt(engine, to_chat_body(body)))}
 
 
 def _in_its_words(body: MessagesPrompt) -> AbstractContextManager[None]:
-    return told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)])
+    return rename_error_fields(body, NAMES, lambda: [place for place, _ in _conversation(body)])
 
 
 def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
@@ -109,7 +109,7 @@ def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
     return [*system, *turns]
 
 
-def chat_of(body: MessagesPrompt) -> ChatBody:
+def to_chat_body(body: MessagesPrompt) -> ChatBody:
     """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
     messages = [message for _, message in _conversation(body)]
     fields: Json = {"messages": messages}
@@ -133,7 +133,7 @@ def chat_of(body: MessagesPrompt) -> ChatBody:
     if body.thinking:
         fields["include_reasoning"] = thinks = body.thinking.type != "disabled"
         kwargs |= {"thinking": thinks, "enable_thinking": thinks}
-    return as_chat(body, kwargs, **fields)
+    return make_chat_body(body, kwargs, **fields)
 
 
 def _turn(number: int, turn: Turn) -> list[Json]:
@@ -141,25 +141,25 @@ def _turn(number: int, turn: Turn) -> list[Json]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     given: list[Json] = []
-    said: Json = {"role": turn.role, "content": []}
+    message: Json = {"role": turn.role, "content": []}
     for block in turn.content:
         match block:
             case {"type": "text", "text": str(text)}:
-                said["content"].append({"type": "text", "text": text})
+                message["content"].append({"type": "text", "text": text})
             case {"type": "thinking", "thinking": str(thought)}:
-                said["reasoning_content"] = said.get("reasoning_content", "") + thought
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case {"type": "redacted_thinking"}:
                 pass
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(asked)}:
-                call = call_of(id, name, json.dumps(asked, ensure_ascii=False))
-                said.setdefault("tool_calls", []).append(call)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)}:
+                call = make_tool_call(id, name, json.dumps(arguments, ensure_ascii=False))
+                message.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 content = _result(block.get("content"), failed=block.get("is_error") is True)
                 given.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 where, kind = f"messages.{number}.content", block.get("type")
                 raise ApiError(400, f"{where}: no block of type {kind!r:.60} can be read", where)
-    return [*given, said] if len(said) > 2 or said["content"] or not given else given
+    return [*given, message] if len(message) > 2 or message["content"] or not given else given
 
 
 def _result(content: Any, *, failed: bool) -> Any:
@@ -171,7 +171,7 @@ def _result(content: Any, *, failed: bool) -> Any:
     return f"Error: {content}" if content else "Error"
 
 
-def _tool(number: int, tool: Tool) -> Json:
+def _tool(number: int, tool: AnthropicTool) -> Json:
     if tool.type not in (None, "custom"):
         message = f"tools.{number}: a server has no tool {tool.type:.60} of its own"
         raise ApiError(400, message, f"tools.{number}.type")
@@ -184,18 +184,18 @@ class MessagesAnswer(BlockAnswer):
 
     kind = "msg"
 
-    def whole(self) -> Json:
+    def full_body(self) -> Json:
         return self._message([_shown(block) for block in self.blocks]) | self._end()
 
     def first_events(self) -> Iterator[Json]:
         end = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield {"type": "message_start", "message": self._message([]) | end}
 
-    def opened(self, block: Block) -> Iterator[Json]:
-        empty = _shown(Block(block.kind, block.id, block.name))
+    def open_events(self, block: AnswerBlock) -> Iterator[Json]:
+        empty = _shown(AnswerBlock(block.kind, block.id, block.name))
         yield {"type": "content_block_start", "index": self.index, "content_block": empty}
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta_event(self, block: AnswerBlock, text: str) -> Json:
         match block.kind:
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
@@ -205,10 +205,10 @@ class MessagesAnswer(BlockAnswer):
                 delta = {"type": "input_json_delta", "partial_json": text}
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         yield {"type": "content_block_stop", "index": self.index}
 
-    def ended(self) -> Iterator[Json]:
+    def end_events(self) -> Iterator[Json]:
         end = self._end()
         usage, metrics = end.pop("usage"), end.pop("metrics")
         yield {"type": "message_delta", "delta": end, "usage": usage, "metrics": metrics}
@@ -243,11 +243,11 @@ class MessagesAnswer(BlockAnswer):
         }
 
 
-def _shown(block: Block) -> Json:
+def _shown(block: AnswerBlock) -> Json:
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "content":
             return {"type": "text", "text": block.text}
-    asked = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": asked}
+    arguments = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}

@@ -12,11 +12,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -50,37 +46,39 @@ class Metrics:
         self._registry.register(EngineCollector(stats, [model, "0"]))
         ProcessCollector(registry=self._registry)
         sizes = _sizes(build.max_seq_len)
-        made = self._histogram
-        self.first_token = made(
+        histogram = self._histogram
+        self.first_token = histogram(
             "time_to_first_token_seconds", "Seconds from a request to its first token.", FIRST
         )
-        self.between = made(
+        self.between = histogram(
             "inter_token_latency_seconds", "Seconds from one step's tokens to the next.", BETWEEN
         )
-        self.per_token = made(
+        self.per_token = histogram(
             "request_time_per_output_token_seconds",
-            "Seconds per token of a request behind its first one.",
+            "Seconds per token of a request after its first one.",
             BETWEEN,
         )
-        self.whole = made(
+        self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "Seconds from a request to its last token.", WHOLE
         )
-        self.queued = made(
+        self.queued = histogram(
             "request_queue_time_seconds", "Seconds in which a request waited for a slot.", WHOLE
         )
-        self.prefill = made(
+        self.prefill = histogram(
             "request_prefill_time_seconds", "Seconds from the slot to the first token.", WHOLE
         )
-        self.decode = made(
+        self.decode = histogram(
             "request_decode_time_seconds", "Seconds from the first token to the last.", WHOLE
         )
-        self.inference = made(
+        self.inference = histogram(
             "request_inference_time_seconds", "Seconds from the slot to the last token.", WHOLE
         )
-        self.prompt = made("request_prompt_tokens", "Tokens of a prompt.", sizes)
-        self.generated = made("request_generation_tokens", "Tokens of an answer.", sizes)
-        self.asked_choices = made("request_params_n", "Choices that a request asks for.", CHOICES)
-        self.asked_tokens = made(
+        self.prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", sizes)
+        self.generated = histogram("request_generation_tokens", "Tokens of an answer.", sizes)
+        self.requested_choices = histogram(
+            "request_params_n", "Choices that a request asks for.", CHOICES
+        )
+        self.requested_tokens = histogram(
             "request_params_max_tokens", "Tokens that an answer may have at most.", sizes
         )
         self._ended = Counter(
@@ -97,7 +95,7 @@ class Metrics:
             registry=self._registry,
         ).labels(engine="0", **capacity).set(1)
 
-    def ended(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def text(self) -> tuple[bytes, str]:
@@ -105,8 +103,10 @@ class Metrics:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"vllm:{name}", about, LABELS, registry=self._registry, buckets=buckets)
-        return made.labels(**self._labels)
+        histogram = Histogram(
+            f"vllm:{name}", about, LABELS, registry=self._registry, buckets=buckets
+        )
+        return histogram.labels(**self._labels)
 
 
 class EngineCollector(Collector):

@@ -15,90 +15,69 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
 Id = Annotated[int, Field(ge=0)]
 TOKEN = "a token id, which is a whole number from 0"
-FORM = "structured_outputs has it as `{}`"
-KWARGS = "chat_template_kwargs has it as `{}`"
-TRIED = "no sampler of that name is there"
+
+
+def each(names: str, value: Any) -> dict[str, Any]:
+    """Return the same value for several fields."""
+    return dict.fromkeys(names.split(), value)
+
+
+NO_SAMPLER = "no sampler of that name is there"
+NO_CODE = "a server runs no code of its clients"
 REFUSED = {  # field: why it is refused, or which field takes its place
-    "audio": "an answer is text",
+    **each("audio modalities", "an answer is text"),
+    **each("chat_template task", "an engine has its model's own template"),
+    **each("custom_logit_processor custom_params logits_processors vllm_xargs", NO_CODE),
+    **each("dry_multiplier dynatemp_range mirostat top_n_sigma", NO_SAMPLER),
+    **each("typical_p xtc_probability", NO_SAMPLER),
+    **each("ebnf grammar guided_grammar structural_tag", "structured_outputs has it as `grammar`"),
+    **each("guided_json json_schema", "structured_outputs has it as `json`"),
+    **each("guided_regex regex", "structured_outputs has it as `regex`"),
+    **each("return_hidden_states return_routed_experts", "an engine gives tokens alone"),
+    **each(
+        "thinking_budget thinking_token_budget", "max_tokens bounds thought and answer together"
+    ),
     "best_of": "n is how many answers there are",
-    "chat_template": "an engine has its model's own template",
-    "custom_logit_processor": "a server runs no code of its clients",
-    "custom_params": "a server runs no code of its clients",
-    "dry_multiplier": TRIED,
-    "dynatemp_range": TRIED,
-    "ebnf": FORM.format("grammar"),
     "echo": "/v1/completions has it; continue_final_message goes on from a message",
-    "enable_thinking": KWARGS.format("enable_thinking"),
+    "enable_thinking": "chat_template_kwargs has it as `enable_thinking`",
     "extra_key": "cache_salt takes its place",
     "function_call": "tool_choice takes its place",
     "functions": "tools take their place",
-    "grammar": FORM.format("grammar"),
-    "guided_choice": FORM.format("choice"),
-    "guided_grammar": FORM.format("grammar"),
-    "guided_json": FORM.format("json"),
-    "guided_regex": FORM.format("regex"),
+    "guided_choice": "structured_outputs has it as `choice`",
     "guided_whitespace_pattern": "JSON is written without white space",
     "input_ids": "/v1/completions takes token ids as its prompt",
-    "json_schema": FORM.format("json"),
     "kv_transfer_params": "an engine keeps its caches for itself",
     "length_penalty": "it belongs to beam search, which is not there",
-    "logits_processors": "a server runs no code of its clients",
     "logprob_token_ids": "top_logprobs has the most probable tokens",
     "lora_path": "an engine has its own weights",
-    "mirostat": TRIED,
-    "modalities": "an answer is text",
     "n_predict": "max_tokens takes its place",
     "no_stop_trim": "include_stop_str_in_output takes its place",
     "prompt_embeds": "a prompt is a text or token ids",
     "reasoning": "chats have reasoning_effort and chat_template_kwargs",
-    "regex": FORM.format("regex"),
     "repeat_penalty": "repetition_penalty takes its place",
     "repetition_detection": "max_tokens and stop end an answer",
-    "return_hidden_states": "an engine gives tokens alone",
     "return_prompt_text": "/tokenize and /detokenize give it",
     "return_prompt_token_ids": "return_token_ids takes its place",
-    "return_routed_experts": "an engine gives tokens alone",
     "separate_reasoning": "--no-thinking-split leaves thoughts in the text",
     "session_params": "the server keeps no sessions: send the whole prompt",
     "stop_regex": "stop has texts",
-    "structural_tag": FORM.format("grammar"),
     "suffix": "a model continues a prompt, and fills no gaps",
-    "task": "an engine has its model's own template",
-    "thinking": KWARGS.format("thinking"),
-    "thinking_budget": "max_tokens bounds thought and answer together",
-    "thinking_token_budget": "max_tokens bounds thought and answer together",
-    "top_n_sigma": TRIED,
+    "thinking": "chat_template_kwargs has it as `thinking`",
     "truncate_prompt_tokens": "a prompt is taken whole or not at all",
-    "typical_p": TRIED,
     "use_beam_search": "beam search is not there",
-    "vllm_xargs": "a server runs no code of its clients",
     "watermarking": "it is not there",
     "web_search_options": "the server has no tools of its own",
-    "xtc_probability": TRIED,
 }
-NOTHING: dict[str, Any] = {  # values of refused fields that change nothing; null never does
-    "best_of": 1,
-    "dry_multiplier": 0,
-    "dynatemp_range": 0,
-    "echo": False,
-    "functions": [],
-    "length_penalty": 1,
-    "logits_processors": [],
-    "mirostat": 0,
+NEUTRAL_VALUES: dict[str, Any] = {  # of refused fields: they change nothing; null never does
+    **each("best_of length_penalty repeat_penalty typical_p", 1),
+    **each("dry_multiplier dynatemp_range mirostat xtc_probability", 0),
+    **each("echo no_stop_trim return_hidden_states return_prompt_text", False),
+    **each("return_prompt_token_ids return_routed_experts use_beam_search watermarking", False),
+    **each("functions logits_processors", []),
     "modalities": ["text"],
-    "no_stop_trim": False,
-    "repeat_penalty": 1,
-    "return_hidden_states": False,
-    "return_prompt_text": False,
-    "return_prompt_token_ids": False,
-    "return_routed_experts": False,
     "separate_reasoning": True,
     "suffix": "",
     "top_n_sigma": -1,
-    "typical_p": 1,
-    "use_beam_search": False,
-    "watermarking": False,
-    "xtc_probability": 0,
 }
 
 
@@ -133,15 +112,15 @@ def _describe(schema: dict[str, Any]) -> None:
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
 
 
-def _asks(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: Any) -> bool:
     """Return whether a refused field has an effective value; false does not count as 0."""
-    nothing = NOTHING.get(name)
+    nothing = NEUTRAL_VALUES.get(name)
     return value is not None and (
         value != nothing or isinstance(value, bool) is not isinstance(nothing, bool)
     )
 
 
-class Sampled(StreamedBody):
+class GenerationBody(StreamedBody):
     """The fields that chats and completions share; null means the default.
 
     The fields of `http_settings` are accepted as well, as extra fields.
@@ -177,7 +156,7 @@ class Sampled(StreamedBody):
     def refused(self) -> tuple[str, str] | None:
         """The first refused field with an effective value, and the reason; None if none."""
         given = (self.model_extra or {}).items()
-        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _asks(n, v)), None)
+        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _has_effect(n, v)), None)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,7 +179,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatBody(Sampled):
+class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Many[dict[str, Any]]
@@ -241,7 +220,7 @@ class TokensBody(Body):
     tokens: Many[Id]
 
 
-def _first_wrong_item(prompt: Any) -> Any:
+def _check_prompt_items(prompt: Any) -> Any:
     """Check a prompt and name its first wrong item.
 
     Without this, pydantic would report one error for each type of the union.
@@ -269,11 +248,11 @@ def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
         raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
 
 
-class CompletionBody(Sampled):
+class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_first_wrong_item)
+        str | Many[str] | Many[Id] | Many[Many[Id]], BeforeValidator(_check_prompt_items)
     ]
     logprobs: int | None = None
     echo: bool | None = None

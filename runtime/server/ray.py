@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.command import ReplicaFlags
+from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.server.server import engine_defaults
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.target_options import load_options, option_flags
@@ -37,7 +37,7 @@ Arguments: Any = create_model(
 )
 
 
-class Named:
+class ReplicaNameHeader:
     """Middleware that adds a header with the replica's host and process to each answer."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
@@ -64,22 +64,25 @@ class Replica:
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
-        own = ReplicaFlags(**{name: getattr(arguments, name) for name in _fields_of(ReplicaFlags)})
-        self._service = Service(own.settings(defaults=engine_defaults(folder)))
+        own = ServerOptions(
+            **{name: getattr(arguments, name) for name in _fields_of(ReplicaFlags)},
+            key=read_key(arguments.api_key),
+            defaults=engine_defaults(folder),
+        )
+        self._service = Service(own)
         self._service.start(
             Engine.load(
                 folder,
-                threads=own.threads,
                 warm=[SamplingParams(), SamplingParams(temperature=1.0)],
-                **own.prefixes(),
+                **own.load_arguments(),
                 **{name: getattr(arguments, name) for name in LOADING},
             )
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        made = make_app(self._service)
-        made.add_middleware(Named, name=f"{socket.gethostname()}:{os.getpid()}")
-        return made
+        app = make_app(self._service)
+        app.add_middleware(ReplicaNameHeader, name=f"{socket.gethostname()}:{os.getpid()}")
+        return app
 
     def check_health(self) -> None:
         """Raise the engine's failure; Ray Serve then replaces this replica."""

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import ConfigDict
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.server.answers import Block
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat, told_in_words_of
-from mtpbuild.runtime.server.chat import call_of, read_as
+from mtpbuild.runtime.server.answers import AnswerBlock
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
+from mtpbuild.runtime.server.chat import make_tool_call, read_chat_as
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
 from mtpbuild.runtime.server.service import Service
@@ -20,11 +20,7 @@ REFUSED = {
     "previous_response_id": STATELESS,
     "prompt": "the server keeps no prompts",
 }
-NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
@@ -58,14 +54,14 @@ class ResponsesBody(StreamedBody):
 
 def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    with told_in_words_of(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
-        answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
+    with rename_error_fields(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
+        answer = read_chat_as(ResponsesAnswer, service, engine, to_chat_body(body))
     answer.form_field = NAMES.get(answer.form_field, answer.form_field)
-    answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
+    answer.request_body, answer.namespaces = body, dict(_namespaces(_tools(body)))
     return answer
 
 
-def chat_of(body: ResponsesBody) -> ChatBody:
+def to_chat_body(body: ResponsesBody) -> ChatBody:
     """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
     extra = body.model_extra or {}
     for name, reason in REFUSED.items():
@@ -77,7 +73,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     effort = body.reasoning.effort if body.reasoning else None
     thinks = effort != "none"
     kwargs = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
-    return as_chat(
+    return make_chat_body(
         body,
         kwargs if effort else {},
         messages=[message for _, message in _conversation(body)],
@@ -92,46 +88,46 @@ def chat_of(body: ResponsesBody) -> ChatBody:
 
 def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
     """Return the chat messages, each with the path of its content in the body; raises ApiError."""
-    said: list[tuple[str, Json]] = []
+    messages: list[tuple[str, Json]] = []
     if body.instructions:
-        said.append(("instructions", {"role": "system", "content": body.instructions}))
+        messages.append(("instructions", {"role": "system", "content": body.instructions}))
     if isinstance(body.input, str):
-        return [*said, ("input", {"role": "user", "content": body.input})]
+        return [*messages, ("input", {"role": "user", "content": body.input})]
     for number, item in enumerate(body.input):
-        _add(said, number, item)
-    return said
+        _add(messages, number, item)
+    return messages
 
 
-def _add(said: list[tuple[str, Json]], number: int, item: Json) -> None:
+def _add(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
     """Add an item to the conversation.
 
     Consecutive reasoning, text and function calls of the assistant become one message.
     """
-    last = said[-1][1] if said else {}
+    last = messages[-1][1] if messages else {}
     turn = last if last.get("role") == "assistant" else None
-    begun = turn is not None and "content" not in turn
+    unfinished = turn is not None and "content" not in turn
     place = f"input.{number}.content"
     match item:
         case {"type": "additional_tools"}:
             pass
         case {"type": "reasoning"}:
             thought = _texts(item.get("content")) or _texts(item.get("summary"))
-            if turn is None or not begun:
-                said.append((place, turn := {"role": "assistant"}))
+            if turn is None or not unfinished:
+                messages.append((place, turn := {"role": "assistant"}))
             earlier = turn.get("reasoning_content")
             turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(a)}:
             if turn is None:
-                said.append((place, turn := {"role": "assistant"}))
-            turn.setdefault("tool_calls", []).append(call_of(id, name, a))
+                messages.append((place, turn := {"role": "assistant"}))
+            turn.setdefault("tool_calls", []).append(make_tool_call(id, name, a))
         case {"type": "function_call_output", "call_id": str(id)}:
             answer = {"role": "tool", "tool_call_id": id, "content": item.get("output")}
-            said.append((f"input.{number}.output", answer))
-        case {"role": "assistant", "content": content} if turn is not None and begun:
+            messages.append((f"input.{number}.output", answer))
+        case {"role": "assistant", "content": content} if turn is not None and unfinished:
             turn["content"] = content
-            said[-1] = place, turn
+            messages[-1] = place, turn
         case {"role": str(role), "content": content}:
-            said.append((place, {"role": role, "content": content}))
+            messages.append((place, {"role": role, "content": content}))
         case _:
             where, kind = f"input.{number}", item.get("type")
             raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
@@ -201,11 +197,11 @@ class ResponsesAnswer(BlockAnswer):
     """An answer as a response object, whose output is a list of items."""
 
     kind = "resp"
-    asked: ResponsesBody
+    request_body: ResponsesBody
     namespaces: dict[str, Any]  # by function name
     _events = 0
 
-    def whole(self) -> Json:
+    def full_body(self) -> Json:
         complete = self.choice.reason != "length"
         shown = self.blocks
         output = [self._item(block, complete or block is not shown[-1]) for block in shown]
@@ -215,16 +211,16 @@ class ResponsesAnswer(BlockAnswer):
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress", []))
 
-    def opened(self, block: Block) -> Iterator[Json]:
-        empty = self._item(Block(block.kind, block.id, block.name), None)
+    def open_events(self, block: AnswerBlock) -> Iterator[Json]:
+        empty = self._item(AnswerBlock(block.kind, block.id, block.name), None)
         yield self._event("output_item.added", output_index=self.index, item=empty)
         if block.kind != "call":
             yield self._event("content_part.added", block, part=_part(block.kind, ""))
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta_event(self, block: AnswerBlock, text: str) -> Json:
         return self._event(f"{TEXTS[block.kind]}.delta", block, delta=text, **LOGPROBS[block.kind])
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         name = f"{TEXTS[block.kind]}.done"
         if block.kind == "call":
             yield self._event(name, block, arguments=block.text, name=block.name)
@@ -234,16 +230,16 @@ class ResponsesAnswer(BlockAnswer):
         item = self._item(block, self.choice.reason != "length" or block is not self.blocks[-1])
         yield self._event("output_item.done", output_index=self.index, item=item)
 
-    def ended(self) -> Iterator[Json]:
-        response = self.whole()
+    def end_events(self) -> Iterator[Json]:
+        response = self.full_body()
         yield self._event(response["status"], response=response)
 
     def failure(self, error: ApiError) -> Json:
         """Return the error event with OpenAI's fields and the error object its client raises."""
-        told = {"code": str(error.status), "message": error.message, "param": error.param}
-        return self._event("error", None, **told, **error.body()) | {"type": "error"}
+        fields = {"code": str(error.status), "message": error.message, "param": error.param}
+        return self._event("error", None, **fields, **error.body()) | {"type": "error"}
 
-    def _event(self, kind: str, block: Block | None = None, /, **fields: Any) -> Json:
+    def _event(self, kind: str, block: AnswerBlock | None = None, /, **fields: Any) -> Json:
         """Return the next event; with a block, include the item's id and indices."""
         place: Json = {}
         if block is not None:
@@ -253,7 +249,7 @@ class ResponsesAnswer(BlockAnswer):
         number = self._events - 1
         return {"type": f"response.{kind}", "sequence_number": number} | place | fields
 
-    def _item(self, block: Block, complete: bool | None) -> Json:
+    def _item(self, block: AnswerBlock, complete: bool | None) -> Json:
         """Return a block as an output item; complete None: it has just started."""
         status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
         head = {"id": _item_id(block), "status": status}
@@ -269,7 +265,7 @@ class ResponsesAnswer(BlockAnswer):
         return head | {"type": "function_call"} | call
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        asked = self.asked.model_dump(exclude_unset=True)
+        request_body = self.request_body.model_dump(exclude_unset=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
@@ -280,17 +276,17 @@ class ResponsesAnswer(BlockAnswer):
             "error": None,
             "incomplete_details": cut,
             "output": output,
-            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": request_body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
+            "reasoning": request_body.get("reasoning") or {"effort": None, "summary": None},
             "store": False,
-            "text": asked.get("text") or {"format": {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "text": request_body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": request_body.get("tool_choice") or "auto",
+            "tools": request_body.get("tools") or [],
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
             "metrics": self.metrics(),
-        } | {name: asked.get(name) for name in ECHOED}
+        } | {name: request_body.get(name) for name in ECHOED}
 
     def _usage(self) -> Json:
         usage = self.usage()
@@ -303,16 +299,12 @@ class ResponsesAnswer(BlockAnswer):
         }
 
 
-TEXTS = {
-    "reasoning": "reasoning_text",
-    "content": "output_text",
-    "call": "function_call_arguments",
-}
+TEXTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
 IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
 LOGPROBS: dict[str, Json] = {"reasoning": {}, "content": {"logprobs": []}, "call": {}}
 
 
-def _item_id(block: Block) -> str:
+def _item_id(block: AnswerBlock) -> str:
     return IDS[block.kind] + block.id.removeprefix("call")
 
 

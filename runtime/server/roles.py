@@ -11,7 +11,7 @@ MARK = "<instruction-{}-9e3b>"
 INSTRUCTIONS = ("system", "developer")
 
 
-def with_known_roles(messages: list[Json], render: Render) -> list[Json]:
+def adapt_roles(messages: list[Json], render: Render) -> list[Json]:
     """Return the messages in the first variant of which the template shows all instructions.
 
     The variants: role `developer` stays; it becomes `system`; the leading system messages are also

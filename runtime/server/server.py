@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +19,10 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.connection import HEADERS, limited
-from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.server.connection import HEADERS, limit_time
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.threads import start_daemon
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130
@@ -73,12 +73,12 @@ def listen(address: Address) -> socket.socket:
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Read sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
-        said = read_json(folder / "generation_config.json")
+        config = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
         return {}
     found: dict[str, float | int] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        value = said.get(name) if isinstance(said, dict) else None
+        value = config.get(name) if isinstance(config, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[name] = value
     return found
@@ -95,10 +95,12 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
     return defaults
 
 
-def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
+def serve(
+    folder: Path, load: Callable[[], Engine], settings: ServerOptions, address: Address
+) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
-    hosts = (*settings.hosts, address.host)
-    settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
+    hosts = [*(settings.allowed_hosts or ()), address.host]
+    settings = replace(settings, defaults=engine_defaults(folder), allowed_hosts=hosts)
     own = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")
@@ -114,7 +116,7 @@ def configuration(service: Service) -> uvicorn.Config:
     """Return uvicorn's configuration with this server's limits; warnings go to stderr."""
     return uvicorn.Config(
         make_app(service),
-        http=limited(service.settings),
+        http=limit_time(service.settings),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -127,14 +129,14 @@ def configuration(service: Service) -> uvicorn.Config:
 
 
 async def _serve(
-    load: Callable[[], Engine], settings: Settings, address: Address, own: socket.socket
+    load: Callable[[], Engine], settings: ServerOptions, address: Address, own: socket.socket
 ) -> None:
     service = Service(settings)
     listener = Listener(configuration(service))
     endings: list[asyncio.Task[None]] = []
 
     async def end() -> None:
-        if not await service.drained(address.drain):
+        if not await service.drain(address.drain):
             listener.drop()
         listener.stop()
 
@@ -147,7 +149,7 @@ async def _serve(
     on_signals(asyncio.get_running_loop(), signalled)
     service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([own]))
-    loading = _in_a_thread(load)
+    loading = asyncio.wrap_future(start_daemon(load))
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():  # a signal came while the engine was loading
         await serving
@@ -165,44 +167,15 @@ async def _serve(
         raise service.failed
 
 
-def _in_a_thread(load: Callable[[], Engine]) -> asyncio.Future[Engine]:
-    """Load the engine in a daemon thread, so that exiting does not wait for it."""
-    future = Future[Engine]()
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:
-            future.set_exception(error)
-
-    loaded = asyncio.wrap_future(future)
-    threading.Thread(target=run, daemon=True).start()
-    return loaded
-
-
 def _url(own: socket.socket) -> str:
     host, port = own.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def outlive_signals() -> None:
+def ignore_signals() -> None:
     """Ignore signals in a rank other than 0: launchers signal all ranks, rank 0 ends the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def read_key(file: Path | None) -> str | None:
-    """Read the API key from a file's first line, else from MTPBUILD_API_KEY; None: no key."""
-    if file is None:
-        return os.environ.get("MTPBUILD_API_KEY") or None
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key {file}: can't be read ({error})") from None
-    key = lines[0].strip() if lines else ""
-    if not key or not key.isascii():
-        raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
-    return key
 
 
 def on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import (
@@ -20,6 +19,7 @@ from mtpbuild.runtime.request import Chunk, Request
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.pool import Pool
 
 log = logging.getLogger("mtpbuild")
@@ -28,28 +28,7 @@ READERS, COMPILERS = 4, 2  # threads
 FORMS = 32  # output grammars that are being compiled or queued for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
-CUT = 0.5  # seconds that clients have to read the error after their requests were cut off
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The flags of `mtpbuild serve` that concern requests."""
-
-    model: str | None = None  # its name to clients; None: the engine's
-    api_key: str | None = None
-    max_queue: int = 256
-    request_timeout: float | None = None
-    max_body: int = 8 * 1024 * 1024
-    header_timeout: float = 30.0  # seconds, like the next two
-    body_timeout: float = 60.0
-    send_timeout: float = 60.0
-    cors: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()  # accepted names in the header Host; "*": any
-    thinking: bool = True  # put reasoning into a field of its own
-    tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
-    log_requests: bool = False
-    access_log: bool = False  # a line for each request: who asked, method, path and status
-    defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
+CUT_OFF_SECONDS = 0.5  # in which clients can read the error after their requests were cut off
 
 
 class Service:
@@ -58,7 +37,7 @@ class Service:
     The service is ready once the engine is loaded, until it drains or the engine fails.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerOptions) -> None:
         self.settings = settings
         self.engine: Engine | None = None
         self.draining = False
@@ -68,12 +47,12 @@ class Service:
         self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
-        self._cut = False  # the drain timeout has passed: unfinished requests fail
+        self._cut_off = False  # the drain timeout has passed: unfinished requests fail
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
-        self.model = self.settings.model or engine.manifest.model.name
+        self.model = self.settings.served_model_name or engine.manifest.model.name
         self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
         self.engine = engine
 
@@ -126,14 +105,14 @@ class Service:
                         last = now
                     if chunk.metrics is not None:
                         reason = chunk.finish_reason or reason
-                        m.whole.observe(now - began)
+                        m.e2e_latency.observe(now - began)
                         self._observe(chunk)
                     yield chunk
         except TimeoutError:
-            if self._cut:
+            if self._cut_off:
                 raise ApiError(503, SHUTTING_DOWN) from None
-            late = "the request took too long (--request-timeout)"
-            raise ApiError(408, late, retry=False) from None
+            message = "the request took too long (--request-timeout)"
+            raise ApiError(408, message, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         except (NotFiniteError, RequestFailedError) as error:  # only this request failed
@@ -144,66 +123,66 @@ class Service:
             self._probe(error)
             raise ApiError(500, f"the engine failed: {error}") from None
         finally:
-            m.ended("abort" if reason == "cancelled" else reason)
+            m.count_finished("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
         """Return the next chunk, None after the last; TimeoutError after the request's time."""
         most = self.settings.request_timeout
-        left = None if most is None else began + most - time.perf_counter()
-        async with asyncio.timeout(0 if self._cut else left) as limit:
+        left = None if not most else began + most - time.perf_counter()
+        async with asyncio.timeout(0 if self._cut_off else left) as limit:
             self._limits.add(limit)
             try:
                 return await anext(chunks, None)
             finally:
                 self._limits.discard(limit)
 
-    async def drained(self, timeout: float) -> bool:
+    async def drain(self, timeout: float) -> bool:
         """Stop admitting requests and wait until all open ones are answered.
 
         After `timeout` seconds the remaining requests are answered with an error. Returns at most
-        `CUT` seconds later whether all requests were answered.
+        `CUT_OFF_SECONDS` seconds later whether all requests were answered.
         """
         self.draining = True
-        await self._answered(timeout)
+        await self._wait_until_answered(timeout)
         if self.open:
             log.warning("%d requests were cut off after %g s (--drain-timeout)", self.open, timeout)
-            self._cut, now = True, asyncio.get_running_loop().time()
+            self._cut_off, now = True, asyncio.get_running_loop().time()
             for limit in self._limits:
                 if not limit.expired():
                     limit.reschedule(now)
-            await self._answered(CUT)
+            await self._wait_until_answered(CUT_OFF_SECONDS)
         return not self.open
 
-    async def _answered(self, within: float) -> None:
+    async def _wait_until_answered(self, within: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while self.open:
                     await asyncio.sleep(0.02)
 
     def _observe(self, chunk: Chunk) -> None:
-        m, told = self.metrics, chunk.metrics
-        assert told is not None
-        m.prompt.observe(told.prompt_tokens)
-        m.generated.observe(told.output_tokens)
-        if told.queue_s is None or told.ttft_s is None:
+        m, measured = self.metrics, chunk.metrics
+        assert measured is not None
+        m.prompt.observe(measured.prompt_tokens)
+        m.generated.observe(measured.output_tokens)
+        if measured.queue_s is None or measured.ttft_s is None:
             return
-        decode = (told.tpot_s or 0) * (told.output_tokens - 1)
-        m.queued.observe(told.queue_s)
-        m.prefill.observe(told.ttft_s - told.queue_s)
+        decode = (measured.tpot_s or 0) * (measured.output_tokens - 1)
+        m.queued.observe(measured.queue_s)
+        m.prefill.observe(measured.ttft_s - measured.queue_s)
         m.decode.observe(decode)
-        m.inference.observe(told.ttft_s - told.queue_s + decode)
-        if told.tpot_s is not None:
-            m.per_token.observe(told.tpot_s)
+        m.inference.observe(measured.ttft_s - measured.queue_s + decode)
+        if measured.tpot_s is not None:
+            m.per_token.observe(measured.tpot_s)
 
     def _probe(self, failure: EngineError) -> None:
         """Test the engine with a small request after a failed step, unless a test is running."""
         if self._tasks or self.failed is not None:
             return
-        task = asyncio.get_running_loop().create_task(self._try(failure))
+        task = asyncio.get_running_loop().create_task(self._probe_engine(failure))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _try(self, failure: EngineError) -> None:
+    async def _probe_engine(self, failure: EngineError) -> None:
         assert self.engine is not None
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:

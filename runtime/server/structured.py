@@ -7,9 +7,9 @@ from typing import Any
 
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.json_rules import json_rules
-from mtpbuild.runtime.json_schema import object_schema, prepared
+from mtpbuild.runtime.json_schema import object_schema, prepare_schema
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import ChatBody, Sampled, Tool
+from mtpbuild.runtime.server.protocol import ChatBody, GenerationBody, Tool
 from mtpbuild.runtime.server.tools import Form
 from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL
 from mtpbuild.runtime.server.tools.tagged_grammar import tagged_rules
@@ -21,7 +21,7 @@ INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
+def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
     """Return the field that asks for structured output, and its value; None if there is none.
 
     Raises ApiError.
@@ -43,7 +43,7 @@ def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
     return None
 
 
-def form_field(body: Sampled) -> str:
+def form_field(body: GenerationBody) -> str:
     """Return the name of the field that asks for structured output."""
     given = (name for name in ("response_format", "structured_outputs") if getattr(body, name))
     return next(given, "tool_choice")
@@ -93,16 +93,18 @@ def forced_calls(
     if form is None or tokenizer is None:
         message = "tool_choice: no form of calls is known (--tool-call-parser)"
         raise ApiError(400, message, "tool_choice")
-    once = name is not None or body.parallel_tool_calls is False
+    single = name is not None or body.parallel_tool_calls is False
     try:
-        return StructuredOutputs(grammar=calls_grammar(form, tools, tokenizer, once=once))
+        return StructuredOutputs(grammar=write_calls_grammar(form, tools, tokenizer, single=single))
     except ValueError as error:
         message = f"tool_choice: with arguments in tags a call can't be held to {error}"
         raise ApiError(400, f'{message}: say "auto"', "tool_choice") from None
 
 
-def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool) -> str:
-    """Write a Lark grammar for calls of these tools: exactly one if `once`, else one or more.
+def write_calls_grammar(
+    form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, single: bool
+) -> str:
+    """Write a Lark grammar for calls of these tools: exactly one if `single`, else one or more.
 
     Raises ValueError for a schema that the grammar can't express.
     """
@@ -124,15 +126,16 @@ def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, on
         rules.append(_arguments(tool, f"arguments_{number}"))
     first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
-    return "\n".join([f"start: {first} call{'' if once else '+'} {last}", f"call: {call}", *rules])
+    start = f"start: {first} call{'' if single else '+'} {last}"
+    return "\n".join([start, f"call: {call}", *rules])
 
 
 def _arguments(tool: Tool, rule: str) -> str:
     """Write the rules for a tool's arguments, a JSON object; raises ApiError."""
     schema = tool.function.parameters
     try:
-        asked = NO_PARAMETERS if schema is None else object_schema(schema)
-        return json_rules(prepared(json.dumps(asked)), rule)
+        arguments = NO_PARAMETERS if schema is None else object_schema(schema)
+        return json_rules(prepare_schema(json.dumps(arguments)), rule)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ApiError(400, f"tools: {tool.function.name:.60}: {error}", "tools") from None
 

@@ -3,23 +3,23 @@
 from typing import Any
 
 from mtpbuild.runtime.errors import MtpbuildError
-from mtpbuild.runtime.server.chat import prompt_ids
+from mtpbuild.runtime.server.chat import encode_prompt
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, TokensBody
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.tokenizer import Tokenizer
 
-LOOKED_AT = 4  # longest text that is tokenised, in context lengths
+MAX_CONTEXTS = 4  # longest text that is tokenised, in context lengths
 
 
-def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
+def tokenize_body(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
     """Return the ids and their number, as vLLM does; raises ApiError."""
     tokenizer, engine = _tokenizer(service, body.model), service.admit(0)
     if isinstance(body, ChatTokensBody):
-        ids = prompt_ids(engine, body)
+        ids = encode_prompt(engine, body)
     else:
         special = body.add_special_tokens is not False
-        most = LOOKED_AT * engine.manifest.build.max_seq_len
+        most = MAX_CONTEXTS * engine.manifest.build.max_seq_len
         if tokenizer.exceeds(body.prompt, most):
             raise ApiError(400, f"the text has more than {most} tokens", "prompt")
         try:
@@ -31,7 +31,7 @@ def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[s
     return {"count": len(ids), "max_model_len": capacity, "tokens": ids, "token_strs": names}
 
 
-def text_of(service: Service, body: TokensBody) -> dict[str, Any]:
+def detokenize_body(service: Service, body: TokensBody) -> dict[str, Any]:
     """Return the text of token ids, including special tokens; raises ApiError."""
     tokenizer = _tokenizer(service, body.model)
     last = service.admit(0).manifest.model.vocab_size - 1

@@ -85,7 +85,7 @@ class TraceDiff:
 
 def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
     """Compare two traces; raise UsageError if models, prompts or sampling settings differ."""
-    notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.whole]
+    notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.complete]
     found = []
     for task_id in dict.fromkeys([*a.requests, *b.requests]):
         left, right = a.requests.get(task_id), b.requests.get(task_id)
@@ -179,7 +179,7 @@ def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | N
 def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
     """Report a request that one trace lacks; that trace must have been interrupted."""
     has, lacks = (a, b) if task_id in a.requests else (b, a)
-    if lacks.whole:
+    if lacks.complete:
         raise UsageError(f"request {task_id} of {has.path} is not in {lacks.path}")
     count = len(list(has.requests[task_id].rows()))
     tokens = (count, 0) if has is a else (0, count)

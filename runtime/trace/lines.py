@@ -134,17 +134,17 @@ class TracedRequest:
         position = last.position + last.n if last else len(self.request.prompt) - 1
         newest = last.tokens[-1] if last else self.request.prompt[-1]
         if (line.step, line.position, line.window[0]) != (number, position, newest):
-            raise ValueError(f"not step {number} behind token {newest} at position {position}")
+            raise ValueError(f"not step {number} after token {newest} at position {position}")
         self.steps.append(line)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """The contents of a trace file; `whole` is false if its run was interrupted."""
+    """The contents of a trace file; `complete` is false if its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]
-    whole: bool
+    complete: bool
 
 
 def read_trace(path: Path) -> TraceFile:
@@ -157,12 +157,12 @@ def read_trace(path: Path) -> TraceFile:
     except OSError as error:
         raise UsageError(f"{path}: can't be read ({error.strerror})") from None
     requests: dict[TaskId, TracedRequest] = {}
-    whole = False
+    complete = False
     for number, text in enumerate(lines, 1):
         try:
-            if whole:
-                raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(place(_ANY.validate_json(text), requests), SummaryLine)
+            if complete:
+                raise ValueError("after the summary, which is the last line of a trace")
+            complete = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
         except ValidationError as error:
             what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
             raise UsageError(f"{path}:{number}: {what}") from None
@@ -170,10 +170,10 @@ def read_trace(path: Path) -> TraceFile:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
         raise UsageError(f"{path}: no requests in it; `mtpbuild run --trace FILE.jsonl` writes one")
-    return TraceFile(path, requests, whole)
+    return TraceFile(path, requests, complete)
 
 
-def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+def add_line(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
     """Add a line to its request; raise ValueError if it does not belong there."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:

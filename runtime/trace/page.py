@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.tokenizer import Tokenizer
-from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, place
+from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, add_line
 
 TEMPLATE, PLACE = "page.html", "TRACE_DATA"
 
@@ -22,7 +22,7 @@ class Page:
         self._requests: dict[TaskId, TracedRequest] = {}
 
     def write(self, line: Line) -> None:
-        place(line, self._requests)
+        add_line(line, self._requests)
 
     def close(self) -> None:
         if not self._requests:

@@ -50,19 +50,19 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self._names.add(name)
         return RequestTrace(name, self)
 
-    def close(self, *, whole: bool = True) -> None:
-        """Complete the files; `whole` is False if the run was interrupted."""
+    def close(self, *, complete: bool = True) -> None:
+        """Complete the files; `complete` is False if the run was interrupted."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if whole and self._counts["requests"] == self._ended > 0:
+            if complete and self._counts["requests"] == self._ended > 0:
                 self._each(lines.SummaryLine.model_validate(self._counts))
             for sink in self._sinks:
                 sink.close()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.close(whole=kind is None)
+        self.close(complete=kind is None)
 
     def write(self, line: lines.Line) -> None:
         """Write a line to all files, unless the trace is closed."""
@@ -77,7 +77,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
             try:
                 self._each(line)
             except UsageError:  # the requests of this step fail; later steps are not recorded
-                self.close(whole=False)
+                self.close(complete=False)
                 raise
 
     def _each(self, line: lines.Line) -> None:

@@ -17,7 +17,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.prepare import make_plans
 from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import start as ranks_module
@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 TWO_MODULES: dict[str, Any] = SHAPE | {"num_nextn_predict_layers": 2}
-DRAWN = Controls(temperature=0.8, top_p=0.95, seed=5)  # as HOT
+DRAWN = StepControls(temperature=0.8, top_p=0.95, seed=5)  # as HOT
 OTHER, LONG = [40, 3], [11, 50, 7, 7, 31, 8, 22, 19, 4, 60, 2]  # no, one and three chunks
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.programs import load_programs
@@ -21,9 +21,9 @@ ENGINES = [
     pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
     pytest.param(3, "mtp-vanilla"),
 ]
-HOT = Controls(temperature=0.8, top_p=0.95, seed=5)
-REJECTING = Controls(temperature=1.3, rejection=True, seed=6)
-RELAXED = Controls(relaxed_topk=9, relaxed_delta=0.9, thinking=True)  # to the end
+HOT = StepControls(temperature=0.8, top_p=0.95, seed=5)
+REJECTING = StepControls(temperature=1.3, rejection=True, seed=6)
+RELAXED = StepControls(relaxed_topk=9, relaxed_delta=0.9, thinking=True)  # to the end
 MODES = {"greedy": GREEDY, "sampled": HOT, "rejection": REJECTING, "relaxed": RELAXED}
 # State that only one mode reads:
 MODE_OF = {"draft_probs": "rejection", "thinking": "relaxed", HISTORY: "penalised"}
@@ -54,7 +54,7 @@ def fill(programs: OnnxPrograms, slot: int, tokens: list[int]) -> None:
         programs.prefill(slot, start, known[start : stop + ahead])
 
 
-def start(programs: OnnxPrograms, slot: int, tokens: list[int], controls: Controls) -> None:
+def start(programs: OnnxPrograms, slot: int, tokens: list[int], controls: StepControls) -> None:
     fill(programs, slot, tokens)
     programs.begin(slot, len(tokens) - 1, tokens[-1], controls)
 
@@ -203,14 +203,14 @@ def test_caches_on_a_device(predictable_folder: Path, build_engine: EngineBuilde
 
 
 def after_a_move(
-    programs: OnnxPrograms, controls: Controls, forgotten: str | None = None
+    programs: OnnxPrograms, controls: StepControls, forgotten: str | None = None
 ) -> list[tuple[list[int], list[int], int]]:
     """A request that moves to slot 0, which another one held, after 4 of its 16 steps.
 
     forgotten: a state tensor that the move leaves as it was.
     """
     held = tuple(prompt(6, 40))
-    other = Controls(
+    other = StepControls(
         temperature=0.5, top_k=3, seed=9, repetition_penalty=1.1, prompt_length=40, history=held
     )
     start(programs, 0, prompt(6, 40), other)
@@ -224,7 +224,7 @@ def after_a_move(
     return got + [seen(step(programs, 0), 0) for _ in range(12)]
 
 
-MODES["penalised"] = Controls(
+MODES["penalised"] = StepControls(
     frequency_penalty=1.0, repetition_penalty=1.8, prompt_length=10, history=(*prompt(7, 10),)
 )
 

@@ -17,7 +17,7 @@ from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.programs import load_programs
@@ -68,7 +68,7 @@ def test_an_engine(tmp_path: Path) -> None:
     sampled = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
     with Engine.load(built.folder, threads=1) as loaded:
         texts = [list(r.token_ids) for r in loaded.generate(prompts, sampled)]
-    asked = Controls(temperature=0.8, seed=5)
+    asked = StepControls(temperature=0.8, seed=5)
     assert texts == [sample(ours, prompt, 30, asked) for prompt in prompts]
 
     ours.config = replace(ours.config, draft_ids=IDS)

@@ -27,7 +27,6 @@ from mtpbuild.builder.eval.problems import (
 from mtpbuild.builder.eval.report import conclusion, draw_trade
 from mtpbuild.builder.measure.statistics import ALL, estimate_share
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.configuration import Settings
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import answer, fake_engine, write_lines
@@ -181,15 +180,15 @@ def test_settings() -> None:
 
 
 def test_the_grid() -> None:
-    assert grid(None, None, Settings()) == ((2, 5, 10), (0.1, 0.3, 0.6))
-    assert grid("3,3,4", "0", Settings()) == ((3, 4), (0.0,))
-    on = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6)
+    assert grid(None, None, {}) == ((2, 5, 10), (0.1, 0.3, 0.6))
+    assert grid("3,3,4", "0", {}) == ((3, 4), (0.0,))
+    on = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}
     assert grid(None, None, on) == ((10,), (0.6,))
     for topk, delta, settings, says in (
         ("3", None, on, "--relaxed-topk 3 and the configuration's 10; drop one"),
-        ("1", None, Settings(), "is from 2"),
-        ("2", "0.1,1.1", Settings(), "in 0..1"),
-        ("2;3", None, Settings(), "is not a list of numbers such as 2,5,10"),
+        ("1", None, {}, "is from 2"),
+        ("2", "0.1,1.1", {}, "in 0..1"),
+        ("2;3", None, {}, "is not a list of numbers such as 2,5,10"),
     ):
         with pytest.raises(UsageError, match=says):
             grid(topk, delta, settings)

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mtpbuild.builder.models.common.blocks import Scaled, put
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.weights.made import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
@@ -89,7 +89,7 @@ for case, slots, dtype, experts in CASES:
     style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
     plan = Plan(model.config, nextn, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
     lowered = lower(model, Share(ranks, tp - 1))
-    hold_in(lowered, FLOATS[dtype], for_gpu=True)
+    set_dtype(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
             put(lowered, name, Scaled(tuple(weight.shape), 16))

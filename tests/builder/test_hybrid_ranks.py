@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.eager_ranks import in_place_of_the_compiler
@@ -45,7 +45,7 @@ def test_two_ranks(
         engine = make(folder, tmp_path / "engine", nextn, drafter=drafter, tp=2, max_batch=2)
         with running(engine) as loaded:
             results = loaded.generate(prompts, [GREEDY, HOT, GREEDY])
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     wanted = [greedy(model, prompt, 16) for prompt in prompts]
     wanted[1] = sample(model, prompts[1], 16, drawn)
     assert [list(result.token_ids) for result in results] == wanted

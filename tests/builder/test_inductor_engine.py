@@ -27,7 +27,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs import load_programs, torch_cuda
@@ -156,8 +156,8 @@ def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     assert result.token_ids != sample(model, asked, HOT.max_tokens, controls(HOT))
 
 
-@pytest.mark.parametrize("controls", [Controls(), Controls(temperature=0.8, seed=1)])
-def test_state_is_updated_in_place(programs: InductorPrograms, controls: Controls) -> None:
+@pytest.mark.parametrize("controls", [StepControls(), StepControls(temperature=0.8, seed=1)])
+def test_state_is_updated_in_place(programs: InductorPrograms, controls: StepControls) -> None:
     """One row per token is written, and no step takes memory of the size of a cache."""
     programs.begin(0, 3, 7, controls)
     active, rows = np.array([True]), 250

@@ -9,8 +9,8 @@ import pytest
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
-from mtpbuild.runtime.controls_of import controls_of
+from mtpbuild.runtime.contract.controls import StepControls
+from mtpbuild.runtime.step_controls import make_step_controls
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
 from tests.support.engines import EngineBuilder
@@ -44,7 +44,7 @@ PROMPTS = [[20], np.random.default_rng(5).integers(9, 61, 11).tolist()]
 
 def wanted(model: PlainDeepseek, prompt: list[int], params: SamplingParams) -> list[int]:
     """Decode without drafts and caches."""
-    controls = Controls(
+    controls = StepControls(
         temperature=params.temperature,
         top_p=params.top_p,
         presence_penalty=params.presence_penalty,
@@ -144,7 +144,7 @@ def test_an_engine_without_them_refuses(asked: dict[str, object]) -> None:
     """One for a GPU: its state has no history."""
     (name,), manifest = asked, fake_manifest()
     with pytest.raises(RequestError, match=f"{name} is not supported by this engine") as caught:
-        controls_of([1, 2], SamplingParams(**asked), manifest)  # type: ignore[arg-type]
+        make_step_controls([1, 2], SamplingParams(**asked), manifest)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     nothing = SamplingParams(presence_penalty=0, repetition_penalty=1, logit_bias={})
-    assert controls_of([1, 2], nothing, manifest).plain
+    assert make_step_controls([1, 2], nothing, manifest).plain

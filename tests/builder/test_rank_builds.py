@@ -30,7 +30,7 @@ from mtpbuild.runtime.contract.manifest import (
     read_manifest,
 )
 from mtpbuild.runtime.errors import BuildError, EngineFileError
-from mtpbuild.runtime.group.start import own_folders, started
+from mtpbuild.runtime.group.start import own_folders, start_ranks
 from mtpbuild.runtime.targets import names
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.compiler import needs_compiler
@@ -234,7 +234,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
     run(checkpoint, out, 1, max_batch=2, force=True)
     assert_whole(out, 1)
     with pytest.raises(EngineFileError, match="ranks 0, 2, 3 are missing"):
-        started(out, read_manifest(out)).__enter__()
+        start_ranks(out, read_manifest(out)).__enter__()
 
 
 def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:

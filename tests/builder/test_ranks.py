@@ -25,12 +25,12 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.start import started
+from mtpbuild.runtime.group.start import start_ranks
 from mtpbuild.runtime.prefix_pool import make_pool
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
@@ -94,7 +94,7 @@ def test_tokens(engine: Path, model: PlainDeepseek) -> None:
     with running(engine) as loaded:
         results = loaded.generate(asked, params)
         (follower,) = followers()
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
@@ -333,10 +333,10 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     crowded = manifest.model_copy(update={"build": manifest.build.model_copy(update={"tp": many})})
     says = rf"{many} ranks are too many for {cores} cores \(at most 4 each\): spread them over mach"
     with pytest.raises(UsageError, match=says):
-        started(engine, crowded).__enter__()
+        start_ranks(engine, crowded).__enter__()
     monkeypatch.setenv(ranks_module.TIMEOUT, "soon")
     with pytest.raises(UsageError, match="must be a number of seconds up to 86400, not 'soon'"):
-        started(engine, read_manifest(engine)).__enter__()
+        start_ranks(engine, read_manifest(engine)).__enter__()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):

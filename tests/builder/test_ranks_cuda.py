@@ -23,14 +23,14 @@ from torch._C._distributed_c10d import ErrorType
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import LeadingPrograms
-from mtpbuild.runtime.group.nccl import SETTINGS, connect, watch, within
+from mtpbuild.runtime.group.nccl import SETTINGS, connect, run_within, watch
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
@@ -97,7 +97,7 @@ def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
         steps = own._gpu.replays
         assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
@@ -132,7 +132,7 @@ def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: PlainDeepseek, lo
         asked = [replace(params, max_tokens=6) for params in (GREEDY, HOT)]
         results = [loaded.generate(PROMPT, params) for params in asked]
     assert results[0].token_ids == greedy(model, PROMPT, 6)
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     assert results[1].token_ids == sample(model, PROMPT, 6, drawn)
     lines = agreed(logs)
     graphs = [line for line in lines if line.startswith("graph ")]
@@ -310,8 +310,8 @@ def test_waiting_for_a_gpu() -> None:
 def test_a_meeting_has_a_time_limit() -> None:
     hold = threading.Event()
     with pytest.raises(RuntimeError, match="timed out"):
-        within(0.05, hold.wait)
+        run_within(0.05, hold.wait)
     hold.set()
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: print(1 // 0))
-    within(5, lambda: None)
+        run_within(5, lambda: print(1 // 0))
+    run_within(5, lambda: None)

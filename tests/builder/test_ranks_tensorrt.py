@@ -19,7 +19,7 @@ from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.group import start as ranks_module
@@ -252,7 +252,7 @@ def test_tokens(
     prompts, params = [PROMPT, [5], PROMPT, [9, 3]], [GREEDY, GREEDY, HOT, GREEDY]
     with running(folder) as loaded:
         results = loaded.generate(prompts, params)
-    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
     for prompt, own, result in zip(prompts, params, results, strict=True):
         wanted = (
             sample(predictable_shape, prompt, 16, drawn)

@@ -10,7 +10,7 @@ import torch
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
 from tests.support.engines import EngineBuilder
@@ -45,9 +45,9 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.integers(9, 61, n).tolist() for n in (1, 6, 11, 3)[:count]]
 
 
-def controls(params: SamplingParams) -> Controls:
+def controls(params: SamplingParams) -> StepControls:
     assert params.seed is not None
-    return Controls(
+    return StepControls(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,

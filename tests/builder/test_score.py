@@ -9,8 +9,8 @@ import torch
 
 from mtpbuild.builder.build import build
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.step_controls import make_step_controls
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder
 from tests.support.fakes import fake_manifest
@@ -140,7 +140,7 @@ def test_over_http(engine: Engine, wanted: torch.Tensor) -> None:
 
 def test_who_has_none_says_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="build it anew with --score for target onnxruntime or"):
-        controls_of([5], SCORED, fake_manifest())
+        make_step_controls([5], SCORED, fake_manifest())
     with pytest.raises(RequestError, match="max_tokens must be a number from 1"):
         SamplingParams(max_tokens=0)
     with pytest.raises(UsageError, match="--score is for target onnxruntime or inductor on a CPU"):

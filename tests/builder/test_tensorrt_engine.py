@@ -31,7 +31,7 @@ from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import (
     CONSTANTS,
     WEIGHTS,
@@ -142,7 +142,7 @@ def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda)
 def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> None:
     """Each as alone, also after a sampled request has had the slot."""
     assert HOT.seed is not None
-    drawn = Controls(temperature=0.8, top_p=0.95, top_k=30, seed=HOT.seed)
+    drawn = StepControls(temperature=0.8, top_p=0.95, top_k=30, seed=HOT.seed)
     with Engine.load(engine) as loaded:
         hot, cold = loaded.generate(PROMPTS[:2], [HOT, GREEDY])
         again = loaded.generate(PROMPTS[0], GREEDY)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.trace.lines import RequestLine, TracedRequest, read_trace
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
@@ -74,5 +74,5 @@ def _target(logits: NDArray[np.float64], number: float | None, request: RequestL
         assert number is None
         return int(logits.argmax())
     params = request.params
-    p = distribution(logits, Controls(temperature=params["temperature"], top_p=params["top_p"]))
+    p = distribution(logits, StepControls(temperature=params["temperature"], top_p=params["top_p"]))
     return int((np.cumsum(p) <= np.float32(number)).sum())

@@ -28,9 +28,9 @@ from mtpbuild.builder.targets.style import GraphStyle, Sizes
 from mtpbuild.runtime import Engine, Manifest, RequestError, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import MIXED, StepOutput
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.request import Request
+from mtpbuild.runtime.step_controls import make_step_controls
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
 from tests.support import typical
@@ -86,7 +86,7 @@ class Judge:
         m, n = int(output.num_drafts[slot]), int(output.num_tokens[slot])
         drafts = output.window[slot, 1 : m + 1].tolist()
         logits = row_logits(self.model, [*known, *drafts])[len(known) - 1 :].double().numpy()
-        controls = controls_of(request.prompt, request.params, self.manifest)
+        controls = make_step_controls(request.prompt, request.params, self.manifest)
         controls = replace(controls, temperature=controls.temperature or 1.0)
         settings = dict(request.params.acceptance_settings or {})
         laws = [distribution(row, controls) for row in logits]
@@ -200,7 +200,9 @@ def test_the_oracle_finds_a_planted_bug(
     def bug(judged: Any) -> Any:
         p = judged.p
         entropy = -(p * p.clamp(min=1e-30).log()).sum(-1)
-        epsilon, delta = (judged.asked[f"typical_{name}"][:, None] for name in ("epsilon", "delta"))
+        epsilon, delta = (
+            judged.controls[f"typical_{name}"][:, None] for name in ("epsilon", "delta")
+        )
         return judged.p_draft >= (delta * (-entropy).exp()).maximum(epsilon)
 
     monkeypatch.setattr(typical, "TYPICAL", replace(typical.TYPICAL, keeps=bug))
@@ -329,9 +331,9 @@ def test_an_older_engine_refuses_what_it_lacks(missing: str, engine: Path) -> No
             synthetic_acceptance_length=1.5,
         ),
     }
-    assert controls_of(PROMPT, wishes[missing](), manifest)
-    assert controls_of(PROMPT, SamplingParams(), older).plain
+    assert make_step_controls(PROMPT, wishes[missing](), manifest)
+    assert make_step_controls(PROMPT, SamplingParams(), older).plain
     with pytest.raises(
         RequestError, match=r"^[a-z_]+ is not supported by this engine: .* is older"
     ):
-        controls_of(PROMPT, wishes[missing](), older)
+        make_step_controls(PROMPT, wishes[missing](), older)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
-from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
-from mtpbuild.runtime.contract.settings import COLDEST
+from mtpbuild.runtime.sampling import COLDEST
 from tests.support.acceptance_cases import (
     BANNED,
     BEGIN,
@@ -122,9 +122,9 @@ def test_the_margin_is_the_distance_to_the_cell_border() -> None:
 
 
 class Judged(torch.nn.Module):
-    """A verdict with the request's wishes in a list, as a step has them."""
+    """A verdict with the request's controls in a list, as a step has them."""
 
-    def forward(self, operands: list[torch.Tensor], asked: Asked) -> torch.Tensor:
+    def forward(self, operands: list[torch.Tensor], asked: Controls) -> torch.Tensor:
         return accept_mixed(*operands, asked).tokens  # type: ignore[call-arg, arg-type]
 
 
@@ -133,10 +133,10 @@ def test_a_batch_of_one_may_follow(drafts: int) -> None:
     """Exported for a batch, a verdict is for any batch: nothing checks that it is 2 at least."""
     *first, asked = operands(Case([A] * drafts, [SURE] * (drafts + 1), [A]))
     many = [x.repeat_interleave(5, 0) for x in first]
-    wishes = {name: x.repeat_interleave(5, 0) for name, x in asked.items()}
+    controls = {name: x.repeat_interleave(5, 0) for name, x in asked.items()}
     batch = {0: torch.export.Dim("batch", min=1, max=8)}
-    shapes = [batch for _ in many], dict.fromkeys(wishes, batch)
-    exported = torch.export.export(Judged(), (many, wishes), dynamic_shapes=shapes)
+    shapes = [batch for _ in many], dict.fromkeys(controls, batch)
+    exported = torch.export.export(Judged(), (many, controls), dynamic_shapes=shapes)
     checks = [node for node in exported.graph.nodes if "_assert_scalar" in str(node.target)]
     assert not checks
     assert exported.module()(first, asked).shape == (1, drafts + 1)

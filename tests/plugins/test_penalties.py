@@ -15,13 +15,13 @@ from torch import Tensor
 from mtpbuild.plugins import penalties as module
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
 from mtpbuild.plugins.penalties import penalised, recorded
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from tests.reference.sampling import edited
 from tests.support.acceptance_cases import BEGIN, CLOSE, END, SURE, A, B, Case, D, operands
 from tests.support.chain import COUNT, FIRST, LIMIT, NUMBERS, P, chi_square, decode
 from tests.support.kernels import asked_of_penalties
 
-PENALTIES = Controls(
+PENALTIES = StepControls(
     presence_penalty=0.7,
     frequency_penalty=-0.4,
     repetition_penalty=1.5,
@@ -31,17 +31,17 @@ PENALTIES = Controls(
 )
 SOME = 300  # slots, where texts are compared and not counted
 ONE_EACH = [
-    Controls(presence_penalty=1.5, prompt_length=6),
-    Controls(frequency_penalty=0.8, prompt_length=6),
-    Controls(repetition_penalty=1.7, prompt_length=6),
-    Controls(repetition_penalty=0.5, prompt_length=6),
-    Controls(bias_ids=(0, 9), bias_values=(-100.0, 3.0)),
+    StepControls(presence_penalty=1.5, prompt_length=6),
+    StepControls(frequency_penalty=0.8, prompt_length=6),
+    StepControls(repetition_penalty=1.7, prompt_length=6),
+    StepControls(repetition_penalty=0.5, prompt_length=6),
+    StepControls(bias_ids=(0, 9), bias_values=(-100.0, 3.0)),
     replace(PENALTIES, prompt_length=6),
     GREEDY,
 ]
 
 
-def rows(controls: Controls, logits: Tensor, tokens: list[int], lengths: int) -> Tensor:
+def rows(controls: StepControls, logits: Tensor, tokens: list[int], lengths: int) -> Tensor:
     """One slot's logits [R, V] edited, by a history whose place behind `lengths` is random."""
     R = logits.shape[0]
     history = torch.randint(0, logits.shape[1], (1, 40))
@@ -56,7 +56,7 @@ def rows(controls: Controls, logits: Tensor, tokens: list[int], lengths: int) ->
 
 @pytest.mark.parametrize("controls", ONE_EACH)
 @pytest.mark.parametrize("lengths", [5, 8, 20])  # 5: the newest token is the prompt's last
-def test_a_row_sees_the_tokens_before_it(controls: Controls, lengths: int) -> None:
+def test_a_row_sees_the_tokens_before_it(controls: StepControls, lengths: int) -> None:
     """Row j is edited as vLLM would if the window's first j drafts had been emitted."""
     torch.manual_seed(lengths)
     logits, T = torch.randn(4, 11) * 3, 4
@@ -129,13 +129,13 @@ def one_by_one(slot: int) -> list[int]:
     return tokens[1:]
 
 
-def after(prompt: int) -> Controls:
+def after(prompt: int) -> StepControls:
     """Presence counts the tokens behind a prompt of that length."""
-    return Controls(presence_penalty=1.0, prompt_length=prompt)
+    return StepControls(presence_penalty=1.0, prompt_length=prompt)
 
 
-def counted(frequency: float) -> Controls:
-    return Controls(frequency_penalty=frequency, prompt_length=7)
+def counted(frequency: float) -> StepControls:
+    return StepControls(frequency_penalty=frequency, prompt_length=7)
 
 
 HAND = [
@@ -147,7 +147,7 @@ HAND = [
     ("a larger frequency", counted(0.2), Case([A], [CLOSE, SURE], [B])),
     (
         "a repetition",
-        Controls(repetition_penalty=1.2),
+        StepControls(repetition_penalty=1.2),
         Case([A], [CLOSE, CLOSE], [A, A]),
     ),
     (
@@ -156,10 +156,10 @@ HAND = [
         Case([B, B], [CLOSE, CLOSE, CLOSE], [B, A], 3, 0.1),
     ),
     ("relaxed otherwise", GREEDY, Case([B, B], [CLOSE, CLOSE, CLOSE], [B, B, A], 3, 0.1)),
-    ("a bias", Controls(bias_ids=(D,), bias_values=(9.0,)), Case([D], [CLOSE, SURE], [D, D])),
+    ("a bias", StepControls(bias_ids=(D,), bias_values=(9.0,)), Case([D], [CLOSE, SURE], [D, D])),
     (
         "banned it stays",
-        Controls(bias_ids=(D,), bias_values=(100.0,)),
+        StepControls(bias_ids=(D,), bias_values=(100.0,)),
         Case([D], [CLOSE, SURE], [A], banned=[D], banned_until=1),
     ),
 ]
@@ -168,7 +168,7 @@ HAND = [
 @pytest.mark.parametrize(
     ("controls", "case"), [pytest.param(*given, id=name) for name, *given in HAND]
 )
-def test_by_hand(controls: Controls, case: Case) -> None:
+def test_by_hand(controls: StepControls, case: Case) -> None:
     *_, raw = given = operands(case)
     asked = dict(raw) | asked_of_penalties(1, controls)
     history = torch.tensor([[BEGIN, B, END, END, BEGIN, BEGIN, B, *[D] * 9]])

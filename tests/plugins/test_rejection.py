@@ -15,7 +15,7 @@ from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
 from mtpbuild.plugins.accept_mixed.op import verify_block
-from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
 from tests.support import chain as language
@@ -119,7 +119,7 @@ def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
 def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
     """A dropped draft's number serves again, though the block's verdict depended on it."""
 
-    def wrong(asked: Asked, lengths: Tensor, k: int) -> Tensor:
+    def wrong(asked: Controls, lengths: Tensor, k: int) -> Tensor:
         return asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
 
     patch.setitem(vars(accept), "draft_number", wrong)
@@ -140,7 +140,7 @@ def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def q_for_p(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: Tensor, asked: Asked) -> Tensor:
+    def wrong(logits: Tensor, asked: Controls) -> Tensor:
         return shaped_probs(torch.roll(logits, 1, dims=-1), asked)
 
     patch.setitem(vars(mixed), "shaped_probs", wrong)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import (
     MIXED,
@@ -52,7 +52,7 @@ class EagerPrograms:
         for name in names:
             self.tensors[name][slot : slot + 1] = new[name]
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         assert controls.plain, "only the greedy program runs here"
         self.tensors["lengths"][slot] = length
         self.tensors["num_drafts"][slot] = 0

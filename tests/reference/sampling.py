@@ -5,11 +5,11 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import next_logits
 
 
-def distribution(logits: NDArray[np.float64], controls: Controls) -> NDArray[np.float64]:
+def distribution(logits: NDArray[np.float64], controls: StepControls) -> NDArray[np.float64]:
     """p after temperature, top-k, top-p and min-p, one filter after the other."""
     scaled = logits / controls.temperature
     p = np.exp(scaled - scaled.max())
@@ -28,7 +28,7 @@ def distribution(logits: NDArray[np.float64], controls: Controls) -> NDArray[np.
 
 
 def edited(
-    logits: NDArray[np.float64], tokens: list[int], prompt: int, controls: Controls
+    logits: NDArray[np.float64], tokens: list[int], prompt: int, controls: StepControls
 ) -> NDArray[np.float64]:
     """Logits [V] of the token behind `tokens`, of which the first `prompt` are the prompt.
 
@@ -48,7 +48,7 @@ def edited(
 
 
 @torch.no_grad()
-def sample(model: PlainLM, tokens: list[int], count: int, controls: Controls) -> list[int]:
+def sample(model: PlainLM, tokens: list[int], count: int, controls: StepControls) -> list[int]:
     """The next `count` tokens: the argmax if greedy, else the inverse CDF of p at each position's
     number.
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams, adaptive
-from mtpbuild.runtime.adaptive import AdaptiveNextn, Odds, Times
+from mtpbuild.runtime.adaptive import AcceptanceEstimate, AdaptiveNextn, StepTimes
 from tests.support.fakes import FakePrograms, continuation, fake_manifest
 
 MOST = 4
@@ -24,13 +24,13 @@ def tokens_per_second(kinds: Kinds, fixed: int | None = None, requests: int = 1)
         text = step // 100
         names = [(text, i) for i in range(requests)]
         nextn = chooser.choose(names, requests) if fixed is None else fixed
-        took = SECONDS[nextn] * rng.uniform(0.9, 1.1)
-        seconds += took
+        record_time = SECONDS[nextn] * rng.uniform(0.9, 1.1)
+        seconds += record_time
         judged = [min(drafted, nextn) for drafted in drafts]
         accepted = [run(rng, kinds[text % len(kinds)], count) for count in judged]
         tokens += sum(accepted) + requests
         if fixed is None:
-            chooser.took(requests, took)
+            chooser.record_time(requests, record_time)
             for name, count, drafted in zip(names, accepted, judged, strict=True):
                 chooser.add(name, count, drafted)
         drafts = [nextn] * requests
@@ -69,29 +69,29 @@ def test_a_request_unlike_the_last_one(
     for request, chances, steps in (("first", before, 200), ("second", now, 80)):
         for _ in range(steps):
             nextn = chooser.choose([request], 1)
-            chooser.took(1, SECONDS[nextn])
+            chooser.record_time(1, SECONDS[nextn])
             accepted = run(rng, chances, nextn)
             chooser.add(request, accepted, nextn)
             if request == "second":
                 tokens, seconds = tokens + accepted + 1, seconds + SECONDS[nextn]
     best = 0.0
-    for count, took in enumerate(SECONDS):
+    for count, record_time in enumerate(SECONDS):
         chance = expected = 1.0
         for each in now[:count]:
             chance *= each
             expected += chance
-        best = max(best, expected / took)
+        best = max(best, expected / record_time)
     assert tokens / seconds > share * best
 
 
 def test_times_follow_the_machine_and_forgive_an_interruption() -> None:
-    times = Times(2)
+    times = StepTimes(2)
     for nextn in (2, 1):
-        assert times.untried() == nextn
-        for trial in range(adaptive.TRIALS):
+        assert times.next_unmeasured() == nextn
+        for trial in range(adaptive.TIMED_STEPS):
             assert not times.seconds
             times.add(nextn, 100.0 if trial == 0 else 1.0 + nextn)  # one was interrupted
-    assert times.untried() is None
+    assert times.next_unmeasured() is None
     assert times.seconds == [1, 2, 3]
     times.add(1, 1e6)
     assert times.seconds == pytest.approx([1, 2, 3], rel=0.08)
@@ -101,12 +101,12 @@ def test_times_follow_the_machine_and_forgive_an_interruption() -> None:
 
 
 def test_a_time_that_was_guessed_is_measured_when_its_nextn_is_chosen() -> None:
-    times = Times(4)
+    times = StepTimes(4)
     for nextn, seconds in ((4, 5.0), (2, 3.0)):
-        for _ in range(adaptive.TRIALS):
+        for _ in range(adaptive.TIMED_STEPS):
             times.add(nextn, seconds)
     assert times.seconds == [1, 2, 3, 4, 5]
-    for _ in range(adaptive.TRIALS):
+    for _ in range(adaptive.TIMED_STEPS):
         times.add(0, 2.5)
     assert times.seconds == [2.5, 2, 3, 4, 5]
 
@@ -116,39 +116,43 @@ def test_a_trial_that_was_wrong_is_made_again() -> None:
 
     By the line through the two trials no other nextn is near.
     """
-    seconds, odds = (1.0, 2.0, 2.9, 3.7, 4.4), (0.85,) * MOST
+    seconds, estimate = (1.0, 2.0, 2.9, 3.7, 4.4), (0.85,) * MOST
     rng, chooser, chosen = random.Random(1), AdaptiveNextn(MOST), list[int]()
     for step in range(3000):
         chosen.append(chooser.choose(["one"], 1))
-        wrong = 0.7 if step <= adaptive.SETTLING + adaptive.TRIALS else 1.0
-        chooser.took(1, wrong * seconds[chosen[-1]] * rng.uniform(0.95, 1.05))
-        chooser.add("one", run(rng, odds, chosen[-1]), chosen[-1])
+        wrong = 0.7 if step <= adaptive.SETTLING_STEPS + adaptive.TIMED_STEPS else 1.0
+        chooser.record_time(1, wrong * seconds[chosen[-1]] * rng.uniform(0.95, 1.05))
+        chooser.add("one", run(rng, estimate, chosen[-1]), chosen[-1])
     assert chosen[100:300].count(4) > 150
     assert chosen[-1000:].count(0) > 900
 
 
 def test_what_was_not_tried_for_long_is_tried_again() -> None:
-    odds = Odds(2)
+    estimate = AcceptanceEstimate(2)
     for _ in range(40):
-        odds.add(1, 2)  # first drafts are right, second ones wrong
-    _, one, two = odds.tokens()
+        estimate.add(1, 2)  # first drafts are right, second ones wrong
+    _, one, two = estimate.tokens()
     assert one > 1.95
     assert two - one < 0.1
     for _ in range(700):
-        odds.add(1, 1)
-    _, one, two = odds.tokens()
+        estimate.add(1, 1)
+    _, one, two = estimate.tokens()
     assert two - one > 0.5
 
 
 def test_a_new_request_leans_to_what_the_last_ones_showed() -> None:
     """Between a guess and what these showed; it is sure of neither."""
-    right, wrong, guess = Odds(1), Odds(1), Odds(1).tokens()[1]
+    right, wrong, guess = (
+        AcceptanceEstimate(1),
+        AcceptanceEstimate(1),
+        AcceptanceEstimate(1).tokens()[1],
+    )
     for _ in range(40):
         right.add(1, 1)
         wrong.add(0, 1)
     assert guess < right.successor().tokens()[1] < right.tokens()[1]
     assert wrong.tokens()[1] < wrong.successor().tokens()[1] < guess
-    assert max(right.successor().judged) <= adaptive.CARRIED + adaptive.HOPE
+    assert max(right.successor().judged) <= adaptive.INHERITED_WEIGHT + adaptive.OPTIMISM
 
 
 def test_an_engine_tries_two_nextns_and_counts_what_it_drafted() -> None:
@@ -160,7 +164,7 @@ def test_an_engine_tries_two_nextns_and_counts_what_it_drafted() -> None:
     prompt = [5, 6, 7]
     result = engine.generate(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
     assert result.token_ids == continuation(prompt, 400)
-    trials = adaptive.SETTLING + adaptive.TRIALS
+    trials = adaptive.SETTLING_STEPS + adaptive.TIMED_STEPS
     wanted = [MOST] * (trials - 1) + [MOST // 2] * trials
     assert programs.told[: len(wanted)] == wanted
     drafting = result.metrics.speculative_decoding

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     Dimension,
@@ -191,7 +191,7 @@ def test_prompts_are_filled_in_together(ranks: list[AnyPrograms]) -> None:
 
 def test_steps(ranks: list[AnyPrograms]) -> None:
     """One request on any rank decides for all which program runs, and on how many slots."""
-    sampled = Controls(temperature=1.0, seed=3)
+    sampled = StepControls(temperature=1.0, seed=3)
     for rank, programs in enumerate(ranks):
         programs.begin(0, 0, 10)
         programs.begin(2, 0, 30, sampled)

@@ -467,7 +467,7 @@ def test_accepted_drafts_stand_out(
     manifest = fake_manifest()
     engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
     with contextlib.redirect_stdout(screen):
-        result = terminal.show(engine, "hello", SamplingParams(max_tokens=9), echo=True)
+        result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9), echo=True)
     text = screen.getvalue()
     assert (terminal.GREEN in text) == colour
     plain = re.sub(r"\x1b\[\d+m", "", text)

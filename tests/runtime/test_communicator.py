@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, RankError
 from mtpbuild.runtime.group import communicator
-from mtpbuild.runtime.group.channel import _plain, _typed
+from mtpbuild.runtime.group.channel import _decode_value, _encode_value
 from mtpbuild.runtime.group.communicator import CAPSULE, Communicator, UniqueId, join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.programs.cuda import Device, visible_gpus
@@ -134,12 +134,12 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
     "controls",
     [
         GREEDY,
-        Controls(temperature=0.8, banned_ids=(3, 5), banned_until=9),
-        Controls(rule={"typical": True, "typical_epsilon": 0.3}),
+        StepControls(temperature=0.8, banned_ids=(3, 5), banned_until=9),
+        StepControls(rule={"typical": True, "typical_epsilon": 0.3}),
     ],
 )
-def test_controls_reach_other_ranks_as_they_are(controls: Controls) -> None:
-    said = json.dumps(["begin", 0, controls], default=_plain)
-    *_, received = json.loads(said, object_hook=_typed)
+def test_controls_reach_other_ranks_as_they_are(controls: StepControls) -> None:
+    said = json.dumps(["begin", 0, controls], default=_encode_value)
+    *_, received = json.loads(said, object_hook=_decode_value)
     assert received == controls
     assert received.plain == controls.plain

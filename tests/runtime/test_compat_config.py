@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.runtime.compat.read import parse_speculative_config
 from mtpbuild.runtime.configuration import (
-    Settings,
-    asked_ranks,
+    Configuration,
     check_engine,
     join,
+    name_source,
     relaxed_notes,
+    requested_ranks,
     sampling_settings,
 )
-from mtpbuild.runtime.configuration_files import parse_speculative_config
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.fakes import fake_manifest
@@ -41,115 +42,115 @@ def test_the_first_key_that_is_not_supported_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "keywords"),
     [
-        (Settings(nextn=3), {}),
-        (Settings(relaxed_topk=10, relaxed_delta=0.6), {}),
+        ({"nextn": 3}, {}),
+        ({"relaxed_topk": 10, "relaxed_delta": 0.6}, {}),
         (
-            Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6),
+            {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
             {"relaxed_topk": 10, "relaxed_delta": 0.6},
         ),
         (
-            Settings(rejection_sample_method="standard"),
+            {"rejection_sample_method": "standard"},
             {"acceptance": "rejection", "rejection_sample_method": "standard"},
         ),
         (
-            Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 0.5)),
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)},
             {
                 "acceptance": "rejection",
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": (1.0, 0.5),
             },
         ),
-        (Settings(draft_sample_method="greedy"), {"draft_sample_method": "greedy"}),
+        ({"draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
     ],
 )
-def test_what_a_request_is_told(settings: Settings, keywords: dict[str, object]) -> None:
+def test_what_a_request_is_told(settings: Configuration, keywords: dict[str, object]) -> None:
     assert sampling_settings(settings) == keywords
 
 
 def test_sources_are_joined() -> None:
-    first = Settings(nextn=3, relaxed_topk=4, notes=("a",))
-    second = Settings(nextn=3, use_relaxed_acceptance_for_thinking=True, notes=("b",))
-    assert join([]) == Settings()
-    assert join([*first.said("--one"), *second.said("--two")]) == Settings(
-        nextn=3,
-        use_relaxed_acceptance_for_thinking=True,
-        relaxed_topk=4,
-        notes=("a", "b"),
-    )
+    first = {"nextn": 3, "relaxed_topk": 4, "notes": ("a",)}
+    second = {"nextn": 3, "use_relaxed_acceptance_for_thinking": True, "notes": ("b",)}
+    assert join([]) == {}
+    assert join([*name_source(first, "--one"), *name_source(second, "--two")]) == {
+        "nextn": 3,
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 4,
+        "notes": ("a", "b"),
+    }
 
 
 @pytest.mark.parametrize(
     ("one", "two", "line"),
     [
-        (Settings(nextn=0), Settings(nextn=3), "nextn: --one says 0, --two says 3; drop one"),
+        ({"nextn": 0}, {"nextn": 3}, "nextn: --one says 0, --two says 3; drop one"),
         (
-            Settings(drafter="mtp-eagle"),
-            Settings(drafter="mtp-vanilla"),
+            {"drafter": "mtp-eagle"},
+            {"drafter": "mtp-vanilla"},
             "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one",
         ),
         (
-            Settings(use_relaxed_acceptance_for_thinking=False),
-            Settings(use_relaxed_acceptance_for_thinking=True),
+            {"use_relaxed_acceptance_for_thinking": False},
+            {"use_relaxed_acceptance_for_thinking": True},
             "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one",
         ),
     ],
 )
-def test_contradictions_name_both(one: Settings, two: Settings, line: str) -> None:
+def test_contradictions_name_both(one: Configuration, two: Configuration, line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        join([*one.said("--one"), *Settings().said("--none"), *two.said("--two")])
+        join([*name_source(one, "--one"), *name_source({}, "--none"), *name_source(two, "--two")])
     assert str(caught.value) == line
 
 
 def test_relaxed_values_that_nothing_switches_on() -> None:
-    given = Settings(relaxed_topk=10, end_thinking_phase_token=7)
+    given = {"relaxed_topk": 10, "end_thinking_phase_token": 7}
     assert relaxed_notes(given) == [
         "relaxed_topk: no effect without use_relaxed_acceptance_for_thinking",
         "end_thinking_phase_token: no effect without use_relaxed_acceptance_for_thinking",
     ]
-    assert relaxed_notes(Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=3)) == []
+    assert relaxed_notes({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 3}) == []
 
 
 def test_an_engine_is_what_it_is() -> None:
     build = fake_manifest(nextn=3).build
     assert build.drafter == "mtp-eagle"
-    check_engine(Settings(), build)
-    check_engine(Settings(nextn=3, drafter="mtp-eagle"), build)
-    check_engine(Settings(drafter="mtp-vanilla"), fake_manifest(nextn=0).build)
+    check_engine({}, build)
+    check_engine({"nextn": 3, "drafter": "mtp-eagle"}, build)
+    check_engine({"drafter": "mtp-vanilla"}, fake_manifest(nextn=0).build)
     with pytest.raises(UsageError, match="asks for nextn 2, the engine was built with nextn 3: le"):
-        check_engine(Settings(nextn=2), build)
+        check_engine({"nextn": 2}, build)
     with pytest.raises(
         UsageError, match=r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
     ):
-        check_engine(Settings(drafter="mtp-vanilla"), build)
+        check_engine({"drafter": "mtp-vanilla"}, build)
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
-        (Settings(), Ranks()),
-        (Settings(tp=8), Ranks(8)),
-        (Settings(tp=8, ep=4, attention_dp=True), Ranks(8, 4, True)),
-        (Settings(tp=8, moe_tp=2), Ranks(8, 4)),
-        (Settings(tp=8, moe_tp=2, ep=4, attention_dp=False), Ranks(8, 4)),
+        ({}, Ranks()),
+        ({"tp": 8}, Ranks(8)),
+        ({"tp": 8, "ep": 4, "attention_dp": True}, Ranks(8, 4, True)),
+        ({"tp": 8, "moe_tp": 2}, Ranks(8, 4)),
+        ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4)),
     ],
 )
-def test_ranks(settings: Settings, ranks: Ranks) -> None:
-    assert asked_ranks(settings) == ranks
+def test_ranks(settings: Configuration, ranks: Ranks) -> None:
+    assert requested_ranks(settings) == ranks
 
 
 def test_ranks_that_contradict() -> None:
     with pytest.raises(
         UsageError, match=r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
     ):
-        asked_ranks(Settings(tp=8, moe_tp=3))
+        requested_ranks({"tp": 8, "moe_tp": 3})
     build = fake_manifest().build.model_copy(update={"tp": 4, "ep": 2})
-    check_engine(Settings(tp=4, ep=2, moe_tp=2, attention_dp=False), build)
+    check_engine({"tp": 4, "ep": 2, "moe_tp": 2, "attention_dp": False}, build)
     for name, wanted, built in (("tp", 8, 4), ("ep", 4, 2), ("moe_tp", 1, 2)):
         asked: dict[str, Any] = {name: wanted}
         says = f"asks for {name} {wanted}, the engine was built with {name} {built}: leave it out"
         with pytest.raises(UsageError, match=says):
-            check_engine(Settings(**asked), build)
+            check_engine({**asked}, build)
     with pytest.raises(
         UsageError, match=r"asks for attention_dp true, .* with attention_dp false:"
     ):
-        check_engine(Settings(attention_dp=True), build)
+        check_engine({"attention_dp": True}, build)

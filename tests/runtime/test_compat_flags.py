@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
@@ -85,12 +85,14 @@ def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine
 
 
 @pytest.fixture
-def asked(engine_dir: Path) -> Iterator[list[Controls]]:
+def asked(engine_dir: Path) -> Iterator[list[StepControls]]:
     """Collect what the engine's programs are told of each request."""
-    seen = list[Controls]()
+    seen = list[StepControls]()
 
     class Recording(FakePrograms):
-        def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        def begin(
+            self, slot: int, length: int, newest: int, controls: StepControls = GREEDY
+        ) -> None:
             seen.append(controls)
             super().begin(slot, length, newest, controls)
 
@@ -99,7 +101,7 @@ def asked(engine_dir: Path) -> Iterator[list[Controls]]:
 
 
 def test_the_blog_s_second_file(
-    blog: Path, built: list[BuildRequest], engine_dir: Path, asked: list[Controls]
+    blog: Path, built: list[BuildRequest], engine_dir: Path, asked: list[StepControls]
 ) -> None:
     relaxed = blog.with_name("relaxed.yaml")
     code, _, err = call("build", "--model", "x", "--config", relaxed)
@@ -135,7 +137,7 @@ def test_flags_on_build_and_run(flags: str, built: list[BuildRequest], engine_di
     ],
 )
 def test_relaxed_flags_of_run(
-    flags: str, delta: float, engine_dir: Path, asked: list[Controls]
+    flags: str, delta: float, engine_dir: Path, asked: list[StepControls]
 ) -> None:
     assert run(engine_dir, *flags.split())[:2] == (0, [])
     assert (asked[0].relaxed_topk, asked[0].relaxed_delta) == (10, delta)
@@ -146,7 +148,7 @@ def test_relaxed_with_sampling(engine_dir: Path) -> None:
     assert "relaxed acceptance is for greedy requests" in refused(*args, "--temperature", 0.6)
 
 
-def test_sampling_flags(engine_dir: Path, asked: list[Controls]) -> None:
+def test_sampling_flags(engine_dir: Path, asked: list[StepControls]) -> None:
     flags = "--temperature 0.6 --top_p 0.95 --top-k 5 --min-p 0.1 --seed 4 --acceptance rejection"
     assert run(engine_dir, *flags.split())[:2] == (0, [])
     warm, real = asked  # `run` warms up with a request of the same settings
@@ -154,7 +156,7 @@ def test_sampling_flags(engine_dir: Path, asked: list[Controls]) -> None:
         warm
         == real
         == (
-            Controls(
+            StepControls(
                 temperature=0.6,
                 top_p=0.95,
                 top_k=5,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.configuration import Settings
-from mtpbuild.runtime.configuration_files import parse_llm_yaml
+from mtpbuild.runtime.compat.read import parse_llm_yaml
+from mtpbuild.runtime.configuration import Configuration
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from tests.support.stand_ins import importing
 
@@ -54,7 +54,7 @@ REFUSED_SPECULATIVE = [
 MTP = "speculative_config: {decoding_type: MTP, "
 
 
-def parse_yaml(folder: Path, text: str) -> Settings:
+def parse_yaml(folder: Path, text: str) -> Configuration:
     """Write the text into `x.yaml`, the name that messages have to say, and read it."""
     (folder / "x.yaml").write_text(text, encoding="utf-8")
     return parse_llm_yaml(folder / "x.yaml")
@@ -69,34 +69,34 @@ def refused_yaml(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        (MTP + "max_draft_len: 3}", Settings(nextn=3)),
-        (MTP + "num_nextn_predict_layers: 1}", Settings(nextn=1)),
-        (MTP + "num_nextn_predict_layers: 2, max_draft_len: 2}", Settings(nextn=2)),
-        ("speculative_config: {decoding_type: mtp}", Settings()),
-        ("speculative_config: null", Settings()),
-        (MTP + "use_mtp_vanilla: true}", Settings(drafter="mtp-vanilla")),
-        (MTP + "use_mtp_vanilla: False}", Settings()),
-        (MTP + "use_rejection_sampling: true}", Settings(rejection_sample_method="standard")),
+        (MTP + "max_draft_len: 3}", {"nextn": 3}),
+        (MTP + "num_nextn_predict_layers: 1}", {"nextn": 1}),
+        (MTP + "num_nextn_predict_layers: 2, max_draft_len: 2}", {"nextn": 2}),
+        ("speculative_config: {decoding_type: mtp}", {}),
+        ("speculative_config: null", {}),
+        (MTP + "use_mtp_vanilla: true}", {"drafter": "mtp-vanilla"}),
+        (MTP + "use_mtp_vanilla: False}", {}),
+        (MTP + "use_rejection_sampling: true}", {"rejection_sample_method": "standard"}),
         (
             MTP + "use_relaxed_acceptance_for_thinking: true, relaxed_topk: 10, relaxed_delta: .6}",
-            Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6),
+            {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
         ),
         (
             MTP + "begin_thinking_phase_token: 5, end_thinking_phase_token: 6}",
-            Settings(begin_thinking_phase_token=5, end_thinking_phase_token=6),
+            {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6},
         ),
-        (MTP + "use_dynamic_tree: false, draft_len_schedule: null, relaxed_topk:}", Settings()),
-        ("moe_tensor_parallel_size: -1\nmoe_expert_parallel_size: -1\n", Settings()),
-        ("pipeline_parallel_size: 1\ncontext_parallel_size: -1\n", Settings()),
+        (MTP + "use_dynamic_tree: false, draft_len_schedule: null, relaxed_topk:}", {}),
+        ("moe_tensor_parallel_size: -1\nmoe_expert_parallel_size: -1\n", {}),
+        ("pipeline_parallel_size: 1\ncontext_parallel_size: -1\n", {}),
         (
             "tensor_parallel_size: 8\nmoe_expert_parallel_size: 4\nmoe_tensor_parallel_size: 2\n"
             "enable_attention_dp: true\n",
-            Settings(tp=8, ep=4, moe_tp=2, attention_dp=True),
+            {"tp": 8, "ep": 4, "moe_tp": 2, "attention_dp": True},
         ),
-        ("max_beam_width: 1\nlora_config: {}\nenable_lora: false\n", Settings()),
+        ("max_beam_width: 1\nlora_config: {}\nenable_lora: false\n", {}),
     ],
 )
-def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
+def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> None:
     assert parse_yaml(tmp_path, text) == settings
 
 
@@ -198,13 +198,13 @@ def test_tensorrt_llm_refused(text: str, says: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_keys_without_effect(key: str, tmp_path: Path) -> None:
     """One line each; some say what to do instead."""
-    [line] = parse_yaml(tmp_path, f"{key}: {{any: [1]}}").notes
+    [line] = parse_yaml(tmp_path, f"{key}: {{any: [1]}}")["notes"]
     assert line.split("; ")[0] == f"--config {tmp_path}/x.yaml: {key}: no effect"
 
 
 @pytest.mark.parametrize("key", NO_EFFECT_SPECULATIVE)
 def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
-    [line] = parse_yaml(tmp_path, f"{MTP}{key}: 3}}").notes
+    [line] = parse_yaml(tmp_path, f"{MTP}{key}: 3}}")["notes"]
     where = f"--config {tmp_path}/x.yaml: speculative_config"
     assert line.split("; ")[0] == f"{where}: {key}: no effect"
 
@@ -234,7 +234,7 @@ def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_line_may_say_what_to_do(text: str, says: str, tmp_path: Path) -> None:
-    assert parse_yaml(tmp_path, text).notes == (f"--config {tmp_path}/x.yaml: {says}",)
+    assert parse_yaml(tmp_path, text)["notes"] == (f"--config {tmp_path}/x.yaml: {says}",)
 
 
 @pytest.mark.parametrize(

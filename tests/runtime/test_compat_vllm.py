@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.configuration import Settings
-from mtpbuild.runtime.configuration_files import parse_speculative_config
+from mtpbuild.runtime.compat.read import parse_speculative_config
+from mtpbuild.runtime.configuration import Configuration
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.synthetic import synthetic_rates
 
@@ -51,33 +51,37 @@ def refused_json(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ('{"method": "mtp", "num_speculative_tokens": 3}', Settings(nextn=3)),
-        ('{"method": "MTP", "num_speculative_tokens": 15}', Settings(nextn=15)),
-        ('{"num_speculative_tokens": 0}', Settings(nextn=0)),
-        ("{}", Settings()),
-        ('{"method": null, "num_speculative_tokens": null}', Settings()),
+        ('{"method": "mtp", "num_speculative_tokens": 3}', {"nextn": 3}),
+        ('{"method": "MTP", "num_speculative_tokens": 15}', {"nextn": 15}),
+        ('{"num_speculative_tokens": 0}', {"nextn": 0}),
+        ("{}", {}),
+        ('{"method": null, "num_speculative_tokens": null}', {}),
         (
             '{"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}',
-            Settings(rejection_sample_method="block", draft_sample_method="probabilistic"),
+            {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"},
         ),
         (
             '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
-            Settings(rejection_sample_method="standard", draft_sample_method="greedy"),
+            {"rejection_sample_method": "standard", "draft_sample_method": "greedy"},
         ),
         (
             in_json(**SYNTHETIC, synthetic_acceptance_rates=[1, 0.5]),
-            Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 0.5)),
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)},
         ),
         (
             in_json(**SYNTHETIC, synthetic_acceptance_length=2.5, num_speculative_tokens=3),
-            Settings(nextn=3, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5),
+            {
+                "nextn": 3,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2.5,
+            },
         ),
-        ('{"draft_tensor_parallel_size": 1, "disable_by_batch_size": null}', Settings()),
-        ('{"draft_tensor_parallel_size": 8}', Settings(tp=8)),
-        ('{"speculative_token_tree": "", "draft_tensor_parallel_size": -1}', Settings()),
+        ('{"draft_tensor_parallel_size": 1, "disable_by_batch_size": null}', {}),
+        ('{"draft_tensor_parallel_size": 8}', {"tp": 8}),
+        ('{"speculative_token_tree": "", "draft_tensor_parallel_size": -1}', {}),
     ],
 )
-def test_vllm(text: str, settings: Settings) -> None:
+def test_vllm(text: str, settings: Configuration) -> None:
     assert parse_speculative_config(text) == settings
 
 
@@ -85,7 +89,7 @@ def test_vllm(text: str, settings: Settings) -> None:
 def test_older_method_names(alias: str) -> None:
     line = f"--speculative-config: method '{alias}' is deprecated: write 'mtp'"
     found = parse_speculative_config(in_json(num_speculative_tokens=1, method=alias))
-    assert found == Settings(nextn=1, notes=(line,))
+    assert found == {"nextn": 1, "notes": (line,)}
 
 
 @pytest.mark.parametrize(
@@ -221,12 +225,12 @@ def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ..
 
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_vllm_keys_without_effect(key: str) -> None:
-    [line] = parse_speculative_config(in_json(**{key: 3})).notes
+    [line] = parse_speculative_config(in_json(**{key: 3}))["notes"]
     assert line.split("; ")[0] == f"--speculative-config: {key}: no effect"
 
 
 def test_a_line_may_say_what_to_do() -> None:
-    assert parse_speculative_config('{"model": "x"}').notes == (
+    assert parse_speculative_config('{"model": "x"}')["notes"] == (
         "--speculative-config: model: no effect; the MTP modules are those of the checkpoint",
     )
 

@@ -50,12 +50,12 @@ class Observer:
 
 
 class Grammar:
-    """Allows everything, and raises at `ahead` or at `take`."""
+    """Allows everything, and raises at `next_constraint` or at `take`."""
 
     def __init__(self, at: str) -> None:
         self.at, self.kept = at, 99
 
-    def ahead(self, drafts: Any) -> Constraint:
+    def next_constraint(self, drafts: Any) -> Constraint:
         if self.at == "ahead":
             raise Panic("index out of bounds")
         raise AssertionError("these programs take no constraint")

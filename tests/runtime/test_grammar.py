@@ -26,7 +26,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.grammar import Grammars, Matcher
-from mtpbuild.runtime.json_schema import closed
+from mtpbuild.runtime.json_schema import close_objects
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
@@ -108,7 +108,7 @@ def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) 
             if drafts[-1] not in good:
                 break
         drafts += rng.integers(16, VOCABULARY, 3 - len(drafts)).tolist()
-        window = grammar.ahead(drafts)
+        window = grammar.next_constraint(drafts)
         assert grammar.kept == window.kept
         assert window.drafts[: window.kept] == drafts[: window.kept]
         for row in range(4):
@@ -134,7 +134,7 @@ def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
     """A model's vocabulary may be wider: nobody can read those tokens."""
     wide = Grammars(manifest(vocabulary=VOCABULARY + 45), Tokenizer(backend), ABLE)
     free = StructuredOutputs(regex="(.|\n)*")
-    mask = wide.matcher(free, GREEDY).ahead([]).allowed[0]
+    mask = wide.matcher(free, GREEDY).next_constraint([]).allowed[0]
     assert mask.shape == (-(-(VOCABULARY + 45) // 32),)
     assert max(bits(mask)) < VOCABULARY
     assert not {0, THINK, END_OF_THOUGHT, 4, 5} & {*bits(mask)}, "special tokens are no text"
@@ -144,20 +144,20 @@ def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
 def test_a_thought_is_free(grammars: Grammars) -> None:
     """A thought's end may be a draft: rows behind it are masked, and tokens behind it count."""
     grammar = grammars.matcher(JSON, THINKING)
-    (brace,) = bits(grammars.matcher(JSON, GREEDY).ahead([]).allowed[0])
+    (brace,) = bits(grammars.matcher(JSON, GREEDY).next_constraint([]).allowed[0])
     everything = [-1] * (VOCABULARY // 32)
-    window = grammar.ahead([50, END_OF_THOUGHT, 51])
+    window = grammar.next_constraint([50, END_OF_THOUGHT, 51])
     assert window.allowed[:2].tolist() == [everything] * 2
     assert bits(window.allowed[2]) == [brace]
     assert window.drafts == [50, END_OF_THOUGHT, brace], "what is certain replaces a bad draft"
     assert window.kept == 2
-    closed = grammar.ahead([END_OF_THOUGHT, brace])
+    closed = grammar.next_constraint([END_OF_THOUGHT, brace])
     assert closed.allowed[0].tolist() == everything
     assert closed.drafts[:2] == [END_OF_THOUGHT, brace]
     assert len(closed.drafts) == 3
     for token in (50, 51, EOS, END_OF_THOUGHT):
         grammar.take(token)
-    assert grammar.ahead([]).drafts[0] == brace
+    assert grammar.next_constraint([]).drafts[0] == brace
     grammar.take(brace)
     with pytest.raises(RequestError, match="structured_outputs: "):
         grammar.take(brace)
@@ -166,7 +166,7 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
 def test_no_drafts_to_replace(backend: tokenizers.Tokenizer) -> None:
     """An engine of nextn 0 has one row, and nothing is forced ahead."""
     grammar = Grammars(manifest(nextn=0), Tokenizer(backend), ABLE).matcher(JSON, GREEDY)
-    window = grammar.ahead([])
+    window = grammar.next_constraint([])
     assert (window.drafts, window.kept, window.allowed.shape) == ([], 0, (1, VOCABULARY // 32))
 
 
@@ -211,7 +211,7 @@ def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars
     """One line with llguidance's reason, and soon."""
     began, said = time.process_time(), None
     try:
-        grammars.matcher(StructuredOutputs(**asked), GREEDY).ahead([])
+        grammars.matcher(StructuredOutputs(**asked), GREEDY).next_constraint([])
     except RequestError as error:
         said = str(error)
     assert (said is None) == (says is None)
@@ -297,17 +297,17 @@ def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
 def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
     """Each has a matcher of its own."""
     first, second = (grammars.matcher(JSON, GREEDY) for _ in range(2))
-    (brace,) = bits(first.ahead([]).allowed[0])
+    (brace,) = bits(first.next_constraint([]).allowed[0])
     first.take(brace)
-    assert bits(second.ahead([]).allowed[0]) == [brace]
-    assert bits(first.ahead([]).allowed[0]) != [brace]
+    assert bits(second.next_constraint([]).allowed[0]) == [brace]
+    assert bits(first.next_constraint([]).allowed[0]) != [brace]
 
 
 def test_json_has_no_white_space(grammars: Grammars, backend: tokenizers.Tokenizer) -> None:
     grammar: Matcher = grammars.matcher(JSON, GREEDY)
     said: list[int] = []
     for _ in itertools.count():
-        token = bits(grammar.ahead([]).allowed[0])[-1]
+        token = bits(grammar.next_constraint([]).allowed[0])[-1]
         if token == EOS:
             break
         said.append(token)
@@ -346,7 +346,9 @@ def test_anything_is_followed_or_refused(
     asked = {"json": value, "choice": [text, text]}.get(kind, text)
     said, allowed = "", [0]
     try:
-        window = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY).ahead([7, 8])
+        window = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY).next_constraint(
+            [7, 8]
+        )
         allowed = bits(window.allowed[0])
     except RequestError as error:
         said = str(error)
@@ -359,7 +361,7 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
     inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
     schema = {"properties": {"a": {"items": inner}}, "$defs": {"b": {"anyOf": [inner]}}}
     shut = inner | {"additionalProperties": False}
-    assert json.loads(closed(json.dumps(schema))) == {
+    assert json.loads(close_objects(json.dumps(schema))) == {
         "properties": {"a": {"items": shut}},
         "$defs": {"b": {"anyOf": [shut]}},
         "additionalProperties": False,
@@ -374,6 +376,6 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
         True,
     ]
     for other in others:
-        assert json.loads(closed(json.dumps(other))) == other
-    assert closed("no JSON") == "no JSON"
-    assert closed("[" * 100_000) == "[" * 100_000
+        assert json.loads(close_objects(json.dumps(other))) == other
+    assert close_objects("no JSON") == "no JSON"
+    assert close_objects("[" * 100_000) == "[" * 100_000

@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mtpbuild.runtime import RequestError, StructuredOutputs
 from mtpbuild.runtime.grammar import _source
-from mtpbuild.runtime.json_patterns import translate
-from mtpbuild.runtime.json_rules import integers
+from mtpbuild.runtime.json_patterns import translate_pattern
+from mtpbuild.runtime.json_rules import integer_pattern
 from mtpbuild.runtime.json_schema import object_schema
 
 BYTES = LLTokenizer("byte")
@@ -187,7 +187,7 @@ BOUND = st.integers(-(10**22), 10**22) | st.integers(-300, 300)
 def test_whole_numbers(ends: tuple[int, int], near: int, open_ends: str) -> None:
     least, most = sorted(ends)
     low, high = (None if open_ends in "<=" else least), (None if open_ends in ">=" else most)
-    pattern = re.compile(f"(?:{integers(low, high)})\\Z")
+    pattern = re.compile(f"(?:{integer_pattern(low, high)})\\Z")
     for number in (least + near, most + near, (least + most) // 2, 10 * most, 10 * least, near):
         fits = (low is None or number >= low) and (high is None or number <= high)
         assert bool(pattern.match(str(number))) == fits, (number, pattern.pattern)
@@ -196,7 +196,7 @@ def test_whole_numbers(ends: tuple[int, int], near: int, open_ends: str) -> None
 
 def test_patterns_of_neither_syntax_stay() -> None:
     for pattern in ("(?=a)b", r"\1", r"\b", "\\"):
-        assert translate(pattern) == pattern
+        assert translate_pattern(pattern) == pattern
 
 
 def test_arguments_are_objects() -> None:

@@ -7,8 +7,8 @@ import pytest
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.reasoning import opens_thought
+from mtpbuild.runtime.step_controls import make_step_controls
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -67,14 +67,14 @@ def test_what_opens_a_thought(asked: Tokenizer, prompt: str, opened: bool) -> No
     manifest = fake_manifest(vocab_size=2048)
     model = manifest.model.model_copy(update={"thinking_token_ids": MARKS})
     manifest = manifest.model_copy(update={"model": model})
-    assert controls_of(ids, SamplingParams(), manifest, asked).thinking is opened
+    assert make_step_controls(ids, SamplingParams(), manifest, asked).thinking is opened
 
 
 def test_tokens_that_a_request_names_count_wherever_they_are() -> None:
     manifest = fake_manifest(vocab_size=2048)
     named = SamplingParams(begin_thinking_phase_token=7, end_thinking_phase_token=4)
     for prompt, thinking in (([9, 7, 20], True), ([7, 20, 4, 21], False), ([9, BEGIN], False)):
-        assert controls_of(prompt, named, manifest, TINY).thinking is thinking
+        assert make_step_controls(prompt, named, manifest, TINY).thinking is thinking
 
 
 def test_the_same_text_of_other_tokens_is_no_mark() -> None:

@@ -8,10 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
-from mtpbuild.runtime.configuration import Settings
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import RunFlags, SamplingFlags, sampling_params
 
 SHARED = {
     "--acceptance",
@@ -72,23 +71,21 @@ def test_the_shared_flags(command: str) -> None:
 
 def test_params_are_those_of_flags_and_configuration() -> None:
     flags = SamplingFlags(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, seed=4)
-    params = sampling_params(flags, Settings(rejection_sample_method="standard"), max_tokens=7)
+    params = sampling_params(flags, {"rejection_sample_method": "standard"}, max_tokens=7)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 5, 0.9, 0.1)
     assert (params.seed, params.acceptance, params.max_tokens) == (4, "rejection", 7)
-    assert sampling_params(SamplingFlags(acceptance="rejection"), Settings()).acceptance != "strict"
+    assert sampling_params(SamplingFlags(acceptance="rejection"), {}).acceptance != "strict"
     with pytest.raises(UsageError, match="--acceptance strict contradicts"):
-        sampling_params(
-            SamplingFlags(acceptance="strict"), Settings(rejection_sample_method="standard")
-        )
+        sampling_params(SamplingFlags(acceptance="strict"), {"rejection_sample_method": "standard"})
     rates = SamplingFlags(rejection_sample_method="synthetic", synthetic_acceptance_rates="0.9,0.5")
-    said = Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(0.9, 0.5))
-    for each in (sampling_params(rates, Settings()), sampling_params(rates, said)):
+    said = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.5)}
+    for each in (sampling_params(rates, {}), sampling_params(rates, said)):
         assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
     with pytest.raises(UsageError, match=r"synthetic contradicts .* block"):
-        sampling_params(rates, Settings(rejection_sample_method="block"))
-    penalties = RequestFlags(presence_penalty=1.5, logit_bias='{"5": -100}')
-    edits = sampling_params(SamplingFlags(), Settings(), **vars(penalties))
+        sampling_params(rates, {"rejection_sample_method": "block"})
+    penalties = RunFlags(presence_penalty=1.5, logit_bias='{"5": -100}')
+    edits = sampling_params(SamplingFlags(), {}, **vars(penalties))
     assert (edits.presence_penalty, edits.repetition_penalty) == (1.5, 1)
     assert edits.logit_bias == {5: -100}
     with pytest.raises(RequestError, match="temperature must be"):
-        sampling_params(SamplingFlags(temperature=-1), Settings())
+        sampling_params(SamplingFlags(temperature=-1), {})

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +15,22 @@ from mtpbuild.runtime.contract import rules
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
     CONTROLS,
+    FIELDS,
     GREEDY,
     HISTORY,
     Control,
-    Controls,
+    StepControls,
     control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, Constraint
 from mtpbuild.runtime.contract.rules import Rule
-from mtpbuild.runtime.contract.settings import Setting, annotations
+from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.sampling import SETTINGS, http_settings
-from mtpbuild.runtime.server.answers import seeded
+from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
+from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live
 
@@ -120,7 +121,7 @@ class Filled(FakePrograms):
         shapes = control_shapes(manifest.build.nextn, 64, V)
         self.places = {control.name: (shapes[control.name], control.dtype) for control in CONTROLS}
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
         for name, row in controls.rows(self.places):
             assert np.isfinite(row).all(), name
@@ -181,6 +182,12 @@ def test_what_may_be_said_of_a_setting(engine: Engine, name: str) -> None:
     assert not answer(engine, "max_tokens", 2)  # the next request is right
 
 
+def test_settings_that_steps_are_given_have_the_same_defaults() -> None:
+    shared = SETTINGS.keys() & FIELDS.keys()
+    assert {"temperature", "top_k", "relaxed_delta", "repetition_penalty"} <= shared
+    assert {name: getattr(GREEDY, name) for name in shared} == {n: DEFAULTS[n] for n in shared}
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     params = SamplingParams(
         np.int64(4),  # type: ignore[arg-type]
@@ -216,15 +223,19 @@ def test_lines_have_the_same_bounds(engine: Engine, tmp_path: Path) -> None:
                 read_requests(path, engine, SamplingParams(), check=True)
 
 
+def inverse(value: Any) -> Any:
+    return 1 / value
+
+
 @dataclass(frozen=True)
 class Loose:
     """Settings whose checks let everything through."""
 
-    loose_number: Annotated[float, Setting(lambda value: value), Control("float32")] = 0.5
-    loose_count: Annotated[int, Setting(lambda value: value), Control("int32")] = 1
-    loose_switch: Annotated[bool, Setting(lambda value: value), Control("bool")] = False
-    loose_pair: Annotated[Any, Setting(lambda value: value), Control("float32", (2,))] = (0, 0)
-    loose_inverse: Annotated[float, Setting(lambda value: 1 / value), Control("float32")] = 1.0
+    loose_number: float = setting(0.5, lambda value: value, control=Control("float32"))
+    loose_count: int = setting(1, lambda value: value, control=Control("int32"))
+    loose_switch: bool = setting(False, lambda value: value, control=Control("bool"))
+    loose_pair: Any = setting((0, 0), lambda value: value, control=Control("float32", (2,)))
+    loose_inverse: float = setting(1.0, inverse, control=Control("float32"))
 
 
 FITTING: tuple[tuple[str, Any], ...] = (
@@ -261,7 +272,7 @@ def test_settings_of_other_packages_fit_their_controls(engine: Engine) -> None:
 
     for name, value in FITTING:
         assert not error(name, value)
-    for name in annotations(Loose, Setting):
+    for name in declarations(Loose, Setting):
         for value in ("x", "\ud800", NAN, object(), [[1]], [1, [2]], None):
             assert name in error(name, value), value
     for name, value in UNFITTING:
@@ -272,7 +283,7 @@ SEEDS = (0, 5, 2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
 
 
 def numbers(seed: int) -> bytes:
-    return Controls(seed=seed).uniforms(8).tobytes()
+    return StepControls(seed=seed).uniforms(8).tobytes()
 
 
 def test_every_seed_has_numbers_of_its_own() -> None:
@@ -282,11 +293,11 @@ def test_every_seed_has_numbers_of_its_own() -> None:
     for seed in SEEDS[:4]:  # as they have always been
         keys = [np.random.Philox(key=[seed, stream]) for stream in range(4)]
         wanted = [np.random.Generator(key).random(8, np.float32) for key in keys]
-        assert np.array_equal(Controls(seed=seed).uniforms(8, 4), wanted)
+        assert np.array_equal(StepControls(seed=seed).uniforms(8, 4), wanted)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, -1, -2, -(2**63)])
 def test_choices_have_seeds_that_differ(seed: int) -> None:
-    each = [params.seed for params in seeded(SamplingParams(seed=seed), 5)]
+    each = [params.seed for params in seed_choices(SamplingParams(seed=seed), 5)]
     assert each == [(seed + i) % 2**64 for i in range(5)]
     assert len({numbers(own or 0) for own in each}) == 5

@@ -5,12 +5,12 @@ import logging
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.stats import Acceptance
+from mtpbuild.runtime.stats import AcceptanceCounter
 from tests.support.fakes import FakePrograms, fake_manifest
 
 
 def test_formulas() -> None:
-    counts = Acceptance(nextn=3)
+    counts = AcceptanceCounter(nextn=3)
     for accepted, drafted in [(0, 0), (3, 3), (1, 3), (0, 3), (3, 3), (2, 2)]:
         counts.add(accepted, drafted)
     report = counts.report()
@@ -37,7 +37,7 @@ def test_without_drafting_every_step_gives_one_token() -> None:
 
 
 def test_before_the_first_step_nothing_is_claimed() -> None:
-    report = Acceptance(nextn=1).report()
+    report = AcceptanceCounter(nextn=1).report()
     assert report.mean_acceptance_length is None
     assert report.draft_acceptance_rate is None
     assert report.per_position_acceptance_rates == [0.0]

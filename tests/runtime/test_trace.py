@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
@@ -97,7 +97,7 @@ def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
         ]
         results = [stream.result() for stream in streams]
     read = read_trace(path)
-    assert read.whole
+    assert read.complete
     assert list(read.requests) == [0, 1]
     for traced, result in zip(read.requests.values(), results, strict=True):
         rows = list(traced.rows())
@@ -113,7 +113,7 @@ def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
     (traced,) = read_trace(path).requests.values()
     seed = traced.request.params["seed"]
     assert seed == result.seed
-    numbers = Controls(temperature=0.7, seed=seed).uniforms(64)
+    numbers = StepControls(temperature=0.7, seed=seed).uniforms(64)
     for step in traced.steps:
         decided = slice(step.position + 1, step.position + 1 + step.num_drafts + 1)
         assert step.uniforms is not None
@@ -173,7 +173,7 @@ def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
         next(stream)
         raise KeyboardInterrupt
     read = read_trace(jsonl)
-    assert not read.whole
+    assert not read.complete
     assert len(read.requests[0].steps) == 2
     assert read.requests[0].end is None
     before = html.read_text(encoding="utf-8"), jsonl.read_bytes()
@@ -189,7 +189,7 @@ def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
             stream = engine.stream(PROMPT, observer=trace.request())
             next(stream)
         assert stream.result().token_ids
-    assert not read_trace(path).whole
+    assert not read_trace(path).complete
 
 
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     read = read_trace(path)
-    assert read.whole
+    assert read.complete
     assert sorted(map(int, read.requests)) == list(range(7))
     tokens = [[s.tokens[r] for s, r in traced.rows()] for traced in read.requests.values()]
     assert all(ids == tokens[0] for ids in tokens)

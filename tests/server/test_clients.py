@@ -6,10 +6,10 @@ import httpx2
 import pytest
 
 from mtpbuild.runtime.server.messages import MessagesBody
-from mtpbuild.runtime.server.messages import chat_of as chat_of_message
-from mtpbuild.runtime.server.protocol import NOTHING, REFUSED
+from mtpbuild.runtime.server.messages import to_chat_body as chat_of_message
+from mtpbuild.runtime.server.protocol import NEUTRAL_VALUES, REFUSED
 from mtpbuild.runtime.server.responses import ResponsesBody
-from mtpbuild.runtime.server.responses import chat_of as chat_of_response
+from mtpbuild.runtime.server.responses import to_chat_body as chat_of_response
 from tests.support.fakes import TEMPLATE
 from tests.support.served import HELLO, TOOL_TEMPLATE, fails, saying, served
 
@@ -167,11 +167,11 @@ def test_special_tokens_are_added_or_not() -> None:
         assert with_bos["prompt_token_ids"] == [0, *without["prompt_token_ids"]]
 
 
-@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("name", NEUTRAL_VALUES)
 def test_a_refused_field_that_asks_for_nothing(name: str) -> None:
     assert name in REFUSED
     with served() as (server, _), server.client() as client:
-        body = HELLO | {name: NOTHING[name]}
+        body = HELLO | {name: NEUTRAL_VALUES[name]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 

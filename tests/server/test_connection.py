@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, listen
-from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 from tests.support.live_server import Live, live
 
-SETTINGS = Settings(header_timeout=0.4, send_timeout=0.5)
+SETTINGS = ServerOptions(header_timeout=0.4, send_timeout=0.5)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 

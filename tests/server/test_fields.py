@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import REFUSED
-from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer
 from tests.support.model_tokenizers import TEMPLATES
@@ -174,7 +174,7 @@ def test_curl_needs_no_header() -> None:
 
 def test_who_may_call_the_server_what() -> None:
     """A page that lets its own name point here is of the same origin to browsers."""
-    settings = Settings(hosts=("Box.example",))
+    settings = ServerOptions(allowed_hosts=["Box.example"])
     with served(settings=settings) as (server, _), server.client() as client:
 
         def ask(host: str, **headers: str) -> httpx2.Response:
@@ -189,7 +189,10 @@ def test_who_may_call_the_server_what() -> None:
         # A browser that does not send Sec-Fetch-Site:
         fails(ask("127.0.0.1", Origin="http://evil.example"), 403, "another origin")
         assert ask("127.0.0.1:80", Origin="http://127.0.0.1:80").status_code == 200
-    with served(settings=Settings(hosts=("*",))) as (server, _), server.client() as client:
+    with (
+        served(settings=ServerOptions(allowed_hosts=["*"])) as (server, _),
+        server.client() as client,
+    ):
         assert ask("any.example").status_code == 200
 
 

@@ -22,12 +22,12 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.engine import Prompt
 from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
-from mtpbuild.runtime.server.answers import Choice
+from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.pool import Pool
-from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
@@ -85,7 +85,7 @@ def test_bodies_that_are_read(value: Any) -> None:
 
 
 def test_choices_are_counted_before_they_are_made() -> None:
-    with served(settings=Settings(max_queue=10)) as (server, _), server.client() as client:
+    with served(settings=ServerOptions(max_queue=10)) as (server, _), server.client() as client:
         for prompt, n, count in (([[1]] * 5000, 128, 640_000), (["a"] * 13, 1, 13), ("a", 13, 13)):
             response = client.post("/v1/completions", json=ASK | {"prompt": prompt, "n": n})
             fails(response, 429, f"the request has {count} choices, 12 may run and wait")
@@ -149,7 +149,7 @@ def test_an_event_costs_what_it_says() -> None:
             read.append(token)
             return "ab", None
 
-    choice = Choice(0, [5], SamplingParams(logprobs=0))
+    choice = AnswerChoice(0, [5], SamplingParams(logprobs=0))
     answer = Answer("m", [choice], 1, None, with_logprobs=True)
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in (7, 8))
     offsets = []
@@ -161,7 +161,7 @@ def test_an_event_costs_what_it_says() -> None:
         offsets += event["choices"][0]["logprobs"]["text_offset"]
     assert offsets == list(range(0, 1200, 2))
     assert len(read) == 1200  # each twice
-    assert choice.said("content") == "ab" * 600
+    assert choice.join_text("content") == "ab" * 600
 
 
 def test_jobs_of_a_pool() -> None:
@@ -233,7 +233,7 @@ def test_forms_of_clients_that_have_gone_are_dropped() -> None:
 
 
 def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
-    settings = Settings(access_log=True, api_key="right", cors=("http://a",))
+    settings = ServerOptions(access_log=True, key="right", allow_origin=["http://a"])
     preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
     with (
         caplog.at_level(logging.INFO, "mtpbuild"),

@@ -6,8 +6,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from mtpbuild.runtime.server.messages import MessagesBody, chat_of
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.messages import MessagesBody, to_chat_body
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
 from tests.support.served import TOOL_TEMPLATE, events, saying, served
 
@@ -26,7 +26,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with served(settings=Settings(api_key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
+    with served(settings=ServerOptions(key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
         yield running
 
 
@@ -125,7 +125,7 @@ def test_a_failure_in_a_stream() -> None:
 
 
 def test_what_a_conversation_becomes() -> None:
-    chat = chat_of(
+    chat = to_chat_body(
         MessagesBody.model_validate(
             {
                 "model": "m",

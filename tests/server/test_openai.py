@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live, live, url_of
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -36,7 +36,7 @@ def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[Live]:
-    with live(engine, Settings(api_key="k")) as running:
+    with live(engine, ServerOptions(key="k")) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import live
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_thoughts_are_folded(tiny_engine: Callable[..., Path]) -> None:
     with Engine.load(tiny_engine(3), threads=1) as engine:
         asked = [{"role": "user", "content": QUESTIONS[0]}]
         whole = engine.generate(engine.chat_ids(asked), SamplingParams(max_tokens=300)).text
-        with live(engine, Settings(api_key="k")) as server:
+        with live(engine, ServerOptions(key="k")) as server:
             run: list[str | Path] = ["node", DOM, PAGE, server.url, "k", *QUESTIONS]
             done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

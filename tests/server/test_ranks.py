@@ -19,7 +19,8 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.start import TIMEOUT
-from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.service import Service
 from tests.reference.recompute import greedy
 from tests.support import eager_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint
@@ -46,7 +47,7 @@ class Abandoned(FakePrograms):
 
 def test_a_rank_is_missed_though_nobody_asks() -> None:
     manifest = fake_manifest()
-    programs, service = Abandoned(manifest), Service(Settings())
+    programs, service = Abandoned(manifest), Service(ServerOptions())
     told: list[str] = []
     service.on_failure = lambda: told.append(str(service.failed))
 

@@ -14,8 +14,8 @@ import pytest
 
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.server import errors
-from mtpbuild.runtime.server.answers import Choice, merged
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.fakes import (
     backend_tokenizer,
     fake_tokenizer,
@@ -161,7 +161,7 @@ def test_parts_of_text_are_one_text() -> None:
 
 
 def test_the_key() -> None:
-    with served(settings=Settings(api_key="s3cret")) as (server, _), server.client() as client:
+    with served(settings=ServerOptions(key="s3cret")) as (server, _), server.client() as client:
         for said in ("", "Bearer S3cret", "s3cret", "Basic s3cret", "Bearer"):
             headers = {"Authorization": said} if said else {}
             fails(client.post("/v1/completions", json=ASK, headers=headers), 401, "API key")
@@ -174,7 +174,7 @@ def test_the_key() -> None:
 
 
 def test_bodies_that_are_too_long_or_do_not_come() -> None:
-    settings = Settings(max_body=1000, body_timeout=0.2)
+    settings = ServerOptions(max_body=1000, body_timeout=0.2)
     with served(settings=settings) as (server, _), server.client() as client:
         fails(client.post("/v1/completions", content=b"x" * 1001), 413, "longer than 1000 bytes")
 
@@ -200,7 +200,7 @@ def test_no_page_of_another_origin_may_ask() -> None:
         fails(client.post("/v1/completions", json=ASK, headers=page), 403, "another origin")
         own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
         assert client.post("/v1/completions", json=ASK, headers=own).status_code == 200
-    settings = Settings(cors=("http://a.example",), api_key="k")
+    settings = ServerOptions(allow_origin=["http://a.example"], key="k")
     with served(settings=settings) as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert response.headers["access-control-allow-origin"] == "http://a.example"
@@ -210,7 +210,7 @@ def test_no_page_of_another_origin_may_ask() -> None:
 
 def test_the_queue_has_an_end() -> None:
     with (
-        served(settings=Settings(max_queue=1), step_s=0.002, max_batch=1) as (server, _),
+        served(settings=ServerOptions(max_queue=1), step_s=0.002, max_batch=1) as (server, _),
         server.client() as client,
         contextlib.ExitStack() as stack,
     ):
@@ -237,7 +237,7 @@ def test_many_who_come_at_once() -> None:
         async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
             return await asyncio.gather(*(ask(client) for _ in range(40)))
 
-    with served(settings=Settings(max_queue=3), step_s=0.005) as (server, _):
+    with served(settings=ServerOptions(max_queue=3), step_s=0.005) as (server, _):
         statuses = asyncio.run(main(server.url))
         assert Counter(statuses) == {200: 5, 429: 35}
         until(lambda: server.service.open == 0)
@@ -294,7 +294,7 @@ def test_closing_what_is_merged_closes_the_streams() -> None:
 
     async def main(count: int) -> None:
         closed.clear()
-        chunks = merged([stream(number) for number in range(count)])
+        chunks = merge_streams([stream(number) for number in range(count)])
         await anext(chunks)
         await asyncio.sleep(0)
         await chunks.aclose()
@@ -321,7 +321,7 @@ def test_every_event_of_a_stream_has_a_choice() -> None:
 
 
 def test_a_request_that_takes_too_long() -> None:
-    settings = Settings(request_timeout=0.1)
+    settings = ServerOptions(request_timeout=0.1)
     with served(settings=settings, step_s=0.01) as (server, programs), server.client() as client:
         import_lazily = client.post("/v1/completions", json=LONG)
         fails(import_lazily, 408, "took too long")
@@ -410,7 +410,7 @@ def test_thoughts_are_apart_at_every_cut() -> None:
             for kind in ("reasoning", "content"):
                 assert "".join(s[0] for s in spans if s[2] == kind) == message[kind]
             assert {draft for _, draft, _ in spans} == {True, False}
-        whole = Settings(thinking=False)
+        whole = ServerOptions(no_thinking_split=True)
         with served(settings=whole, **saying(text)) as (server, _), server.client() as client:
             message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
             assert message["content"] == text.removesuffix("｜end｜")
@@ -536,9 +536,9 @@ def test_what_one_answer_raises_is_its_own(
     place: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/architecture.md lists the places of a request's life; these two are the server's."""
-    take, as_json = Choice.take, errors.as_json
+    take, encode_json = AnswerChoice.take, errors.encode_json
 
-    def parse(choice: Choice, chunk: Chunk) -> Any:
+    def parse(choice: AnswerChoice, chunk: Chunk) -> Any:
         if choice.params.max_tokens == 13:
             raise RecursionError("too deep")
         return take(choice, chunk)
@@ -546,13 +546,13 @@ def test_what_one_answer_raises_is_its_own(
     def serialise(content: Any) -> bytes:
         if "choices" in content and '"index": 1' in json.dumps(content):
             raise RecursionError("too deep")
-        return as_json(content)
+        return encode_json(content)
 
     if place == "parse":
-        monkeypatch.setattr(Choice, "take", parse)
+        monkeypatch.setattr(AnswerChoice, "take", parse)
     else:
-        monkeypatch.setattr("mtpbuild.runtime.server.app.as_json", serialise)
-        monkeypatch.setattr(errors, "as_json", serialise)
+        monkeypatch.setattr("mtpbuild.runtime.server.answering.encode_json", serialise)
+        monkeypatch.setattr(errors, "encode_json", serialise)
     with served(step_s=0.001) as (server, _), server.client() as client:
         answers: list[httpx2.Response] = []
         body = LONG | {"max_tokens": 300}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.reasoning import AnswerPiece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls
 from mtpbuild.runtime.text import Span
 from tests.support.split_pieces import cut, fed, joined
@@ -116,11 +116,11 @@ def test_arguments_come_in_pieces() -> None:
     """Each piece of the arguments is told as soon as it is there."""
     calls = ToolCalls(FORMS["hermes"])
     assert calls.feed('<tool_call>{"name": "f", "arguments": {"te') == [
-        Piece("name", "f"),
-        Piece("arguments", '{"te'),
+        AnswerPiece("name", "f"),
+        AnswerPiece("arguments", '{"te'),
     ]
-    assert calls.feed('xt": "ab') == [Piece("arguments", 'xt": "ab')]
-    assert calls.feed('c"}') == [Piece("arguments", 'c"}')]
+    assert calls.feed('xt": "ab') == [AnswerPiece("arguments", 'xt": "ab')]
+    assert calls.feed('c"}') == [AnswerPiece("arguments", 'c"}')]
     assert calls.feed("}</tool_call>") == []
 
 
@@ -166,6 +166,6 @@ def test_thoughts(
 
 def test_a_piece_is_there_as_soon_as_its_token() -> None:
     splitter = ThinkingSplitter((2, 3), True)
-    assert splitter.feed(Span("it is 5.", True)) == [Piece("reasoning", "it is 5.", 0, True)]
+    assert splitter.feed(Span("it is 5.", True)) == [AnswerPiece("reasoning", "it is 5.", 0, True)]
     assert splitter.feed(Span("</think>", True, 3)) == []
-    assert splitter.feed(Span("The ans", False)) == [Piece("content", "The ans")]
+    assert splitter.feed(Span("The ans", False)) == [AnswerPiece("content", "The ans")]

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Stream
 from mtpbuild.runtime.sampling import DEFAULTS, http_settings
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live, live, until
 
 PROMPT = "What is 47 + 85?"
@@ -188,7 +188,7 @@ def test_canaries_live(tiny_engine: Callable[..., Path], requests: int) -> None:
         Engine.load(
             tiny_engine(3), threads=1, prefix_cache=True, prefix_cache_bytes=1 << 24
         ) as engine,
-        live(engine, Settings(max_queue=64)) as server,
+        live(engine, ServerOptions(max_queue=64)) as server,
         Canaries(engine).flying() as canaries,
     ):
         run_state_machine_as_test(

@@ -14,14 +14,14 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.tools import FORMS
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
@@ -64,7 +64,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
     """A client of a server that writes tool calls in a form."""
-    with live(engine, Settings(tool_parser=parser)) as server, server.client() as http:
+    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.client() as http:
         yield openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=http
         )
@@ -528,6 +528,6 @@ def test_engines_without_masks_go_on(folder: Path) -> None:
     slots, whole = (HostSlots(m, PackedCaches(m.state), copies=2) for m in (lacking, manifest))
     assert whole.features - slots.features == {Feature.CONSTRAIN}
     for each in (slots, whole):
-        each.begin(1, 5, 7, Controls(temperature=1.0))
+        each.begin(1, 5, 7, StepControls(temperature=1.0))
         each.move(1, 0)
         assert each.state["lengths"].tolist() == [5, 5, 0, 0]

@@ -13,7 +13,7 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.grammar import Grammars
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.token_limits import TokenLimits, spellings
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -112,7 +112,7 @@ def test_each_row_forbids_what_the_drafts_before_it_began(tokenizer: Tokenizer) 
     forbidden = 0
     for _ in range(300):
         drafts = rng.choice(pool, 3).tolist()
-        found = limits.ahead(drafts)
+        found = limits.next_constraint(drafts)
         assert (found.drafts, found.kept, limits.kept) == (drafts, 3, 3)
         masks = np.unpackbits(found.allowed.view(np.uint8), axis=1, bitorder="little")
         for row, mask in enumerate(masks):
@@ -134,11 +134,11 @@ def test_drafts_behind_which_nothing_may_follow(tokenizer: Tokenizer) -> None:
     found_first = [spellings(text, tokenizer)[0] for text in params.bad_words]
     assert found_first == [[one, one], [one, two]]
     limits = TokenLimits(params, manifest(), tokenizer)
-    found = limits.ahead([two, one, two])
+    found = limits.next_constraint([two, one, two])
     assert (found.drafts, found.kept) == ([two], 1)
     limits.take(one)
     with pytest.raises(RequestError, match="bad_words: no token is left that may follow the an"):
-        limits.ahead([two, one, two])
+        limits.next_constraint([two, one, two])
 
 
 def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
@@ -148,11 +148,11 @@ def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
     for min_tokens, free in ((1, True), (2, False)):
         params = SamplingParams(9, min_tokens=min_tokens, **limited)
         limits = TokenLimits(params, manifest(), tokenizer)
-        found = limits.ahead([one, one])
+        found = limits.next_constraint([one, one])
         assert found.drafts == ([one, one] if free else [])
         limits.take(one)
         with contextlib.nullcontext() if free else pytest.raises(RequestError, match="no token is"):
-            masks = limits.ahead([]).allowed.view(np.uint8)
+            masks = limits.next_constraint([]).allowed.view(np.uint8)
             assert np.flatnonzero(np.unpackbits(masks[0], bitorder="little")).tolist() == [EOS]
 
 
@@ -216,7 +216,7 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
 def test_what_is_refused(asked: dict[str, Any], says: str, engine: Engine) -> None:
     """With 400 and the field's name by the server, and as a RequestError in Python."""
     field = says.partition(" ")[0].rstrip(":")
-    with live(engine, Settings()) as server, server.client() as client:
+    with live(engine, ServerOptions()) as server, server.client() as client:
         body = {"prompt": CODE, "max_tokens": 4} | asked
         error = client.post("/v1/completions", json=body).json()["error"]
     assert says in error["message"]
@@ -241,4 +241,4 @@ def test_engines_that_cant(tokenizer: Tokenizer) -> None:
     ):
         grammars = Grammars(manifest(), given, able)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match=says):
-            grammars.holding(params, None)  # type: ignore[arg-type]
+            grammars.make_grammar(params, None)  # type: ignore[arg-type]

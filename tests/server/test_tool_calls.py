@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
+from mtpbuild.runtime.server.tools import FORMS, ToolCalls, detect_form
 from mtpbuild.runtime.server.tools.json_reader import JsonReader
 from tests.support.call_templates import FILES, UNKNOWN, template_of, templates_of
 from tests.support.split_pieces import cut, fed, joined
@@ -150,13 +150,13 @@ def test_json_stays_as_it_is(value: Any, indent: int | None, data: st.DataObject
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_form_is_what_the_template_writes(form: str) -> None:
-    assert form_of(template_of(form)) == form
+    assert detect_form(template_of(form)) == form
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_form_that_is_not_known_is_not_taken_for_another(name: str) -> None:
-    assert form_of(templates_of(UNKNOWN[name])) is None
-    assert form_of(templates_of((FILES / "gigachat_like.jinja").read_text())) is None
+    assert detect_form(templates_of(UNKNOWN[name])) is None
+    assert detect_form(templates_of((FILES / "gigachat_like.jinja").read_text())) is None
 
 
 F = ("f", {"a": 1})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.control_tensors import Controls
 from tests.support.kernels import asked_of
 
 A, B, C, D, BEGIN, END = range(6)
@@ -286,7 +286,7 @@ Operands = tuple[
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,
-    Asked,
+    Controls,
 ]
 
 

@@ -17,7 +17,7 @@ from mtpbuild.builder.measure.prompts import Prompt
 from mtpbuild.builder.measure.runs import Answer
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 
@@ -31,7 +31,7 @@ def prompt(kind: str = "code", number: int = 0, length: int = 4, most: int = 8) 
 
 
 def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
-    acceptance = Acceptance(len(histogram) - 1)
+    acceptance = AcceptanceCounter(len(histogram) - 1)
     acceptance.histogram, acceptance.drafted = histogram, drafted
     return acceptance.report()
 

@@ -37,7 +37,9 @@ def check_logprobs(
 
 
 @torch.no_grad()
-def judged(model: PlainDeepseek, prompt: list[int], text: Answer) -> tuple[list[float], list[float]]:
+def judged(
+    model: PlainDeepseek, prompt: list[int], text: Answer
+) -> tuple[list[float], list[float]]:
     """Returns each token's distance below the largest logit, and its log-probability's error."""
     known = torch.tensor([prompt + text.token_ids[:-1]])
     logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.program.accept import MixedAcceptance
-from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
 from tests.reference.sampling import edited
 from tests.support.kernels import asked_of, asked_of_penalties
 
@@ -34,7 +34,7 @@ def decode(
     sampled: bool,
     nextn: int = K,
     block: bool | Tensor = False,
-    penalties: Controls | None = None,
+    penalties: StepControls | None = None,
     slots: int = SLOTS,
 ) -> Tensor:
     """Decodes the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
@@ -85,7 +85,7 @@ def decode(
         }
 
 
-def chi_square(tokens: Tensor, penalties: Controls = GREEDY) -> float:
+def chi_square(tokens: Tensor, penalties: StepControls = GREEDY) -> float:
     places = [V**i for i in reversed(range(COUNT))]
     counts = np.bincount((tokens.numpy() * places).sum(1), minlength=V**COUNT)
     law = [chain(path, penalties) for path in product(range(V), repeat=COUNT)]
@@ -93,7 +93,7 @@ def chi_square(tokens: Tensor, penalties: Controls = GREEDY) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def chain(path: tuple[int, ...], penalties: Controls = GREEDY) -> float:
+def chain(path: tuple[int, ...], penalties: StepControls = GREEDY) -> float:
     """Returns the exact probability of the tokens after the prompt."""
     probability, tokens = 1.0, [FIRST]
     for token in path:

@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 
 ASKED = (
-    Controls(constrained=True),
-    Controls(constrained=True, temperature=0.8, seed=1),
-    Controls(constrained=True, temperature=0.8, rejection=True, seed=1),
-    Controls(constrained=True, temperature=0.8, rejection=True, block=True, seed=1),
+    StepControls(constrained=True),
+    StepControls(constrained=True, temperature=0.8, seed=1),
+    StepControls(constrained=True, temperature=0.8, rejection=True, seed=1),
+    StepControls(constrained=True, temperature=0.8, rejection=True, block=True, seed=1),
 )
 
 
@@ -48,7 +48,7 @@ def check_masks(programs: Any, manifest: Manifest, nextn: int | None = None) -> 
         second = programs.step(active, rows)
         assert second.tokens[0, 0] == 31
         assert second.num_tokens[0] == 1 or own[0] == 31, "no draft is judged by another's mask"
-    programs.begin(0, 3, 7, Controls(temperature=0.8, seed=1))
+    programs.begin(0, 3, 7, StepControls(temperature=0.8, seed=1))
     free = programs.step(active, rows).tokens[0, 0]
     programs.begin(0, 3, 7, ASKED[1])
     programs.constrain(0, Constraint([], 0, only([], manifest)))

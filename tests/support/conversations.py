@@ -42,7 +42,7 @@ def check_same(warm: Result, cold: Result, params: SamplingParams) -> None:
     assert warm.token_ids == cold.token_ids, DIFFERS
     assert warm.logprobs == cold.logprobs, DIFFERS
     assert warm.prompt_logprobs == cold.prompt_logprobs, DIFFERS
-    assert params.held or warm.from_draft == cold.from_draft, DIFFERS
+    assert params.constraint or warm.from_draft == cold.from_draft, DIFFERS
 
 
 class Users:

@@ -160,4 +160,4 @@ def on_gpus() -> Iterator[None]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with target(), rank_bugs.planted():
-        sys.exit(follow.main(*sys.argv[1:]))
+        sys.exit(follow.run_follower(*sys.argv[1:]))

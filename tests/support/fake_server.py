@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, serve
-from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 LOADING, STEP, DRAIN = map(float, sys.argv[1:4])
@@ -24,4 +24,6 @@ def load() -> Engine:
 
 
 if __name__ == "__main__":
-    serve(Path("nowhere"), load, Settings(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN))
+    serve(
+        Path("nowhere"), load, ServerOptions(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN)
+    )

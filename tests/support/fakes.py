@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
@@ -148,7 +148,7 @@ class FakePrograms:
         self.chunks.append((slot, start, tokens.tolist()))
         self.history[slot] += tokens.tolist()[:count]
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self.controls[slot] = controls
         self.history[slot] = [*self.history[slot][:length], newest]
         self.drafts[slot] = []

@@ -14,7 +14,7 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 
@@ -51,9 +51,9 @@ def check_texts(engine: Path, reference: PlainDeepseek) -> None:
         assert result.token_ids == wanted
 
 
-def controls(params: SamplingParams) -> Controls:
+def controls(params: SamplingParams) -> StepControls:
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
-    return Controls(**{name: getattr(params, name) for name in names})
+    return StepControls(**{name: getattr(params, name) for name in names})
 
 
 @contextlib.contextmanager

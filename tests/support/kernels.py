@@ -27,7 +27,7 @@ from mtpbuild.plugins import (
     shaped_probs_op,
 )
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
-from mtpbuild.plugins.asked import Asked, in_order
+from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
@@ -36,7 +36,7 @@ from mtpbuild.runtime.contract.controls import (
     CORE_CONTROLS,
     GREEDY,
     Control,
-    Controls,
+    StepControls,
     control_shapes,
 )
 
@@ -166,7 +166,7 @@ class Mixed:
     active: Tensor
     thinking: Tensor
     draft_probs: Tensor
-    asked: Asked
+    asked: Controls
 
     def to(self, device: str) -> "Mixed":
         return Mixed(*tree_map(lambda tensor: tensor.to(device), [*vars(self).values()]))
@@ -175,7 +175,7 @@ class Mixed:
     def operands(self) -> tuple[Any, ...]:
         """Returns the op's operands in their order."""
         *slots, asked = vars(self).values()
-        return *slots, in_order(asked)
+        return *slots, list_controls(asked)
 
 
 def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
@@ -183,7 +183,7 @@ def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
     return _asked(slots, GREEDY, CORE_CONTROLS, nextn) | own
 
 
-def asked_of_penalties(slots: int, controls: Controls) -> dict[str, Tensor]:
+def asked_of_penalties(slots: int, controls: StepControls) -> dict[str, Tensor]:
     """Repeats a request's penalties and biases for each slot, without room for more biases."""
     asked = _asked(slots, controls, [control for control in CONTROLS if not control.core])
     room = max(len(controls.bias_ids), 1)
@@ -191,7 +191,7 @@ def asked_of_penalties(slots: int, controls: Controls) -> dict[str, Tensor]:
 
 
 def _asked(
-    slots: int, controls: Controls, table: Sequence[Control], nextn: int = 0
+    slots: int, controls: StepControls, table: Sequence[Control], nextn: int = 0
 ) -> dict[str, Tensor]:
     shapes = control_shapes(nextn, positions=1)
     rows = controls.rows({c.name: (shapes[c.name], c.dtype) for c in table})
@@ -346,9 +346,9 @@ def check_shaped_probs(
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
     if coldest is not None:
         case.asked["temperature"].fill_(coldest)
-    wanted = shaped_probs_op(case.logits, in_order(case.asked))
+    wanted = shaped_probs_op(case.logits, list_controls(case.asked))
     moved = case.to(device)
-    got = shaped_probs_launches(moved.logits, in_order(moved.asked)).run().cpu()
+    got = shaped_probs_launches(moved.logits, list_controls(moved.asked)).run().cpu()
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 

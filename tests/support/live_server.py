@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import httpx2
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
-from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.server.service import Service
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Live]:
+def live(engine: Engine | None, settings: ServerOptions | None = None) -> Iterator[Live]:
     """Serves until the block ends; engine None means that it is still being loaded."""
-    service = Service(settings or Settings())
+    service = Service(settings or ServerOptions())
     if engine is not None:
         service.start(engine)
     own = listen(Address("127.0.0.1", 0, 0.0))

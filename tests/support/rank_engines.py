@@ -15,7 +15,7 @@ from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group.start import started
+from mtpbuild.runtime.group.start import start_ranks
 from tests.support.requests import build_request
 
 SHAPE: dict[str, Any] = {
@@ -50,14 +50,14 @@ def request_and_build(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: 
 @contextlib.contextmanager
 def running(folder: Path, **options: Any) -> Iterator[Engine]:
     with (
-        started(folder, read_manifest(folder), threads=1),
+        start_ranks(folder, read_manifest(folder), threads=1),
         Engine.load(folder, threads=1, **options) as loaded,
     ):
         yield loaded
 
 
 def followers() -> list[int]:
-    """Lists the ranks that this process has started and not yet waited for."""
+    """Lists the ranks that this process has start_ranks and not yet waited for."""
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]

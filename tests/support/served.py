@@ -10,7 +10,7 @@ import tokenizers
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import (
     TEMPLATE,
@@ -51,7 +51,7 @@ def fake_engine(
 
 @contextlib.contextmanager
 def served(
-    next_token: NextToken = mixed, settings: Settings | None = None, **flags: Any
+    next_token: NextToken = mixed, settings: ServerOptions | None = None, **flags: Any
 ) -> Iterator[tuple[Live, FakePrograms]]:
     engine, programs = fake_engine(next_token, **flags)
     with engine, live(engine, settings) as server:

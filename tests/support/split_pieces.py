@@ -4,11 +4,11 @@ import itertools
 
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.server.tools import ToolCalls
 
 
-def joined(pieces: list[Piece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+def joined(pieces: list[AnswerPiece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Return texts by kind, and the calls with their arguments."""
     texts = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
@@ -29,6 +29,6 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def fed(machine: ToolCalls, parts: list[str]) -> list[Piece]:
+def fed(machine: ToolCalls, parts: list[str]) -> list[AnswerPiece]:
     pieces = [p for part in parts for p in machine.feed(part)]
     return pieces + machine.feed("", last=True)

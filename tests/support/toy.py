@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime import Engine, Manifest
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from tests.reference.sampling import distribution
@@ -52,7 +52,7 @@ class Toy:
         self.chunks[slot] = self.chunks[slot] + 1 if start else 1
         self.history[slot] = self.history[slot][:start] + chunk
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self.history[slot] = [*self.history[slot][:length], newest]
         self.drafts[slot] = []
         self.controls[slot], self.numbers[slot] = controls, controls.uniforms(128)
@@ -132,7 +132,7 @@ class Toy:
     def said(self, b: int, last: int) -> Law:
         return self.logits[last]
 
-    def near(self, controls: Controls, logits: Law, token: int) -> bool:
+    def near(self, controls: StepControls, logits: Law, token: int) -> bool:
         p = np.exp(logits - logits.max())
         p /= p.sum()
         close = bool((p > p[token]).sum() < controls.relaxed_topk)
@@ -191,7 +191,7 @@ class Crowded(Toy):
 class Loose(Toy):
     """Relaxes where only the most probable token is near enough."""
 
-    def near(self, controls: Controls, logits: Law, token: int) -> bool:
+    def near(self, controls: StepControls, logits: Law, token: int) -> bool:
         return controls.relaxed_delta > 0
 
 

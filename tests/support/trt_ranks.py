@@ -67,4 +67,4 @@ def used() -> Iterator[FakeDataCentre]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with registered("tensorrt", programs="tests.support.trt_ranks"), machine():
-        sys.exit(follow.main(*sys.argv[1:]))
+        sys.exit(follow.run_follower(*sys.argv[1:]))

@@ -11,7 +11,7 @@ import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan
-from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Pooling, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
@@ -48,7 +48,7 @@ class Counted:
         self.rows += len(tokens) - self.lookahead
         self._own.prefill(slot, start, tokens)
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self._own.begin(slot, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Said = tuple[Literal["content", "name", "arguments"], str]
+CallPart = tuple[Literal["content", "name", "arguments"], str]
 
 
 class Call:
@@ -12,8 +12,8 @@ class Call:
     """
 
     rest: str | None = None
-    cut = False  # the text was not a call only because it ended too early
+    truncated = False  # the text was not a call only because it ended too early
 
-    def feed(self, text: str, *, last: bool) -> list[Said]:
+    def feed(self, text: str, *, last: bool) -> list[CallPart]:
         """Parse more text and return what is final. last: no text follows."""
         raise NotImplementedError

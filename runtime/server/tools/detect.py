@@ -8,7 +8,7 @@ from mtpbuild.runtime.chat_template import ChatTemplates
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.server.tools.calls import ToolCalls
 from mtpbuild.runtime.server.tools.forms import FORMS, INDEX_OF_CALL, Form
-from mtpbuild.runtime.server.tools.values import written
+from mtpbuild.runtime.server.tools.values import as_text
 
 ASKED = "what-is-asked-5d1c"
 NAME = "probe_5d1c"
@@ -18,16 +18,16 @@ SCHEMA = {"type": "object", "properties": TYPES}
 
 
 @lru_cache(maxsize=16)
-def form_of(templates: ChatTemplates) -> str | None:
+def detect_form(templates: ChatTemplates) -> str | None:
     """Return the name of the form in which a template writes calls; None if it is unknown."""
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
-            said = _rendered(templates, arguments)
+            text = _rendered(templates, arguments)
         except MtpbuildError:
             continue
-        found = [name for name, form in FORMS.items() if _reads(form, said)]
+        found = [name for name, form in FORMS.items() if _reads(form, text)]
         if found:  # several forms match if they differ only in line breaks
-            return next((name for name in found if _spelled(FORMS[name]) in said), found[0])
+            return next((name for name in found if _spelled(FORMS[name]) in text), found[0])
     return None
 
 
@@ -43,9 +43,9 @@ def _rendered(templates: ChatTemplates, arguments: Any) -> str:
     return text.rpartition(ASKED)[2]
 
 
-def _reads(form: Form, said: str) -> bool:
+def _reads(form: Form, text: str) -> bool:
     """Return whether the form's parser reads back exactly this call."""
-    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(said, last=True)
+    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(text, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
     text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
     return names == [NAME] and json.loads(text) == ARGUMENTS
@@ -57,4 +57,4 @@ def _spelled(form: Form) -> str:
         before, after, _ = form.spelled
         return form.begin + before + NAME + after.replace(INDEX_OF_CALL, "0")
     name, value = form.tags.name, form.tags.value
-    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + written("a b") + value[1]
+    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + as_text("a b") + value[1]

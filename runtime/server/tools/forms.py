@@ -79,9 +79,7 @@ FORMS = {
         inner=(DSML,),
     ),
     "glm45": Form(
-        *HERMES,
-        tags=Tags(("", "\n"), GLM[0], (f"{GLM[1]}\n{GLM[2]}", f"{GLM[3]}\n")),
-        inner=GLM,
+        *HERMES, tags=Tags(("", "\n"), GLM[0], (f"{GLM[1]}\n{GLM[2]}", f"{GLM[3]}\n")), inner=GLM
     ),
     "glm47": Form(*HERMES, tags=Tags(("", ""), GLM[0], (f"{GLM[1]}{GLM[2]}", GLM[3])), inner=GLM),
     "hermes": Form(*HERMES, spelled=('\n{"name": "', '", "arguments": ', "}\n")),
@@ -108,10 +106,7 @@ FORMS = {
     "qwen3_coder": Form(
         *HERMES,
         tags=Tags(
-            ("\n<function=", ">\n"),
-            "<parameter=",
-            (">\n", "\n</parameter>\n"),
-            "</function>\n",
+            ("\n<function=", ">\n"), "<parameter=", (">\n", "\n</parameter>\n"), "</function>\n"
         ),
     ),
 }

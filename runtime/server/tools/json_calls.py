@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mtpbuild.runtime.server.tools.call import Call, Said
+from mtpbuild.runtime.server.tools.call import Call, CallPart
 from mtpbuild.runtime.server.tools.forms import Form
-from mtpbuild.runtime.server.tools.json_reader import JsonReader, mended, read_strictly
+from mtpbuild.runtime.server.tools.json_reader import JsonReader, parse_strictly, repair_json
 
 LEAD = re.compile(r"\s*(?:```(?:json)?\s*)?")
 FENCES = ("```json", "```")
@@ -31,24 +31,26 @@ class JsonCall(Call):
         self._value = JsonReader(self._stops)
         self._name = ""
         self._fenced = False
-        self._next: Callable[[bool], list[Said]] = self._lead if form.head is None else self._head
+        self._next: Callable[[bool], list[CallPart]] = (
+            self._lead if form.head is None else self._head
+        )
 
-    def feed(self, text: str, *, last: bool) -> list[Said]:
+    def feed(self, text: str, *, last: bool) -> list[CallPart]:
         self._text += text
-        said: list[Said] = []
+        parts: list[CallPart] = []
         while self.rest is None:
             step = self._next
-            said += step(last)
+            parts += step(last)
             if self._next == step:
                 break
-        return said
+        return parts
 
-    def _refuse(self, *, cut: bool = False) -> list[Said]:
+    def _refuse(self, *, truncated: bool = False) -> list[CallPart]:
         """Give up on this call: its marker becomes content, and the rest is parsed for calls."""
-        self.rest, self.cut = "".join(self._raw) + self._text, cut
+        self.rest, self.truncated = "".join(self._raw) + self._text, truncated
         return [("content", self._form.begin)]
 
-    def _head(self, last: bool) -> list[Said]:
+    def _head(self, last: bool) -> list[CallPart]:
         """Parse the name before the arguments."""
         assert self._form.head is not None
         found = self._form.head.match(self._text[:LONGEST_HEAD])
@@ -67,7 +69,7 @@ class JsonCall(Call):
         self._raw.append(self._text[:count])
         self._text = self._text[count:]
 
-    def _lead(self, last: bool) -> list[Said]:
+    def _lead(self, last: bool) -> list[CallPart]:
         """Skip white space and the start of a code fence before the JSON."""
         found, start = LEAD.match(self._text), self._text.lstrip()
         assert found is not None
@@ -84,45 +86,45 @@ class JsonCall(Call):
         self._read(found.end())
         return [("name", self._name)] if self._next == self._arguments else []
 
-    def _fields(self, last: bool) -> list[Said]:
+    def _fields(self, last: bool) -> list[CallPart]:
         """Parse a call as JSON; stream its arguments if its head matches, else wait for its end."""
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
-            whole = "".join(self._raw[1:]) + self._text
-            found = HEAD.match(whole[:LONGEST_HEAD])
-            name = str(mended(f"[{found['name']}]")[0]).strip() if found else ""
+            full_text = "".join(self._raw[1:]) + self._text
+            found = HEAD.match(full_text[:LONGEST_HEAD])
+            name = str(repair_json(f"[{found['name']}]")[0]).strip() if found else ""
             if found and name:
-                self._text, self._value = whole[found.end() :], JsonReader(self._stops)
+                self._text, self._value = full_text[found.end() :], JsonReader(self._stops)
                 self._next = self._arguments
                 return [("name", name)]
-        count, said = self._value.take(self._text, last=last)
+        count, text = self._value.take(self._text, last=last)
         self._read(count)
-        self._json.append(said)
+        self._json.append(text)
         if not self._value.closed:
             return []
         try:
-            calls = _calls_of(read_strictly("".join(self._json)))
+            calls = _calls_of(parse_strictly("".join(self._json)))
         except ValueError:
             calls = []
-        if self._value.cut:
-            return self._refuse(cut=True)
+        if self._value.truncated:
+            return self._refuse(truncated=True)
         if not calls:
             self.rest = self._text
             return [("content", self._form.begin + "".join(self._raw))]
         self._next = self._tail
-        pairs: list[list[Said]] = [[("name", n), ("arguments", a)] for n, a in calls]
+        pairs: list[list[CallPart]] = [[("name", n), ("arguments", a)] for n, a in calls]
         return [each for pair in pairs for each in pair]
 
-    def _arguments(self, last: bool) -> list[Said]:
-        count, said = self._value.take(self._text, last=last)
+    def _arguments(self, last: bool) -> list[CallPart]:
+        count, text = self._value.take(self._text, last=last)
         self._text = self._text[count:]
         if self._value.closed:
             self._value = JsonReader(self._stops)
             self._value.take(MORE_FIELDS)
             self._next = self._more_fields if self._form.head is None else self._tail
-        return [("arguments", said)]
+        return [("arguments", text)]
 
-    def _other(self, last: bool) -> list[Said]:
+    def _other(self, last: bool) -> list[CallPart]:
         """Parse arguments that are not an object: none, or a string that contains them."""
         ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if not ends and not last:
@@ -133,12 +135,12 @@ class JsonCall(Call):
             if not ends and not given:
                 raise ValueError("cut before the arguments")
         except ValueError:
-            return self._refuse(cut=not ends)
+            return self._refuse(truncated=not ends)
         self._read(len(given))
         self._next = self._tail
         return [("name", self._name), ("arguments", arguments)]
 
-    def _more_fields(self, last: bool) -> list[Said]:
+    def _more_fields(self, last: bool) -> list[CallPart]:
         """Skip the fields after the arguments, such as an id."""
         start = self._text.lstrip()
         if not start and not last:
@@ -152,7 +154,7 @@ class JsonCall(Call):
         self._next = self._tail
         return []
 
-    def _tail(self, last: bool) -> list[Said]:
+    def _tail(self, last: bool) -> list[CallPart]:
         """Skip the remaining brackets, the code fence and the call's end marker."""
         self._text = self._text.lstrip("}] \t\n\r" + ("`" if self._fenced else ""))
         end = self._form.end
@@ -169,7 +171,7 @@ def _plain(text: str) -> Any:
 def _object_of(arguments: Any) -> str:
     """Write the arguments as a JSON object; raises ValueError if they are not one."""
     if isinstance(arguments, str):
-        arguments = mended(arguments) if arguments.strip() else None
+        arguments = repair_json(arguments) if arguments.strip() else None
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

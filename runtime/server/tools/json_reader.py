@@ -5,6 +5,8 @@ import math
 import re
 from typing import Any
 
+from mtpbuild.runtime.json_schema import parse_finite
+
 DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits
 SPACE = re.compile(r"[ \t\n\r]*")
@@ -20,10 +22,10 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def read_strictly(text: str) -> Any:
+def parse_strictly(text: str) -> Any:
     """Parse JSON; raises ValueError if it is not strict JSON, not UTF-8, or nested too deeply."""
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(text, parse_constant=parse_finite, parse_float=parse_finite)
         json.dumps(value, ensure_ascii=False).encode()
         _check_depth(value, DEEPEST)
     except RecursionError:
@@ -39,16 +41,6 @@ def _check_depth(value: Any, most: int) -> None:
             _check_depth(each, most - 1)
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(text)
-    return number
-
-
 class JsonReader:
     """A reader of one object or array, whose joined output is always strict JSON.
 
@@ -61,7 +53,7 @@ class JsonReader:
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
         self.closed = False
-        self.cut = False  # closed because nothing followed
+        self.truncated = False  # closed because nothing followed
         self._stops = stops
         self._open: list[str] = []  # the closing brackets still to come
         self._quote = ""  # of the open string
@@ -73,28 +65,28 @@ class JsonReader:
 
         The other characters must be passed again, followed by more text. last: no text follows.
         """
-        at, said = 0, []
+        at, written = 0, []
         while not self.closed:
             step = self._in_string(text, at, last) if self._quote else self._outside(text, at, last)
             if step is None:
                 break
             at, piece = step
-            said.append(piece)
+            written.append(piece)
         if last and not self.closed:
-            said.append(self._close())
-            at, self.cut = len(text), True
-        return at, "".join(said)
+            written.append(self._close())
+            at, self.truncated = len(text), True
+        return at, "".join(written)
 
     def _close(self) -> str:
         """Write the missing quote and brackets."""
-        said = '"' if self._quote else ""
+        written = '"' if self._quote else ""
         if self._quote:
             self._quote = ""
             self._place = "colon" if self._place == "key" else "comma"
         while self._open:
-            said += self._closing()
+            written += self._closing()
         self.closed = True
-        return said
+        return written
 
     def _closing(self) -> str:
         """Write the innermost closing bracket."""
@@ -142,10 +134,10 @@ class JsonReader:
         inner = ""
         while self._open[-1] != char:
             inner += self._closing()
-        said = inner + space + self._closing()
+        written = inner + space + self._closing()
         if not self._open:
             self.closed = True
-        return said
+        return written
 
     def _after_value(self, char: str, at: int, here: int, space: str) -> tuple[int, str]:
         in_object = self._open[-1] == "}"
@@ -255,11 +247,11 @@ def _begins_second_half(text: str) -> bool:
     return len(text) < 6 and re.fullmatch(r"(\\(u([dD]([c-fC-F]\w?)?)?)?)?", text) is not None
 
 
-def mended(text: str) -> Any:
+def repair_json(text: str) -> Any:
     """Repair and parse a text that begins with an object or array; raises ValueError otherwise."""
     reader = JsonReader()
     start = text.lstrip()
     if start[:1] not in ("{", "["):
         raise ValueError("no object")
-    _, said = reader.take(start, last=True)
-    return read_strictly(said)
+    _, written = reader.take(start, last=True)
+    return parse_strictly(written)

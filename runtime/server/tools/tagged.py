@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtpbuild.runtime.server.tools.call import Call, Said
+from mtpbuild.runtime.server.tools.call import Call, CallPart
 from mtpbuild.runtime.server.tools.forms import Form, Tags
-from mtpbuild.runtime.server.tools.values import schema_of, typed
+from mtpbuild.runtime.server.tools.values import convert_argument, find_schema
 
 LONGEST_NAME = 256  # characters
 SPACE = re.compile(r"\s*")
@@ -34,7 +34,7 @@ class TaggedCall(Call):
         self._end = ""  # of the text so far
         self._ends = (form.end, form.begin, *([form.tags.end.strip()] if form.tags.end else []))
 
-    def feed(self, text: str, *, last: bool) -> list[Said]:
+    def feed(self, text: str, *, last: bool) -> list[CallPart]:
         self._later.append(text)
         seen, self._end = self._end + text, (self._end + text)[-64:]
         early = len(self._text) < LONGEST_NAME
@@ -44,18 +44,18 @@ class TaggedCall(Call):
         self._later = []
         reader = Functions(self._form, self._tools, self._text, last)
         try:
-            said = [each for name, arguments in reader.read() for each in _said(name, arguments)]
+            parts = [each for name, arguments in reader.read() for each in _said(name, arguments)]
         except MoreTextError:
             return []
         except NoCallError:
             self.rest = self._text[0 if self._begin == self._form.begin else len(self._begin) :]
-            self.cut = last
+            self.truncated = last
             return [("content", self._begin)]
         self.rest = self._text[reader.at :]
-        return said
+        return parts
 
 
-def _said(name: str, arguments: dict[str, Any]) -> tuple[Said, Said]:
+def _said(name: str, arguments: dict[str, Any]) -> tuple[CallPart, CallPart]:
     return ("name", name), ("arguments", json.dumps(arguments, ensure_ascii=False))
 
 
@@ -125,9 +125,9 @@ class Functions:
             key = self._text[start : opening.start()].strip()
             end, self.at = self._value_end(opening.end(), {*arguments, key}, root)
             kind = opening.groupdict().get("string")
-            arguments[key] = typed(
+            arguments[key] = convert_argument(
                 self._text[opening.end() : end],
-                schema_of(key, root),
+                find_schema(key, root),
                 root,
                 string=None if self._tags.other is None else kind is not None,
             )

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mtpbuild.runtime.json_rules import json_rules
-from mtpbuild.runtime.json_schema import prepared
+from mtpbuild.runtime.json_schema import prepare_schema
 from mtpbuild.runtime.server.tools.forms import Form, Tags
-from mtpbuild.runtime.server.tools.values import types_of, written
+from mtpbuild.runtime.server.tools.values import allowed_types, as_text
 
 PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comment", "strict"}
@@ -52,12 +52,12 @@ def _member_rules(
     part = part if isinstance(part, Mapping) else {}
     values = [part["const"]] if "const" in part else part.get("enum")
     if isinstance(values, list) and values:
-        each = [tagged(literal(written(v)), string=isinstance(v, str)) for v in values]
+        each = [tagged(literal(as_text(v)), string=isinstance(v, str)) for v in values]
         return [f"{rule}: {' | '.join(each)}"]
-    if "string" in types_of(part, root, {}):
+    if "string" in allowed_types(part, root, {}):
         return _text_rules(rule, tags, key, part, literal)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    schema = prepared(json.dumps({**shared, **part}))
+    schema = prepare_schema(json.dumps({**shared, **part}))
     return [f"{rule}: {tagged(f'{rule}_value', string=False)}", json_rules(schema, f"{rule}_value")]
 
 

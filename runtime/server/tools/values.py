@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mtpbuild.runtime.server.tools.json_reader import mended, read_strictly
+from mtpbuild.runtime.json_schema import resolve_reference
+from mtpbuild.runtime.server.tools.json_reader import parse_strictly, repair_json
 
 NAMES = {"string", "number", "boolean", "null", "object", "array"}
 ANY = frozenset(NAMES)
@@ -12,13 +13,13 @@ DEEPEST = 50  # nested schemas
 PYTHON = {"True": True, "False": False, "None": None}  # some templates write Python's words
 
 
-def typed(text: str, schema: Any, root: Any, *, string: bool | None = None) -> Any:
+def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None = None) -> Any:
     """Convert an argument: to a string if the schema allows one, else from JSON if it is valid.
 
     root: the schema of all arguments, which references point into. string: whether its tag says
     that it is a string; None if tags do not say.
     """
-    types = types_of(schema, root, {})
+    types = allowed_types(schema, root, {})
     if string is None and (found := _listed(text, schema)):
         return found[0]
     if string is not None:
@@ -30,20 +31,20 @@ def typed(text: str, schema: Any, root: Any, *, string: bool | None = None) -> A
         if not opens or not text.lstrip().startswith(opens):
             return text
     word = text.strip()
-    if word in PYTHON and type_of(PYTHON[word]) in types:
+    if word in PYTHON and json_type(PYTHON[word]) in types:
         return PYTHON[word]
     try:
-        return read_strictly(text)
+        return parse_strictly(text)
     except ValueError:
         pass
     may_mend = "string" not in types and types & {"object", "array"}
     try:
-        return mended(text) if may_mend else text
+        return repair_json(text) if may_mend else text
     except ValueError:
         return text
 
 
-def schema_of(name: str, root: Any) -> Any:
+def find_schema(name: str, root: Any) -> Any:
     """Return an argument's schema; for an unknown argument, the schema of a string."""
     if not isinstance(root, Mapping):
         return {"type": "string"}
@@ -59,10 +60,10 @@ def _listed(text: str, schema: Any) -> list[Any]:
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if not isinstance(values, list):
         return []
-    return [v for v in values if v == text] or [v for v in values if text in (written(v), str(v))]
+    return [v for v in values if v == text] or [v for v in values if text in (as_text(v), str(v))]
 
 
-def types_of(
+def allowed_types(
     schema: Any, root: Any, known: dict[str, frozenset[str]], depth: int = 0
 ) -> frozenset[str]:
     """Return the JSON types that a schema allows; all types if it names none.
@@ -75,12 +76,14 @@ def types_of(
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = ANY  # for a reference that leads to itself
-            known[reference] = types_of(_found(reference, root), root, known, depth + 1)
+            known[reference] = allowed_types(
+                resolve_reference(reference, root), root, known, depth + 1
+            )
         each.append(known[reference])
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
         found = [
-            types_of(part, root, known, depth + 1)
+            allowed_types(part, root, known, depth + 1)
             for part in (parts if isinstance(parts, list) else [])
         ]
         each += found if key == "allOf" or not found else [frozenset().union(*found)]
@@ -97,26 +100,17 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     }
     types = frozenset(names & NAMES) or types
     if isinstance(values := schema.get("enum"), list) and values:
-        types &= {type_of(value) for value in values}
-    return types & {type_of(schema["const"])} if "const" in schema else types
+        types &= {json_type(value) for value in values}
+    return types & {json_type(schema["const"])} if "const" in schema else types
 
 
-def type_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     kinds = {str: "string", int: "number", float: "number", dict: "object", list: "array"}
     return kinds.get(type(value), "null")
 
 
-def _found(reference: str, root: Any) -> Any:
-    """Return the schema that a reference points to; None if there is none."""
-    found, (start, *path) = root, reference.split("/")
-    for part in path if start == "#" else ["?"]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def written(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Write a value as templates do: a string as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

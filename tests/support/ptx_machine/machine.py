@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.ptx_machine.arithmetic import function_of, type_of, unsigned
+from tests.support.ptx_machine.arithmetic import function_of, json_type, unsigned
 from tests.support.ptx_machine.memory import (
     UNKNOWN,
     Memory,
@@ -38,7 +38,7 @@ from tests.support.ptx_machine.warp import (
 Array = NDArray[Any]
 WARP = 32
 REDUCED = {"add": np.add, "min": np.fmin, "max": np.fmax}
-NOTHING = {"fence", "membar", "griddepcontrol"}
+PADDING = {"fence", "membar", "griddepcontrol"}
 
 
 def run_assembly(text: str, given: dict[str, Array]) -> dict[str, Array]:
@@ -128,7 +128,7 @@ class Machine:
                 self._copy(name, operands, lanes)
             case "ldmatrix" | "stmatrix" | "mma" | "shfl" | "redux":
                 self._as_warps(name, operands, able)
-            case verb if verb not in NOTHING:
+            case verb if verb not in PADDING:
                 kinds, function = function_of(name)
                 to, *given = operands
                 values = (self._value(x, k, lanes) for x, k in zip(given, kinds, strict=False))
@@ -179,7 +179,7 @@ class Machine:
 
     def _load(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
         to, where = operands
-        kind = np.dtype(type_of(name[-1]))
+        kind = np.dtype(json_type(name[-1]))
         if name[1] == "param":
             assert isinstance(where, Address)
             assert isinstance(where.base, Symbol)
@@ -218,7 +218,7 @@ class Machine:
 
     def _store(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
         where, given = operands
-        kind = np.dtype(type_of(name[-1]))
+        kind = np.dtype(json_type(name[-1]))
         addresses, width = self._addresses(where, lanes), kind.itemsize
         if name[1].startswith("shared"):
             self._count(lanes, addresses, width * len(_parts(given)))
@@ -239,7 +239,7 @@ class Machine:
     def _move_parts(self, kind: str, operands: Sequence[Operand], lanes: Any) -> None:
         """Moves values between a register and its parts, the lowest first."""
         to, given = operands
-        whole = np.dtype(type_of(kind))
+        whole = np.dtype(json_type(kind))
         parts = _parts(to if isinstance(to, Vector) else given)
         bits = 8 * whole.itemsize // len(parts)
         if isinstance(to, Vector):
@@ -336,7 +336,7 @@ class Machine:
                 put(to, both[: len(_parts(to))])
             case "redux":
                 to, given, _ = operands
-                found = value(given, type_of(name[-1]))
+                found = value(given, json_type(name[-1]))
                 total = REDUCED[name[2]].reduce(found, axis=1, dtype=found.dtype)
                 put(to, [np.repeat(total[:, None], WARP, 1)])
             case "ldmatrix":

@@ -5,9 +5,9 @@ from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.sampling import SamplingParams, as_fields, http_settings
+from mtpbuild.runtime.sampling import SamplingParams, http_settings, to_params_fields
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import read_structured
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -15,10 +15,10 @@ from mtpbuild.runtime.structured import StructuredOutputs
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
-def read_sampled(
+def read_params(
     service: Service,
     engine: Engine,
-    body: Sampled,
+    body: GenerationBody,
     prompt: int,
     most: int | None,
     *,
@@ -46,32 +46,32 @@ def read_sampled(
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         raise TooLongError(named.get("max_tokens", "max_tokens"), prompt + room, prompt, most)
-    asked = DEFAULTS | service.settings.defaults | as_fields(body.settings)
-    asked.setdefault("prompt_logprobs", prompt_logprobs)
-    if body.stream and asked["prompt_logprobs"] is not None:
+    settings = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
+    settings.setdefault("prompt_logprobs", prompt_logprobs)
+    if body.stream and settings["prompt_logprobs"] is not None:
         field = named.get("prompt_logprobs", "prompt_logprobs")
         raise ApiError(400, f"{field} can't go with stream", field)
-    if asked.get("stop") and engine.tokenizer is None:
+    if settings.get("stop") and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
     form = read_structured(body)
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
-    named["structured_outputs"], asked["structured_outputs"] = form or ("tool_choice", calls)
+    named["structured_outputs"], settings["structured_outputs"] = form or ("tool_choice", calls)
     every = body.skip_special_tokens is False
     special = engine.special_ids.items()
-    asked["shown_tokens"] = [id for name, id in special if every or name in markers]
-    if asked.get("rejection_sample_method") == "synthetic":
+    settings["shown_tokens"] = [id for name, id in special if every or name in markers]
+    if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
         limit = min(room, usual or room) if most is None else most
-        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **asked, **own)
+        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **settings, **own)
         engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
         raise field_error(error, named) from None
     return params
 
 
-def check_refused(body: Sampled) -> None:
+def check_refused(body: GenerationBody) -> None:
     """Raise ApiError for a field that the server refuses."""
     if refused := body.refused:
         name, reason = refused
@@ -80,14 +80,14 @@ def check_refused(body: Sampled) -> None:
 
 def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
     """Return the client's error for a setting; names: setting -> the field that sets it."""
-    message, setting = str(error), field_of(str(error))
+    message, setting = str(error), leading_field(str(error))
     if setting is None:
         return ApiError(400, message)
     field = names.get(setting, setting)
     return ApiError(400, field + message.removeprefix(setting), field)
 
 
-def field_of(message: str) -> str | None:
+def leading_field(message: str) -> str | None:
     """Return the field's name with which a message begins; None if it begins otherwise."""
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}

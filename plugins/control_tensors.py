@@ -11,29 +11,31 @@ from torch import Tensor
 
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
 
-Asked = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
+Controls = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
 
 
-def in_order(asked: Asked) -> list[Tensor]:
+def list_controls(controls: Controls) -> list[Tensor]:
     """Return the list that ops take; raises ValueError if a control is missing or wrong."""
-    if unknown := asked.keys() ^ {control.name for control in CORE_CONTROLS}:
+    if unknown := controls.keys() ^ {control.name for control in CORE_CONTROLS}:
         raise ValueError(f"not the table's controls: {', '.join(sorted(unknown))}")
-    tensors = [asked[control.name] for control in CORE_CONTROLS]
-    named(tensors)
+    tensors = [controls[control.name] for control in CORE_CONTROLS]
+    name_controls(tensors)
     return tensors
 
 
-def named(tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS) -> dict[str, Tensor]:
+def name_controls(
+    tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS
+) -> dict[str, Tensor]:
     """Return the mapping for a list; raises ValueError if number, dtypes or ranks are wrong.
 
     table: the controls of the tensors, in order; by default an op's.
     """
-    asked = {}
+    controls = {}
     for control, tensor in zip(table, tensors, strict=True):
         kinds = {getattr(torch, control.dtype)}
         if control.dtype == "bool":
             kinds.add(torch.int32)  # TensorRT passes flags to kernels as int32
         if tensor.dtype not in kinds or tensor.ndim != 1 + len(control.shape):
             raise ValueError(f"{control.name} can't be {tensor.dtype} {list(tensor.shape)}")
-        asked[control.name] = tensor
-    return asked
+        controls[control.name] = tensor
+    return controls

@@ -8,30 +8,31 @@ import numpy as np
 
 from mtpbuild.runtime.contract.controls import (
     CONTROLS,
+    FIELDS,
     MAX_BANNED,
     Control,
-    Controls,
+    StepControls,
     control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
-from mtpbuild.runtime.contract.settings import Wishes, controls_in, defaults_of
+from mtpbuild.runtime.contract.settings import controls_in
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.reasoning import opens_thought
 from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
-from mtpbuild.runtime.synthetic import conditional, synthetic_rates
+from mtpbuild.runtime.synthetic import conditional_rates, synthetic_rates
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 
-def controls_of(
+def make_step_controls(
     prompt: list[int],
     params: SamplingParams,
     manifest: Manifest,
     tokenizer: Tokenizer | None = None,
-) -> Controls:
+) -> StepControls:
     """Return the controls of a request; raise RequestError for one that the engine lacks."""
     check_tokens(params, manifest)
     marks = thinking_ids(params, manifest)
@@ -41,11 +42,11 @@ def controls_of(
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
     bias = params.logit_bias or {}
-    controls = Controls(
-        **{name: getattr(params, name) for name in defaults_of(Wishes)},
+    controls = StepControls(
+        **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
         rejection=params.acceptance == "rejection",
         block=params.rejection_sample_method == "block",
-        synthetic=conditional(rates_of(params, manifest.build.nextn)),
+        synthetic=conditional_rates(acceptance_rates(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         thinking_ids=marks,
         thinking=opens_thought(prompt, marks, tokenizer),
@@ -54,9 +55,9 @@ def controls_of(
         bias_ids=tuple(bias),
         bias_values=tuple(bias.values()),
         history=tuple(prompt) if params.repetition_penalty != 1 else (),
-        rule=rule_of(params, manifest),
+        rule=rule_values(params, manifest),
         alternatives=params.logprobs is not None,
-        constrained=bool(params.held),
+        constrained=bool(params.constraint),
         seed=secrets.randbits(32) if params.seed is None else params.seed,
     )
     if controls.penalised:
@@ -113,7 +114,7 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     return begin, end
 
 
-def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
+def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
     """Return the values of another package's rule by control; {} for a built-in rule."""
     if params.acceptance in BUILT_IN:
         return {}
@@ -123,13 +124,13 @@ def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
             f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
             f"build it with --acceptance-rule {rule.name}"
         )
-    asked = dict(params.acceptance_settings or {})
+    settings = dict(params.acceptance_settings or {})
     controls = controls_in(rule.settings)
     places = control_shapes(manifest.build.nextn, table=controls)
     for control in controls:
-        if not fits(asked[control.name], places[control.name], control.dtype):
+        if not fits(settings[control.name], places[control.name], control.dtype):
             raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
-    return {rule.name: True, **asked}
+    return {rule.name: True, **settings}
 
 
 def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
@@ -137,8 +138,8 @@ def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
         given = np.asarray(value)
         if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
-            held = given.astype(dtype)
-            return bool(np.isfinite(held).all() and np.allclose(given, held, 1e-6, 1e-30))
+            stored = given.astype(dtype)
+            return bool(np.isfinite(stored).all() and np.allclose(given, stored, 1e-6, 1e-30))
     return False
 
 
@@ -148,7 +149,7 @@ def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
-def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+def acceptance_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
     """Return the rates of synthetic acceptance per draft position; () if acceptance is real."""
     return synthetic_rates(
         params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import in_order, named
+from mtpbuild.plugins.control_tensors import list_controls, name_controls
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, UNIFORMS
 from tests.support.kernels import asked_of
 
@@ -15,7 +15,7 @@ def asked() -> dict[str, Tensor]:
 
 def test_there_and_back() -> None:
     given = asked()
-    back = named(in_order(dict(reversed(given.items()))))
+    back = name_controls(list_controls(dict(reversed(given.items()))))
     assert list(back) == [control.name for control in CORE_CONTROLS]
     assert all(back[name] is tensor for name, tensor in given.items())
 
@@ -23,28 +23,28 @@ def test_there_and_back() -> None:
 def test_flags_may_be_numbers() -> None:
     """TensorRT gives a kernel no bool."""
     given = asked() | {"rejection": torch.ones(3, dtype=torch.int32)}
-    assert named(in_order(given))["rejection"] is given["rejection"]
+    assert name_controls(list_controls(given))["rejection"] is given["rejection"]
 
 
 def test_what_is_missing_or_unknown_is_refused() -> None:
     given = asked()
     del given["min_p"]
     with pytest.raises(ValueError, match="min_p"):
-        in_order(given)
+        list_controls(given)
     with pytest.raises(ValueError, match="colour"):
-        in_order(asked() | {"colour": torch.zeros(3)})
+        list_controls(asked() | {"colour": torch.zeros(3)})
     with pytest.raises(ValueError, match="argument"):
-        named(in_order(asked())[:-1])
+        name_controls(list_controls(asked())[:-1])
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "rejection", "thinking_ids", UNIFORMS])
 def test_another_dtype_or_rank_is_refused(name: str) -> None:
     for wrong in (asked()[name].double(), asked()[name][0]):
         with pytest.raises(ValueError, match=f"{name} can't be"):
-            in_order(asked() | {name: wrong})
+            list_controls(asked() | {name: wrong})
 
 
 def test_another_order_is_refused() -> None:
-    temperature, top_k, *others = in_order(asked())
+    temperature, top_k, *others = list_controls(asked())
     with pytest.raises(ValueError, match="temperature can't be"):
-        named([top_k, temperature, *others])
+        name_controls([top_k, temperature, *others])

@@ -1,0 +1,158 @@
+"""Responses that read a request's body, run its engine requests, and send their answer."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, ClassVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError
+from mtpbuild.runtime.server.answers import Answer, merge_streams
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse, encode_json
+from mtpbuild.runtime.server.params import field_error
+from mtpbuild.runtime.server.protocol import StreamedBody
+from mtpbuild.runtime.server.service import Service
+
+log = logging.getLogger("mtpbuild")
+FEW = 4  # choices up to which the body is converted on the event loop
+Read = Callable[[Service, Engine, Any], Answer]
+
+
+async def _events(
+    answer: Answer, chunks: AsyncGenerator[Any, None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield a stream's events as objects."""
+    for event in answer.first_events():
+        yield event
+    async with contextlib.aclosing(chunks):
+        async for number, chunk in chunks:
+            choice = answer.choices[number]
+            for event in answer.events(choice, chunk, choice.take(chunk)):
+                yield event
+    for event in answer.last_events():
+        yield event
+
+
+class AnswerResponse(Response):
+    """A response that counts its choices as open until it is sent or its client disconnects.
+
+    read: reads the body's prompts and settings. long: the body is long, so tokenising takes time.
+    """
+
+    own_headers: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, service: Service, read: Read, body: StreamedBody, *, long: bool) -> None:
+        super().__init__(headers=self.own_headers)
+        del self.headers["content-length"]
+        self._service, self._read, self._body, self._long = service, read, body, long
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.admitted(self._body.count) as engine:
+            await _race(self._begin(engine, scope, receive, send), receive)
+
+    async def _begin(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
+        """Create the engine requests and send their answer.
+
+        Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
+        the grammar of another request.
+        """
+        service = self._service
+        if self._long or self._body.count > FEW:
+            answer = await service.reading.run(object(), self._read_body, engine)
+        else:
+            answer = self._read_body(engine)
+        if form := answer.choices[0].params.structured_outputs:
+            await service.compiling.run(form, _prepare, engine, answer)
+        for choice in answer.choices:
+            service.metrics.requested_tokens.observe(choice.params.max_tokens)
+        service.metrics.requested_choices.observe(answer.n)
+        self._answer = answer
+        self._chunks = merge_streams([self._service.stream(engine, r) for r in answer.requests])
+        await self._send(scope, receive, send)
+
+    def _read_body(self, engine: Engine) -> Answer:
+        """Read prompts and settings; raises ApiError. A grammar is left to be compiled later."""
+        answer = self._read(self._service, engine, self._body)
+        if self._service.settings.log_requests:
+            given = self._body.model_dump(exclude_none=True)
+            log.info("%s", json.dumps({"id": answer.id} | given))
+        if answer.choices[0].params.structured_outputs is None:
+            _prepare(engine, answer)
+        return answer
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer as one object; an error sets the status."""
+        async with contextlib.aclosing(self._chunks) as chunks:
+            async for number, chunk in chunks:
+                self._answer.choices[number].take(chunk)
+        await JsonResponse(self._answer.full_body())(scope, receive, send)
+
+
+class EventStream(AnswerResponse):
+    """The answer as server-sent events.
+
+    An error becomes the last event before [DONE]; the status is 200 even then. An event with a
+    `type` is sent with the type as its event name.
+    """
+
+    media_type = "text/event-stream"
+    own_headers: ClassVar = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(data: bytes, name: str | None = None) -> None:
+            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        async with contextlib.aclosing(self._encoded()) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for data, name in events:
+                await say(data, name)
+            if self._answer.ends:
+                await say(self._answer.ends)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _encoded(self) -> AsyncGenerator[tuple[bytes, str | None], None]:
+        """Yield the events as JSON with their names; any exception becomes the last event."""
+        try:
+            async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
+                async for event in events:
+                    yield encode_json(event), event.get("type")
+            return
+        except ApiError as error:
+            failure = error
+        except Exception:
+            log.exception("an answer could not be told")
+            failure = ApiError(500, "the server failed")
+        event = self._answer.failure(failure)
+        yield encode_json(event), event.get("type")
+
+
+async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
+    """Do the work, and cancel it if the client disconnects."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _prepare(engine: Engine, answer: Answer) -> None:
+    """Create the engine requests of an answer."""
+    try:
+        answer.requests = [engine.prepare(each.ids, each.params) for each in answer.choices]
+    except (RequestError, MissingDependencyError) as error:
+        raise field_error(error, {"structured_outputs": answer.form_field}) from None

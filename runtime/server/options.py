@@ -1,0 +1,77 @@
+"""The options of a server: its flags that concern requests, and what it sets itself."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.threads import THREADS, parse_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaFlags:
+    """The flags that concern requests or the loading of the engine."""
+
+    served_model_name: str | None = flag(None, "The model's name to clients.")
+    api_key: Path | None = flag(
+        None, "File whose first line is the API key; else MTPBUILD_API_KEY, if it is set."
+    )
+    max_queue: int = flag(256, "Requests that may wait; more get 429.")
+    request_timeout: float | None = flag(None, "Seconds that a request may take.")
+    max_body: int = flag(8 * 1024 * 1024, "Bytes that a request's body may have.")
+    allow_origin: list[str] | None = flag(None, "Let pages of this origin ask (CORS).")
+    allowed_hosts: list[str] | None = flag(
+        None, "Name by which clients may call the server; *: any. Addresses and localhost may."
+    )
+    no_prefix_cache: bool = flag(False, "Fill in every prompt from its beginning.")
+    prefix_cache_bytes: int | None = flag(
+        None, "Memory for what ended requests leave beyond the slots; default: 1/8 of the free one."
+    )
+    prefix_cache_dir: Path | None = flag(
+        None, "Folder where it is kept for the next server, too; of this server alone."
+    )
+    no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
+    tool_call_parser: str | None = flag(
+        None,
+        "deepseek_v3, deepseek_v31, deepseek_v32, glm45, glm47, hermes, kimi_k2, minimax_m2, "
+        "qwen3_coder or none; default: as the chat template.",
+    )
+    threads: int | None = flag(None, THREADS, parser=parse_threads)
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Engine.load`."""
+        return {
+            "threads": self.threads,
+            "prefix_cache": not self.no_prefix_cache,
+            "prefix_cache_bytes": self.prefix_cache_bytes,
+            "prefix_cache_dir": self.prefix_cache_dir,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ReplicaFlags):
+    """The options of a server, of which those below have no flags in common with a replica's."""
+
+    key: str | None = None  # that clients must give
+    header_timeout: float = 30.0  # seconds, like the next two
+    body_timeout: float = 60.0
+    send_timeout: float = 60.0
+    log_requests: bool = False
+    access_log: bool = False  # a line for each request: who asked, method, path and status
+    defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
+
+
+def read_key(file: Path | None) -> str | None:
+    """Read the API key from a file's first line, else from MTPBUILD_API_KEY; None: no key."""
+    if file is None:
+        return os.environ.get("MTPBUILD_API_KEY") or None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key {file}: can't be read ({error})") from None
+    key = lines[0].strip() if lines else ""
+    if not key or not key.isascii():
+        raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
+    return key
