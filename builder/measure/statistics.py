@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from mtpbuild.builder.measure.runs import Answer
-from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 
 ALL = "all"  # the kind of prompts that stands for every kind
 RESAMPLES = 1000
@@ -98,7 +98,7 @@ def estimate_share(count: int, n: int) -> Estimate:
 def sum_drafting(answers: Sequence[Answer]) -> SpeculativeDecoding:
     """Add up the drafting statistics of several requests."""
     reports = [answer.drafting for answer in answers if answer.drafting is not None]
-    total = Acceptance(reports[0].num_spec_tokens)
+    total = AcceptanceCounter(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
         total.tokens += report.num_spec_steps + report.num_accepted_draft_tokens
