@@ -294,7 +294,7 @@ def table(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
 
 
 def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
-    """Compute this run's ratios for which docs/benchmarks.md states aims."""
+    """Compute this run's ratios for which benchmarks/results/2026-11-epyc.md states aims."""
     grid = Table("ratio of tokens/s", *kinds)
     rates = {
         (m.peer.name, m.peer.weights): [m.rate(requests) for requests in kinds.values()]

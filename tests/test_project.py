@@ -534,7 +534,8 @@ def test_documents_name_headings_that_exist() -> None:
     """Anchors of links, as GitHub makes them of headings."""
     linked = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
     seen = 0
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks/results").glob("*.md")]
+    for document in (ROOT / "README.md", *documents):
         for path, anchor in linked.findall(document.read_text(encoding="utf-8")):
             target = document.parent / path if path else document
             assert anchor in anchors(target), f"{document.name}: {path}#{anchor}"
