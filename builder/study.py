@@ -126,10 +126,7 @@ def to_json(one: TraceStudy) -> dict[str, Any]:
         "judged": len(one.drafts),
         "accepted": one.accepted,
         "by": {
-            name: [
-                asdict(b) | {"share": b.share.value, "interval": (b.share.low, b.share.high)}
-                for b in bins
-            ]
+            name: [asdict(b) | {"share": b.share.value, "interval": b.share[1:]} for b in bins]
             for name, bins in one.bins.items()
         },
     }

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -118,7 +118,7 @@ def figures_of(groups: Groups, base: Groups, cost: Figures) -> Figures:
         "spec_decode_accepted_tokens": drafting.num_accepted_draft_tokens,
         "user_tokens_per_s": tokens / seconds,  # of one user, after the first token
         "tokens_per_step": per_step,  # tokens that were kept; no request's first step counts
-        "speedup": asdict(speedup(groups, base)),  # of user_tokens_per_s over nextn 0
+        "speedup": speedup(groups, base)._asdict(),  # of user_tokens_per_s over nextn 0
         "predicted_speedup": cost["verify_cost"] and per_step / cost["step_cost"],
         **cost,
         "same_output_as_nextn_0": sum(

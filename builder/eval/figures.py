@@ -73,12 +73,12 @@ def figures_of(mine: Sequence[GradedAnswer], strict: Sequence[GradedAnswer]) -> 
         "problems_asked": count,
         "right": right,
         "accuracy": share.value,
-        "accuracy_interval": (share.low, share.high),
+        "accuracy_interval": share[1:],
         "against_strict": asdict(difference([g.right for g in mine], [g.right for g in strict])),
         "spec_decode_acceptance_length": sum_drafting(answers).mean_acceptance_length or 0.0,
         "total_output_tokens": sum(len(answer.token_ids) for answer in answers),
         "user_tokens_per_s": tokens / seconds if seconds else 0.0,  # after the first token
-        "speedup_over_strict": asdict(speedup(groups, base)),  # of user_tokens_per_s
+        "speedup_over_strict": speedup(groups, base)._asdict(),  # of user_tokens_per_s
     }
 
 

@@ -4,8 +4,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,8 +19,7 @@ T = TypeVar("T")
 Groups = Sequence[Sequence[Answer]]  # the answers of each group ran at once
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A figure with its 95 % interval."""
 
     value: float

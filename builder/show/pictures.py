@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mtpbuild.builder.measure.statistics import Estimate
-
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 GREY = "#777777"
+Interval = tuple[float, float | None, float | None]  # a value and both ends, where they are known
 
 
 def why_no_pictures() -> str | None:
@@ -85,10 +84,10 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
     )
 
 
-def spans(points: Sequence["Estimate"]) -> list[list[float]]:
+def spans(points: Sequence[Interval]) -> list[list[float]]:
     """Return how far intervals reach below and above their values."""
-    below = [max(0.0, p.value - (p.low or p.value)) for p in points]
-    return [below, [max(0.0, (p.high or p.value) - p.value) for p in points]]
+    below = [max(0.0, value - (low or value)) for value, low, _ in points]
+    return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 
 
 def write_above(axes: "Axes", text: str, place: float, height: float, **look: Any) -> None:
