@@ -162,7 +162,7 @@ def read_trace(path: Path) -> TraceFile:
         try:
             if whole:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(place(_ANY.validate_json(text), requests), SummaryLine)
+            whole = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
         except ValidationError as error:
             what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
             raise UsageError(f"{path}:{number}: {what}") from None
@@ -173,7 +173,7 @@ def read_trace(path: Path) -> TraceFile:
     return TraceFile(path, requests, whole)
 
 
-def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+def add_line(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
     """Add a line to its request; raise ValueError if it does not belong there."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
