@@ -134,7 +134,7 @@ class TracedRequest:
         position = last.position + last.n if last else len(self.request.prompt) - 1
         newest = last.tokens[-1] if last else self.request.prompt[-1]
         if (line.step, line.position, line.window[0]) != (number, position, newest):
-            raise ValueError(f"not step {number} behind token {newest} at position {position}")
+            raise ValueError(f"not step {number} after token {newest} at position {position}")
         self.steps.append(line)
 
 
@@ -161,7 +161,7 @@ def read_trace(path: Path) -> TraceFile:
     for number, text in enumerate(lines, 1):
         try:
             if whole:
-                raise ValueError("behind the summary, which is the last line of a trace")
+                raise ValueError("after the summary, which is the last line of a trace")
             whole = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
         except ValidationError as error:
             what = f"not a line of a trace ({first_error(error, slice(1, 2))})"

@@ -63,12 +63,12 @@ def _request(found: RequestDiff, spell: Spell) -> Iterator[str]:
         yield f"{name}: {found.equal_tokens} equal tokens{measured}"
     drafts = found.drafts
     if drafts and drafts.a != drafts.b:
-        yield f"  other drafts in step {drafts.step}, behind position {drafts.position}"
+        yield f"  other drafts in step {drafts.step}, after position {drafts.position}"
         yield f"  a: {', '.join(map(spell, drafts.a))}; {drafts.accepted_a} accepted"
         yield f"  b: {', '.join(map(spell, drafts.b))}; {drafts.accepted_b} accepted"
     elif drafts and not token:
         yield (
-            f"  the same drafts in step {drafts.step}, behind position {drafts.position}, but "
+            f"  the same drafts in step {drafts.step}, after position {drafts.position}, but "
             f"{drafts.accepted_a} accepted in a, {drafts.accepted_b} in b"
         )
 

@@ -164,7 +164,7 @@ def test_other_drafts(a: Path, b: Path) -> None:
     assert (drafts["accepted_a"], drafts["accepted_b"]) == (2, 1)
     assert drafts["a"][0] == drafts["b"][0]
     assert drafts["a"][1] != drafts["b"][1]
-    assert "other drafts in step 1, behind position 3" in call(a, b).stdout
+    assert "other drafts in step 1, after position 3" in call(a, b).stdout
 
 
 def test_other_judging(a: Path, b: Path) -> None:
@@ -282,9 +282,9 @@ def test_no_file(a: Path, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda lines: lines.pop(0), ":1: request 0 has not begun"),
-        (lambda lines: lines.pop(2), ":3: not step 1 behind token"),
+        (lambda lines: lines.pop(2), ":3: not step 1 after token"),
         (lambda lines: lines.insert(1, lines[0]), ":2: request 0 has begun before"),
-        (lambda lines: lines.append(lines[0]), ": behind the summary"),
+        (lambda lines: lines.append(lines[0]), ": after the summary"),
         (lambda lines: lines[2]["tokens"].append(5), "don't have the lengths they say"),
         (lambda lines: lines[2].update(num_drafts=1), "don't have the lengths they say"),
         (lambda lines: lines[0].update(version=2), "version: Input should be 1"),
