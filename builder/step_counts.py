@@ -60,7 +60,7 @@ class StepCounts:
         return self.products + self.kernels + self.others
 
 
-def count_calls(traced: Traced, temporary: int = 0) -> StepCounts:
+def count_step_calls(traced: Traced, temporary: int = 0) -> StepCounts:
     """Count the calls of an exported program; temporary: bytes of its intermediate results."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0

@@ -68,6 +68,8 @@ def test_bins_have_every_point_once(distinct: int) -> None:
         assert (each.judged, each.accepted) == (len(mine), sum(y for _, y in mine))
         assert each.mean == pytest.approx(sum(x for x, _ in mine) / len(mine))
         share = each.share
+        assert share.low is not None
+        assert share.high is not None
         assert share.low - 1e-9 <= share.value <= share.high + 1e-9
     assert len(bins) == min(distinct, BINS)
     most = 1000 / BINS + 4 if distinct == 500 else 1000
