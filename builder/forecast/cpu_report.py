@@ -62,6 +62,7 @@ def print_cpu_forecast(f: CpuForecast) -> None:
         _portions(f),
         _download(f),
         _engines(f),
+        fold=False,
     )
     _room(f)
     _reads(f)
@@ -132,4 +133,5 @@ def _reads(f: CpuForecast) -> None:
         f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
         f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
         f"their part. Acceptance lengths: {lengths}",
+        fold=False,
     )

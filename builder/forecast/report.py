@@ -84,9 +84,9 @@ def print_forecast(f: Forecast) -> None:
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
     print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    print_lines(_weights(f))
+    print_lines(_weights(f), fold=False)
     _memory(f)
-    print_lines(_steps(f), _parts(f))
+    print_lines(_steps(f), _parts(f), fold=False)
     _assumptions(f)
 
 

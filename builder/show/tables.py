@@ -21,12 +21,15 @@ def make_names_column(title: str, names: Sequence[str]) -> Column:
     return Column(title, overflow="fold", no_wrap=max(map(len, names), default=0) <= 40)
 
 
-def print_lines(*lines: str | Table | None, style: str | None = None) -> None:
-    """Print tables, and lines without wrapping; None is left out."""
+def print_lines(*lines: str | Table | None, style: str | None = None, fold: bool = True) -> None:
+    """Print tables, and lines without wrapping; None is left out.
+
+    fold: whether tables are folded to the terminal's width.
+    """
     console = Console(highlight=False)
     for line in lines:
         if line is not None:
-            console.print(line, style=style, soft_wrap=isinstance(line, str))
+            console.print(line, style=style, soft_wrap=isinstance(line, str) or not fold)
 
 
 def format_size(size: float) -> str:

@@ -62,7 +62,7 @@ def test_figures_by_hand() -> None:
     costs = ("verify_cost", "draft_cost", "predicted_speedup")
     assert [base.overall[name] for name in costs] == [1, 0, 1]
     code, talk, both = fast.kinds["code"], fast.kinds["talk"], fast.overall
-    assert [both[name] for name in costs[:2]] == [1.25, 0.25]
+    assert [both[name] for name in ("step_cost", *costs[:2])] == [1.5, 1.25, 0.25]
     assert both["draft_share"] == pytest.approx(1 / 6)
     assert list(fast.kinds) == [ALL, "code", "talk"]
     assert code["user_tokens_per_s"] == pytest.approx(4 / 6)
