@@ -6,14 +6,13 @@ Each cell is 1 + accepted drafts / steps over the built-in prompts of one kind. 
 its number, so a run can be repeated.
 """
 
-import argparse
 from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import load_prompts, parse_flags, run
 
-from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
+from mtpbuild.builder.measure.prompts import BUILT_IN
 from mtpbuild.runtime import Engine, SamplingParams
 
 TEMPERATURES = (0.6, 1.0)
@@ -36,17 +35,11 @@ def acceptance_length(engine: Engine, prompts: list[list[int]], params: Sampling
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine")
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--requests", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, "engine", tokens=192, top_p=0.95, requests=20)
     table = Table("kind", "temperature", *METHODS)
     with Engine.load(arguments.engine) as engine:
         for kind in BUILT_IN:
-            asked = Dataset(kind, arguments.requests, output_len=arguments.tokens)
-            prompts = [p.token_ids for group in load_groups(asked, engine, 1) for p in group]
+            prompts = load_prompts(engine, kind, arguments.requests, arguments.tokens)
             greedy = SamplingParams(max_tokens=arguments.tokens)
             table.add_row(kind, "0", f"{acceptance_length(engine, prompts, greedy):.2f}")
             for temperature in TEMPERATURES:

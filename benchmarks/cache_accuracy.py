@@ -9,15 +9,13 @@ first choice. `moved` is the mean and the largest difference of a token's log-pr
 engine with fp32 caches.
 """
 
-import argparse
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import load_both, parse_flags, run
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
@@ -38,13 +36,9 @@ def built(work: Path, weights: str | None, caches: str) -> Path:
 def continued(folder: Path, texts: int, tokens: int) -> Texts:
     """Return the first prompts of the built-in sets, alternating, with the engine's answers."""
     with Engine.load(folder, threads=1) as engine:
-        sets = [
-            load_groups(Dataset(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN
-        ]
-        prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
-        params = SamplingParams(tokens, temperature=0.0)
-        answers = (engine.generate(prompt, params) for prompt in prompts[:texts])
-        pairs = zip(prompts, answers, strict=False)
+        prompts = load_both(engine, texts, tokens)
+        answers = engine.generate(prompts, SamplingParams(tokens, temperature=0.0))
+        pairs = zip(prompts, answers, strict=True)
         return [(len(prompt), [*prompt, *answer.token_ids]) for prompt, answer in pairs]
 
 
@@ -79,11 +73,7 @@ def compare(work: Path, texts: int, tokens: int) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("runs/cache_accuracy"))
-    parser.add_argument("--texts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=100)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, work=Path("runs/cache_accuracy"), texts=24, tokens=100)
     Console().print(compare(arguments.work, arguments.texts, arguments.tokens))
 
 

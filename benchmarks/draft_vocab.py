@@ -9,7 +9,6 @@ head in int8, nextn 1 and 3. Engines take turns, round after round, and medians 
 writes about 3 GB into --work.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -21,11 +20,11 @@ import torch
 from acceptance import acceptance_length
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import load_prompts, parse_flags, run
 from torch import Tensor
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
+from mtpbuild.builder.measure.prompts import BUILT_IN
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.request import BuildRequest
@@ -50,8 +49,7 @@ def acceptance(work: Path) -> Table:
         cells = []
         with Engine.load(out) as engine:
             for kind in BUILT_IN:
-                groups = load_groups(Dataset(kind, 20, output_len=192), engine, 1)
-                prompts = [prompt.token_ids for group in groups for prompt in group]
+                prompts = load_prompts(engine, kind, 20, 192)
                 params = SamplingParams(max_tokens=192)
                 cells.append(f"{acceptance_length(engine, prompts, params):.2f}")
         table.add_row(str(count or "all 2,048"), *cells)
@@ -142,11 +140,7 @@ def head_bytes(folder: Path, name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("runs/draft_vocab"))
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, work=Path("runs/draft_vocab"), layers=2, rounds=5)
     arguments.work.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(acceptance(arguments.work))

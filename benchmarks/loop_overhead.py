@@ -8,63 +8,31 @@ the first step are left out. It prints the median and 90th percentile over all s
 overlap, because overlapping would hide the host's time.
 """
 
-import argparse
 import statistics
-import time
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import TimedPrograms, parse_flags, run
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import GREEDY, StepControls
-from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 
 PROMPT = "def fibonacci(n):"
 
 
-class Timed:
-    """A wrapper of programs that records when each step starts and ends, in seconds."""
-
-    def __init__(self, programs: Programs) -> None:
-        self.programs, self.lookahead = programs, programs.lookahead
-        self.features = programs.features
-        self.begun: list[float] = []
-        self.ended: list[float] = []
-
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self.programs.prefill(slot, start, tokens)
-
-    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        self.programs.begin(slot, length, newest, controls)
-
-    def move(self, source: int, target: int) -> None:
-        self.programs.move(source, target)
-
-    def finite(self, slot: int, rows: int) -> bool:
-        return self.programs.finite(slot, rows)
-
-    def clear(self, slot: int) -> None:
-        self.programs.clear(slot)
-
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        self.begun.append(time.perf_counter())
-        output = self.programs.step(active, rows)
-        self.ended.append(time.perf_counter())
-        return output
-
-
 def measure(engine: Engine, tokens: int) -> tuple[list[float], list[float], float]:
     """Run one request; return each step's seconds in and outside the program, and tokens/step."""
-    timed = engine._loop.programs = Timed(_programs(engine))
+    timed: Any = TimedPrograms(engine._loop.programs)
+    engine._loop.programs = timed
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)
     prompt = PROMPT if engine.tokenizer else [5, 6, 7]
     emitted = sum(len(chunk.token_ids) for chunk in engine.stream(prompt, params))
-    inside = [end - begin for begin, end in zip(timed.begun, timed.ended, strict=True)][1:]
-    outside = [begin - end for begin, end in zip(timed.begun[1:], timed.ended, strict=False)]
-    return inside, outside, emitted / len(timed.begun)
+    steps = timed.calls["step"]
+    outside = [later - end for (_, end), (later, _) in pairwise(steps)]
+    return timed.seconds("step")[1:], outside, emitted / len(steps)
 
 
 def report(inside: Sequence[float], outside: Sequence[float], per_step: float) -> Table:
@@ -78,23 +46,13 @@ def report(inside: Sequence[float], outside: Sequence[float], per_step: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, "engine", tokens=512, rounds=5, threads=None)
     with Engine.load(arguments.engine, threads=arguments.threads, overlap=False) as engine:
         measure(engine, arguments.tokens)  # warm up
         rounds = [measure(engine, arguments.tokens) for _ in range(arguments.rounds)]
     inside = [seconds for steps, _, _ in rounds for seconds in steps]
     outside = [seconds for _, steps, _ in rounds for seconds in steps]
     Console().print(report(inside, outside, statistics.mean(n for _, _, n in rounds)))
-
-
-def _programs(engine: Engine) -> Programs:
-    programs = engine._loop.programs
-    return programs.programs if isinstance(programs, Timed) else programs
 
 
 if __name__ == "__main__":

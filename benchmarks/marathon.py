@@ -11,7 +11,6 @@ may fill the memory that they are allowed, and no more. With fewer than 1,000 re
 judged, as it has not settled. The exit code is 1 if something is wrong.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -21,12 +20,11 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil
-from script import served
+from script import parse_flags, served
 
 QUESTIONS = ("What is 47 + 85?", "What is 912 - 388?", "Sort these numbers: 42, 7, 19, 88")
 CODE = ("def fibonacci(n):", "import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n")
@@ -192,12 +190,7 @@ class Marathon:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, "engine", requests=2000, clients=32, seed=0)
     with served(arguments.engine, "--prefix-cache-bytes", str(POOL)) as (url, server):
         process = psutil.Process(server.pid)
         marathon = Marathon(url, process, arguments.requests, arguments.seed)

@@ -22,8 +22,8 @@ from script import run
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.eval.figures import Figures, rows
-from mtpbuild.builder.eval.problems import GradedAnswer, ask, load_problems
+from mtpbuild.builder.eval.figures import Figures, make_rows
+from mtpbuild.builder.eval.problems import GradedAnswer, answer_problems, load_problems
 from mtpbuild.builder.measure.runs import STRICT
 from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.recipe import find_model
@@ -100,7 +100,7 @@ def answers(folder: Path, problems: int, threads: int | None) -> list[GradedAnsw
     """Answer the built-in problems greedily."""
     with Engine.load(folder, threads=threads) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
-        return ask(engine, asked, {"strict": STRICT})["strict"]
+        return answer_problems(engine, asked, {"strict": STRICT})["strict"]
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def main() -> None:
         checkpoint, engine = prepare(name, source, *how)
         answered = answers(engine, arguments.problems, arguments.threads)
         texts = texts or answered
-        (found,) = rows({"strict": answered})
+        (found,) = make_rows({"strict": answered})
         manifest = read_manifest(engine)
         row = Row(
             name,

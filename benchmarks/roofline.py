@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.forecast.machines import Gpu
-from mtpbuild.builder.forecast.step import Load, Model, Part
-from mtpbuild.builder.forecast.weights import classes, find_layout
+from mtpbuild.builder.forecast.machines import GpuSpec
+from mtpbuild.builder.forecast.step import CostModel, StepLoad, StepPart
+from mtpbuild.builder.forecast.weights import count_classes, find_layout
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import Manifest
@@ -49,32 +49,32 @@ def fastest(work: Callable[[], object]) -> float:
     return statistics.median(sorted(seconds)[: REPEATS // 2])
 
 
-def machine(step_bytes: float) -> Gpu:
+def machine(step_bytes: float) -> GpuSpec:
     """Measure the bandwidth of reading `step_bytes` repeatedly, and the rate of fp32 products."""
     read = torch.ones(int(step_bytes) // FP32)
     one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
     bandwidth = FP32 * read.numel() / fastest(read.sum)
     rate = 2 * 1024**3 / fastest(lambda: one @ other)
-    return Gpu("this machine", 0.0, bandwidth, {"bf16": rate})
+    return GpuSpec("this machine", 0.0, bandwidth, {"bf16": rate})
 
 
 def bound(
-    model: str, nextn: int, context: int, measure: Callable[[float], Gpu] = machine
-) -> tuple[Gpu, list[Part]]:
+    model: str, nextn: int, context: int, measure: Callable[[float], GpuSpec] = machine
+) -> tuple[GpuSpec, list[StepPart]]:
     """Return the machine's speeds for this step, and the step's parts."""
     layout = find_layout(model, None)
-    found = classes(layout, Ranks())
+    found = count_classes(layout, Ranks())
     for one in found:
         one.bytes = one.parameters * FP32
         one.per_rank, one.formats = float(one.bytes), Counter(fp32=one.bytes)
-    load = Load(1, context, "fp32")
-    unknown = Gpu("", 0.0, 1.0, {"bf16": 1.0})
-    shape = Model(layout.config, found, Ranks(), unknown)
+    load = StepLoad(1, context, "fp32")
+    unknown = GpuSpec("", 0.0, 1.0, {"bf16": 1.0})
+    shape = CostModel(layout.config, found, Ranks(), unknown)
     gpu = measure(sum(part.bytes for part in shape.step(nextn, load)))
     return gpu, replace(shape, gpu=gpu).step(nextn, load)
 
 
-def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
+def row(name: str, gpu: GpuSpec, parts: list[StepPart], seconds: float) -> list[str]:
     least = sum(part.seconds for part in parts)
     slow = max(parts, key=lambda part: part.seconds)
     return [

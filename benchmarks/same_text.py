@@ -8,16 +8,14 @@ temperature 0.8 with a seed. Besides equal texts it counts texts whose log-proba
 equal to the bit.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import load_both, parse_flags, run
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
@@ -30,15 +28,12 @@ FORMATS = [(weights, kernels) for kernels in ("own", "stock") for weights in WEI
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
     """Return the engine's answers to the first prompts of the built-in sets, alternating."""
     with Engine.load(folder, threads=1) as engine:
-        sets = [
-            load_groups(Dataset(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN
-        ]
-        prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
+        prompts = load_both(engine, texts, tokens)
         asked = [
             SamplingParams(tokens, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=0)
             for i in range(texts)
         ]
-        return [engine.generate(*pair) for pair in zip(prompts, asked, strict=False)]
+        return [engine.generate(*pair) for pair in zip(prompts, asked, strict=True)]
 
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
@@ -59,11 +54,7 @@ def compare(work: Path, texts: int, tokens: int) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("runs/same_text"))
-    parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=70)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, work=Path("runs/same_text"), texts=12, tokens=70)
     Console().print(compare(arguments.work, arguments.texts, arguments.tokens))
 
 

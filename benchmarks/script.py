@@ -1,13 +1,17 @@
-"""Shared code of the benchmarks: one line for a user's error, and starting servers."""
+"""Shared code of the benchmarks: flags, errors in one line, prompts, timed programs, servers."""
 
+import argparse
 import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from mtpbuild.runtime import MtpbuildError
+from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
+from mtpbuild.runtime import Engine, MtpbuildError
 
 
 def run(main: Callable[[], None]) -> None:
@@ -16,6 +20,54 @@ def run(main: Callable[[], None]) -> None:
         main()
     except MtpbuildError as error:
         sys.exit(f"error: {error}")
+
+
+def parse_flags(description: str | None, *positional: str, **defaults: Any) -> argparse.Namespace:
+    """Parse the command line: paths, then a flag for each default; None stands for a number."""
+    parser = argparse.ArgumentParser(description=description)
+    for name in positional:
+        parser.add_argument(name, type=Path)
+    for name, default in defaults.items():
+        kind = int if default is None else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+    return parser.parse_args()
+
+
+def load_prompts(engine: Engine, kind: str, count: int, tokens: int) -> list[list[int]]:
+    """Load the first prompts of a built-in set, which have room for `tokens` tokens of output."""
+    groups = load_groups(Dataset(kind, count, output_len=tokens), engine, 1)
+    return [prompt.token_ids for group in groups for prompt in group]
+
+
+def load_both(engine: Engine, count: int, tokens: int) -> list[list[int]]:
+    """Load the first `count` prompts of the two built-in sets, alternating."""
+    sets = [load_prompts(engine, kind, count, tokens) for kind in BUILT_IN]
+    return [prompt for each in zip(*sets, strict=True) for prompt in each][:count]
+
+
+class TimedPrograms:
+    """A wrapper of programs that records the beginning and end of their calls, in seconds."""
+
+    def __init__(self, programs: Any) -> None:
+        self.programs = programs.programs if isinstance(programs, TimedPrograms) else programs
+        self.calls: dict[str, list[tuple[float, float]]] = {"prefill": [], "step": []}
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.programs, name)
+        if name not in self.calls:
+            return call
+
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            self.calls[name].append((began, time.perf_counter()))
+            return result
+
+        return timed
+
+    def seconds(self, name: str) -> list[float]:
+        """Return the seconds of each call."""
+        return [end - began for began, end in self.calls[name]]
 
 
 @contextlib.contextmanager

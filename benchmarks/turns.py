@@ -9,40 +9,17 @@ if it does not. A prompt's last chunks attend to all earlier rows, so they take 
 median chunk.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from script import run
+from script import TimedPrograms, parse_flags, run
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.request import FinishReason, Request
-
-
-class Timed:
-    """A wrapper of programs that times their calls."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-        self.seconds: dict[str, list[float]] = {"prefill": [], "step": []}
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._own, name)
-        if name not in ("prefill", "step"):
-            return call
-
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*arguments)
-            self.seconds[name].append(time.perf_counter() - began)
-            return result
-
-        return timed
 
 
 class Gaps:
@@ -59,15 +36,11 @@ class Gaps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--length", type=int, default=1500)
-    parser.add_argument("--threads", type=int)
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, "engine", prompts=40, length=1500, threads=None)
     with Engine.load(arguments.engine, threads=arguments.threads) as engine:
         build = engine.manifest.build
-        timed = engine._loop.programs = Timed(engine._loop.programs)
+        timed: Any = TimedPrograms(engine._loop.programs)
+        engine._loop.programs = timed
         gaps, waiting = Gaps(), arguments.prompts
         params = SamplingParams(max_tokens=build.max_seq_len - 1, ignore_eos=True)
         running = engine.stream([5], params, observer=gaps)
@@ -82,8 +55,8 @@ def main() -> None:
                 running = engine.stream([5], params, observer=gaps)
             next(running)
         between = [after - before for before, after in itertools.pairwise(gaps.at)]
-    chunk, step = (statistics.median(timed.seconds[name]) for name in ("prefill", "step"))
-    longest, late = (last_percent(values) for values in (timed.seconds["prefill"], between))
+    chunk, step = (statistics.median(timed.seconds(name)) for name in ("prefill", "step"))
+    longest, late = (last_percent(values) for values in (timed.seconds("prefill"), between))
     bound = longest + 1.5 * step
     median = 1000 * statistics.median(between)
     print(

@@ -129,7 +129,7 @@ def why_inexact(
 
 def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
     """Probe whether an engine is exact, and write the result; refuse: raise BuildError if not."""
-    from mtpbuild.builder.measure.probe import probe
+    from mtpbuild.builder.measure.checks import probe
 
     found = probe(folder)
     if found.wrong is not None and refuse:

@@ -15,7 +15,7 @@ from mtpbuild.runtime.contract.state import StateSpec
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.step_counts import Counts
+    from mtpbuild.builder.step_counts import StepCounts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
@@ -30,7 +30,7 @@ class Foreseen:
     held: int  # bytes of weights that the programs hold, together
     state: int  # bytes of the state at run time
     caches: int  # bytes of caches in `state`
-    graphs: "dict[str, Counts]"  # program -> counts of its graph; empty if the engine exists
+    graphs: "dict[str, StepCounts]"  # program -> counts of its graph; empty if the engine exists
     unchanged: bool
 
 
@@ -85,8 +85,8 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from mtpbuild.builder.show.tables import format_size, names_column
-    from mtpbuild.builder.step_counts import in_words
+    from mtpbuild.builder.show.tables import format_size, make_names_column
+    from mtpbuild.builder.step_counts import describe_counts
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
     files = [entry.file for entry in model.stored.tensors.values()]
@@ -102,7 +102,7 @@ def print_dry_run(done: DryRun) -> None:
     if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
         console.print(f"{found} would be dequantised to {model.style.dtype}")
-    folders = names_column("engine", [str(engine.folder) for engine in done.engines])
+    folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "weights", "state", "build")
     for engine in done.engines:
@@ -127,7 +127,7 @@ def print_dry_run(done: DryRun) -> None:
                 held += f", all programs together hold {format_size(engine.held)} of weights"
             passing = max(found.temporary for found in engine.graphs.values())
             beside = f"intermediate results up to {format_size(passing)}"
-            console.print(f"{each}{held}; a step: {in_words(step)}; {beside}")
+            console.print(f"{each}{held}; a step: {describe_counts(step)}; {beside}")
     for line in done.lacking:
         console.print(f"can't be built here: {line}", markup=False)  # [group] of packages
     console.print("dry run: nothing was written")

@@ -32,7 +32,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     """
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
-        "cpu": cpu_model(),
+        "cpu": read_cpu_name(),
         "cores": count_cores(),
         "threads": threads,
         "memory_bytes": physical_memory(),
@@ -52,7 +52,7 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def cpu_model() -> str:
+def read_cpu_name() -> str:
     """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
     with contextlib.suppress(OSError):
         cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ class Machine:
         return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)
 
 
-def this_machine(meminfo: Path = MEMINFO) -> Machine:
+def measure_machine(meminfo: Path = MEMINFO) -> Machine:
     """Measure this machine; raise UsageError on systems without /proc/meminfo."""
     try:
         text = meminfo.read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def this_machine(meminfo: Path = MEMINFO) -> Machine:
     return Machine(sizes["MemTotal"], sizes["MemAvailable"], *places)
 
 
-def read_bandwidth(passes: int = 4) -> float:
+def measure_bandwidth(passes: int = 4) -> float:
     """Measure the bytes a second that all cores together read from memory, in the best pass."""
     import numpy as np
 

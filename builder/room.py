@@ -8,7 +8,7 @@ from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.readable import stored_as
 from mtpbuild.builder.dry_run import size_of
 from mtpbuild.builder.forecast.cpu import MAPPED, weights_by_head
-from mtpbuild.builder.forecast.weights import TIED, Layout, classes
+from mtpbuild.builder.forecast.weights import TIED, Layout, count_classes
 from mtpbuild.builder.host import Room
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.targets.target import Target
@@ -83,7 +83,7 @@ def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
     layout = Layout("", config, kept, lambda _: dtype, repeated=False)
     by_head = weights_by_head(layout, plan.scheme) if plan.style.cpu_kernels else set[str]()
     held = replace(layout, format=lambda weight: INT8 if weight.name in by_head else kept(weight))
-    found = classes(held, plan.ranks)
+    found = count_classes(held, plan.ranks)
     return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in found))
 
 

@@ -37,7 +37,7 @@ REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", 
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """The number of nodes of one program's graph, and how many of them are calls.
 
     Views and sizes are not calls. An op of ours counts once for each of its kernels. Other
@@ -60,23 +60,23 @@ class Counts:
         return self.products + self.kernels + self.others
 
 
-def counted(traced: Traced, temporary: int = 0) -> Counts:
+def count_step_calls(traced: Traced, temporary: int = 0) -> StepCounts:
     """Count the calls of an exported program; temporary: bytes of its intermediate results."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0
     for node in nodes:
-        if node.op == "call_function" and (kind := kind_of(node)):
+        if node.op == "call_function" and (kind := call_kind(node)):
             kinds[node] = kind
             if kind != "others":
-                counts[kind] += launches_of(node) if kind == "kernels" else 1
+                counts[kind] += count_launches(node) if kind == "kernels" else 1
             if kind == "collectives":
-                summed += nbytes(node.args[0])
+                summed += count_bytes(node.args[0])
                 counts["one_shot"] += node.target is ONE_SHOT
-    counts["others"] = groups(nodes, kinds)
-    return Counts(len(nodes), **counts, summed=summed, temporary=temporary)
+    counts["others"] = count_fused_kernels(nodes, kinds)
+    return StepCounts(len(nodes), **counts, summed=summed, temporary=temporary)
 
 
-def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
+def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     """Count the kernels that PyTorch's other operators become.
 
     These are AOTInductor's rules, as far as they matter here. Two operators are one kernel if one
@@ -107,7 +107,7 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
             readers[source].append(node)
         if _is_summed(node):
             before[node] = own + 1
-        elif kinds[node] != "others" or name_of(node) in ALONE:
+        elif kinds[node] != "others" or op_name(node) in ALONE:
             continue
         fused[node] = node
         for source in read[node]:
@@ -117,7 +117,7 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     written = {
         first(node)
         for node in fused
-        if name_of(node) in REDUCED
+        if op_name(node) in REDUCED
         or _is_summed(node)
         or any(reader not in fused or _is_summed(reader) for reader in readers[node])
     }
@@ -136,13 +136,13 @@ def _sums(reader: Node, product: Node) -> bool:
     return op in READERS and reader.args[0] is product
 
 
-def name_of(node: Node) -> str:
+def op_name(node: Node) -> str:
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target._schema.name.partition("::")[2]
 
 
-def kind_of(node: Node) -> str | None:
-    """Return the field of `Counts` that a call belongs to; None if it launches nothing."""
+def call_kind(node: Node) -> str | None:
+    """Return the field of `StepCounts` that a call belongs to; None if it launches nothing."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -155,7 +155,7 @@ def kind_of(node: Node) -> str | None:
         return "collectives"
     if op in KERNELS:
         return "kernels"
-    if op in OWN_PRODUCTS or name_of(node) in PRODUCTS:
+    if op in OWN_PRODUCTS or op_name(node) in PRODUCTS:
         return "products"
     if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
         return None  # state that is passed on
@@ -163,7 +163,7 @@ def kind_of(node: Node) -> str | None:
     return None if views else "others"
 
 
-def launches_of(node: Node) -> int:
+def count_launches(node: Node) -> int:
     """Return how many kernels an op of ours launches; 1 if that is unknown.
 
     It is unknown without Triton, and for tensors of symbolic sizes.
@@ -185,7 +185,7 @@ def _is_open(operand: Node) -> bool:
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
-def nbytes(given: Any) -> int:
+def count_bytes(given: Any) -> int:
     """Return a tensor's bytes; each symbolic size counts as 1."""
     value = given.meta["val"]
     return prod(n for n in value.shape if isinstance(n, int)) * int(value.element_size())
@@ -202,7 +202,7 @@ def _stand_in(arg: Any) -> Any:
     return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 
-def in_words(counts: Counts) -> str:
+def describe_counts(counts: StepCounts) -> str:
     """Describe a step's calls for a dry run."""
     said = (
         f"about {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.builder.measure.statistics import Estimate, estimate_share
-from mtpbuild.builder.show.pictures import colour, panels, share_legend, spans
+from mtpbuild.builder.show.pictures import choose_colour, draw_panels, interval_reach, share_legend
 from mtpbuild.builder.show.results import check_writable, write_results
-from mtpbuild.builder.show.tables import figures_table, say
+from mtpbuild.builder.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.trace.lines import TaskId, TraceFile, read_trace
 
@@ -69,14 +69,14 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json, study.csv and study.png; raise UsageError."""
     check_writable(out)
     found = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [to_json(one) for one in found]}
+    document = {"traces": [make_study_json(one) for one in found]}
     rows = ({"trace": str(one.trace.path), **asdict(d)} for one in found for d in one.drafts)
-    write_results(out, "study", document, rows, {"study": partial(draw, found)})
+    write_results(out, "study", document, rows, {"study": partial(draw_study, found)})
     return found
 
 
 def study_trace(trace: TraceFile) -> TraceStudy:
-    drafts = [*judged_drafts(trace)]
+    drafts = [*list_judged_drafts(trace)]
     if not drafts:
         raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
     bins = {}
@@ -87,7 +87,7 @@ def study_trace(trace: TraceFile) -> TraceStudy:
     return TraceStudy(trace, drafts, bins)
 
 
-def judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
+def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
     """List the drafts of a trace that were judged."""
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
@@ -118,7 +118,7 @@ def make_bins(points: Sequence[tuple[float, bool]]) -> list[Bin]:
     return bins
 
 
-def to_json(one: TraceStudy) -> dict[str, Any]:
+def make_study_json(one: TraceStudy) -> dict[str, Any]:
     first = next(iter(one.trace.requests.values())).request
     return {
         "trace": str(one.trace.path),
@@ -126,42 +126,46 @@ def to_json(one: TraceStudy) -> dict[str, Any]:
         "judged": len(one.drafts),
         "accepted": one.accepted,
         "by": {
-            name: [
-                asdict(b) | {"share": b.share.value, "interval": (b.share.low, b.share.high)}
-                for b in bins
-            ]
+            name: [asdict(b) | {"share": b.share.value, "interval": b.share[1:]} for b in bins]
             for name, bins in one.bins.items()
         },
     }
 
 
-def print_report(found: Sequence[TraceStudy]) -> None:
+def print_study(found: Sequence[TraceStudy]) -> None:
     """Print a table for each trace and each of its axes."""
     for one in found:
-        say(f"{one.trace.path}: {one.accepted} of {len(one.drafts)} judged drafts", style="bold")
+        print_lines(
+            f"{one.trace.path}: {one.accepted} of {len(one.drafts)} judged drafts", style="bold"
+        )
         for name, bins in one.bins.items():
-            table = figures_table(AXES[name], ("judged", "accepted", "95 %"))
+            table = make_figures_table(AXES[name], ("judged", "accepted", "95 %"))
             for each in bins:
                 share = each.share
                 ends = dict.fromkeys(f"{end:.4g}" for end in (each.low, each.high))
                 cells = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
                 table.add_row(" to ".join(ends), str(each.judged), *cells)
-            say(table)
+            print_lines(table)
         if "entropy" not in one.bins:
-            say("it has no entropies: `mtpbuild run` with --json --logprobs 1 records them")
+            print_lines("it has no entropies: `mtpbuild run` with --json --logprobs 1 records them")
 
 
-def draw(found: Sequence[TraceStudy], path: Path) -> None:
+def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
     """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
     note = "of the drafts that were judged; a point: drafts of like values; 95 % intervals"
-    with panels(path, note, rows=2) as (figure, every):
+    with draw_panels(path, note, rows=2) as (figure, every):
         for axes, (name, title) in zip(every, AXES.items(), strict=True):
             for number, one in enumerate(found):
                 bins = one.bins.get(name, [])
                 shares = [b.share for b in bins]
                 x, y = [b.mean for b in bins], [share.value for share in shares]
-                look: dict[str, Any] = {"color": colour(number), "label": one.trace.path.name}
-                axes.errorbar(x, y, spans(shares) if bins else None, fmt="o-", capsize=2, **look)
+                look: dict[str, Any] = {
+                    "color": choose_colour(number),
+                    "label": one.trace.path.name,
+                }
+                axes.errorbar(
+                    x, y, interval_reach(shares) if bins else None, fmt="o-", capsize=2, **look
+                )
             axes.set_xlabel(title)
             axes.set_ylabel("share accepted")
             axes.set_ylim(0, 1.02)

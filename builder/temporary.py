@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import ALONE, kind_of, name_of
+from mtpbuild.builder.step_counts import ALONE, call_kind, op_name
 
 
 def temporary_bytes(traced: Traced) -> int:
@@ -28,10 +28,10 @@ def temporary_bytes(traced: Traced) -> int:
     last: dict[Node, int] = {}  # place of a result's last read, also through results not held
     change = [0] * (len(nodes) + 1)
     for node in reversed(nodes):
-        kind = kind_of(node) if node.op == "call_function" else node.op
+        kind = call_kind(node) if node.op == "call_function" else node.op
         through, kinds, end = kind is None, set[str | None](), place[node]
         for user in node.users:
-            own = kind_of(user) if user.op == "call_function" else user.op
+            own = call_kind(user) if user.op == "call_function" else user.op
             kinds |= readers[user] if own is None else {own}
             end = max(end, last[user] if own is None or _fused(user, own, readers) else place[user])
         readers[node], last[node] = kinds, end
@@ -49,7 +49,7 @@ def temporary_bytes(traced: Traced) -> int:
 
 
 def _fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:
-    return kind == "others" and name_of(node) not in ALONE and readers[node] <= {"others"}
+    return kind == "others" and op_name(node) not in ALONE and readers[node] <= {"others"}
 
 
 def _is_tensor(value: Any) -> bool:

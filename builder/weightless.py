@@ -13,7 +13,7 @@ from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import Counts, counted
+from mtpbuild.builder.step_counts import StepCounts, count_step_calls
 from mtpbuild.builder.temporary import temporary_bytes
 from mtpbuild.builder.weights.formats import Shape
 from mtpbuild.builder.weights.made import Share, made, whole
@@ -58,15 +58,15 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
 
 def export(
     model: OpenedModel, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
-) -> list[dict[str, Counts]]:
+) -> list[dict[str, StepCounts]]:
     """Export each plan's programs on tensors that only have shapes; return each graph's counts.
 
     The model, which is on the meta device, is of no use afterwards.
     """
 
-    def count(plan: Plan) -> dict[str, Counts]:
+    def count(plan: Plan) -> dict[str, StepCounts]:
         traced = (trace(program, plan) for program in model.programs(plan))
-        return {each.name: counted(each, temporary_bytes(each)) for each in traced}
+        return {each.name: count_step_calls(each, temporary_bytes(each)) for each in traced}
 
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
         model.model.to_empty(device="cpu")

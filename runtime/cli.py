@@ -184,12 +184,12 @@ def diff(
     """
     from mtpbuild.runtime.trace.diff import diff_traces
     from mtpbuild.runtime.trace.lines import read_trace
-    from mtpbuild.runtime.trace.report import report, speller
+    from mtpbuild.runtime.trace.report import describe_diff, make_speller
 
-    spell = speller(engine)
+    spell = make_speller(engine)
     traces = read_trace(a), read_trace(b)
     found = diff_traces(*traces)
-    for line in [found.to_json()] if json else report(found, traces, spell):
+    for line in [found.to_json()] if json else describe_diff(found, traces, spell):
         typer.echo(line)
     if not found.equal:
         raise typer.Exit(DIFFERENT)

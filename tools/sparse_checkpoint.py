@@ -10,7 +10,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from mtpbuild.builder.forecast.weights import Layout, classes, find_layout, portions
+from mtpbuild.builder.forecast.weights import Layout, count_classes, find_layout, sum_portions
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.weights.formats import Entry
@@ -58,7 +58,7 @@ def main() -> None:
     shutil.copyfile(recipe.config_folder / "config.json", arguments.out / "config.json")
     total = sum(shard.nbytes for shard in shards)
     print(f"wrote {len(shards)} files of {total:,} bytes, all holes, to {arguments.out}")
-    for name, portion in portions(layout, classes(layout, ALONE)).items():
+    for name, portion in sum_portions(layout, count_classes(layout, ALONE)).items():
         print(f"{name}: {portion.parameters:,} parameters, {portion.bytes:,} bytes")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -258,7 +258,7 @@ class Parts:
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
             if isinstance(layer.mlp, GatheredMoE) and routed:
                 always = layer.mlp.gate.always  # shared experts follow the routed ones
-                read = (distinct_experts(costs, tokens) + always) / (costs.experts + always)
+                read = (count_distinct_experts(costs, tokens) + always) / (costs.experts + always)
                 used = (costs.chosen + always) / (costs.experts + always)
             nbytes += read * weight.nbytes
             operations += used * 2 * self._values(layer, name, weight) * tokens

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder.forecast.cpu import engine_model
-from mtpbuild.builder.forecast.step import Load, Model, distinct_experts
+from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.family import Costs
@@ -45,7 +45,7 @@ class Counted:
     """Counts of the bytes and operations of the steps of a model's engines."""
 
     config: ModelConfig
-    model: Model
+    model: CostModel
 
     @property
     def costs(self) -> Costs:
@@ -54,7 +54,7 @@ class Counted:
     def share(self, tokens: int) -> float:
         """Return the share of routed experts that at least one of the tokens chooses."""
         costs = self.costs
-        return distinct_experts(costs, tokens) / costs.experts if costs.experts else 1.0
+        return count_distinct_experts(costs, tokens) / costs.experts if costs.experts else 1.0
 
     def step(self, engine: Path, context: int, batch: int) -> Cost:
         """Count a step of the engine, drafts included."""
@@ -74,7 +74,7 @@ class Counted:
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
         """Count the operations of products, and those of attention."""
-        parts = self.model.step(nextn, Load(batch, context, "fp32"))
+        parts = self.model.step(nextn, StepLoad(batch, context, "fp32"))
         attention = sum(part.operations for part in parts if part.name.endswith("caches"))
         return sum(part.operations for part in parts) - attention, attention
 
@@ -90,7 +90,7 @@ class Counted:
         return self._one_request(self.gguf(sizes, 0, length), length, THEIR_STATES)
 
     def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
-        parts = self.model.step(0, Load(length, 0, "fp32"))
+        parts = self.model.step(0, StepLoad(length, 0, "fp32"))
         heads = sum(part.operations for part in parts if part.name == "head")
         products = cost.products - heads * (length - 1) / length
         others = (length - 1) * states * self.model.state_bytes

@@ -160,7 +160,7 @@ class Published:
         for ask, context in (("short", SHORT), ("long", LONG)):
             own, other = measured.step(PLAIN, ask), measured.step(LLAMA, ask)
             costs = (PLAIN, LLAMA) if ask == "short" else (ask, f"{LLAMA}, {ask}")
-            row = found.timed(f"token behind {context}, nextn 0", (own, other), costs, WEIGHTS)
+            row = found.timed(f"token after {context}, nextn 0", (own, other), costs, WEIGHTS)
             yield row.judge(over(own, other), Aim(1.0))
         own, other = measured.prompt(PLAIN, "prompt"), measured.prompt(LLAMA, "prompt")
         bounds = (found.bound(name, WEIGHTS) for name in ("prompt", f"{LLAMA}, prompt"))

@@ -104,7 +104,7 @@ class SmallMoE:
         assert plain is not None
         assert drafting is not None
         one, other = measured.step(PLAIN, "short"), measured.step(LLAMA, "short")
-        token = found.timed(f"token behind {SHORT}, nextn 0", (one, other), (PLAIN, LLAMA), weights)
+        token = found.timed(f"token after {SHORT}, nextn 0", (one, other), (PLAIN, LLAMA), weights)
         yield token.judge(over(one, other))
         four, other = measured.step(DRAFTING, "short"), measured.step(LLAMA, "verify")
         label = f"step, {DRAFTING}; {NEXTN + 1} tokens of llama.cpp"

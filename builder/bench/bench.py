@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.bench.engines import EnginePair, build_engines
-from mtpbuild.builder.bench.figures import rows
+from mtpbuild.builder.bench.figures import make_rows
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.pictures import draw_batches, draw_speedups, draw_steps
-from mtpbuild.builder.bench.report import Benchmark, csv_rows, to_batches_json, to_json
+from mtpbuild.builder.bench.report import (
+    Benchmark,
+    list_csv_rows,
+    make_batches_json,
+    make_bench_json,
+)
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.host import describe_machine
-from mtpbuild.builder.measure.prompts import Dataset, load_groups, split
+from mtpbuild.builder.measure.prompts import Dataset, load_groups, split_groups
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.builder.stages import Stages
@@ -64,13 +69,15 @@ def bench(
 
     with ExitStack() as stack:
         watch("loading the engines")
-        contenders = [load(one, request, stack) for one in built]
+        contenders = [load_contender(one, request, stack) for one in built]
 
         # 2. Measure: all engines get the same requests in turn, at each concurrency.
         groups = load_groups(request.dataset, contenders[0].engine, request.max_batch)
         total = len(groups) * request.max_batch
         measured = {
-            size: measure(contenders, split(groups, size), partial(tell, watch, size, total))
+            size: measure(
+                contenders, split_groups(groups, size), partial(report_progress, watch, size, total)
+            )
             for size in request.concurrency
         }
 
@@ -87,21 +94,21 @@ def bench(
                 machine=machine,
                 settings={"concurrency": size, **settings},
                 engines={one.nextn: str(one.folder) for one in built},
-                rows=rows(contenders, by_nextn),
+                rows=make_rows(contenders, by_nextn),
                 measured=by_nextn,
             )
             for size, by_nextn in measured.items()
         ]
-    write(reports, request.out)
+    write_benchmarks(reports, request.out)
     return reports
 
 
-def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None:
+def report_progress(watch: Callable[[str], None], size: int, total: int, done: int) -> None:
     at_once = f", {size} at once" if size > 1 else ""
     watch(f"request {done * size + 1} of {total}{at_once}")
 
 
-def load(built: EnginePair, request: BenchRequest, stack: ExitStack) -> Contender:
+def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -> Contender:
     """Return an engine and its verifier; `stack` closes them."""
 
     def opened(folder: Path) -> Engine:
@@ -113,7 +120,7 @@ def load(built: EnginePair, request: BenchRequest, stack: ExitStack) -> Contende
     return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
 
 
-def write(reports: Sequence[Benchmark], out: Path) -> None:
+def write_benchmarks(reports: Sequence[Benchmark], out: Path) -> None:
     """Write the figures and the pictures of the first concurrency.
 
     With several concurrencies, a further picture compares them.
@@ -122,5 +129,5 @@ def write(reports: Sequence[Benchmark], out: Path) -> None:
     pictures = {"bench": partial(draw_speedups, first), "bench_steps": partial(draw_steps, first)}
     if several:
         pictures["bench_batches"] = partial(draw_batches, reports)
-    document = to_batches_json(reports) if several else to_json(first)
-    write_results(out, "bench", document, csv_rows(reports), pictures)
+    document = make_batches_json(reports) if several else make_bench_json(first)
+    write_results(out, "bench", document, list_csv_rows(reports), pictures)

@@ -2,21 +2,21 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from mtpbuild.builder.bench.measure import Contender, Measured
+from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.measure.statistics import (
     ALL,
     Estimate,
     Groups,
+    compute_speedup,
     count_decoded,
-    kinds_of,
-    of_kind,
-    speedup,
-    spread,
+    list_kinds,
+    select_kind,
     sum_drafting,
+    summarise,
 )
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.errors import UsageError
@@ -27,7 +27,7 @@ AGREEMENT = 0.05  # largest relative difference of measured and predicted speedu
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NextnRow:
     """All figures of one nextn."""
 
     nextn: Nextn
@@ -47,25 +47,27 @@ class Row:
         return len(self.overall[PER_POSITION])
 
 
-def rows(contenders: Sequence[Contender], measured: dict[Nextn, Measured]) -> list[Row]:
+def make_rows(
+    contenders: Sequence[Contender], measured: dict[Nextn, Measurements]
+) -> list[NextnRow]:
     """Compute a row per nextn; raise UsageError if there is nothing to time."""
     base = measured[0]
-    by_kind = {kind: of_kind(base.groups, kind) for kind in kinds_of(chain(*base.groups))}
+    by_kind = {kind: select_kind(base.groups, kind) for kind in list_kinds(chain(*base.groups))}
     if any(count_decoded(groups)[1] == 0 or not base.steps for groups in by_kind.values()):
         raise UsageError("no request gave two tokens: there is nothing to time; see --output-len")
     result = []
     for contender in contenders:
         mine = measured[contender.nextn]
-        cost = cost_of(base, mine, contender.nextn)
+        cost = compute_cost(base, mine, contender.nextn)
         figures = {
-            kind: figures_of(of_kind(mine.groups, kind), groups, cost)
+            kind: compute_figures(select_kind(mine.groups, kind), groups, cost)
             for kind, groups in by_kind.items()
         }
-        result.append(Row(contender.nextn, contender.drafter, figures))
+        result.append(NextnRow(contender.nextn, contender.drafter, figures))
     return result
 
 
-def cost_of(base: Measured, mine: Measured, nextn: Nextn) -> Figures:
+def compute_cost(base: Measurements, mine: Measurements, nextn: Nextn) -> Figures:
     """Compare the median step with nextn 0's, and with the verifier's.
 
     "auto" has no verifier; nextn 0 needs none, as it only verifies.
@@ -82,7 +84,7 @@ def cost_of(base: Measured, mine: Measured, nextn: Nextn) -> Figures:
     }
 
 
-def figures_of(groups: Groups, base: Groups, cost: Figures) -> Figures:
+def compute_figures(groups: Groups, base: Groups, cost: Figures) -> Figures:
     answers = [answer for group in groups for answer in group]
     others = [answer for group in base for answer in group]
     tokens, seconds = count_decoded(groups)
@@ -100,7 +102,7 @@ def figures_of(groups: Groups, base: Groups, cost: Figures) -> Figures:
     latencies = {
         f"{key}_{name}_ms": 1000 * value
         for name, each in times.items()
-        for key, value in spread(each).items()
+        for key, value in summarise(each).items()
     }
     return {
         "completed": len(answers),
@@ -118,7 +120,7 @@ def figures_of(groups: Groups, base: Groups, cost: Figures) -> Figures:
         "spec_decode_accepted_tokens": drafting.num_accepted_draft_tokens,
         "user_tokens_per_s": tokens / seconds,  # of one user, after the first token
         "tokens_per_step": per_step,  # tokens that were kept; no request's first step counts
-        "speedup": asdict(speedup(groups, base)),  # of user_tokens_per_s over nextn 0
+        "speedup": compute_speedup(groups, base)._asdict(),  # of user_tokens_per_s over nextn 0
         "predicted_speedup": cost["verify_cost"] and per_step / cost["step_cost"],
         **cost,
         "same_output_as_nextn_0": sum(
@@ -127,7 +129,7 @@ def figures_of(groups: Groups, base: Groups, cost: Figures) -> Figures:
     }
 
 
-def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
+def recommend_nextn(table: Sequence[NextnRow]) -> tuple[Nextn, str]:
     """Choose the fastest nextn, and write in one line whether MTP pays."""
     drafting = [row for row in table if row.nextn]
     if not drafting:
@@ -137,13 +139,13 @@ def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
     named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
     why = f"{why.format(**best.overall)} the step's cost"
     if ratio.low is not None and ratio.low > 1:
-        return best.nextn, f"MTP pays: {named}; {why}{kinds_apart(drafting, best)}"
+        return best.nextn, f"MTP pays: {named}; {why}{name_kinds_apart(drafting, best)}"
     if ratio.value > 1:
         return best.nextn, f"MTP may pay, too few requests to be sure: {named}; {why}"
     return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
 
 
-def disagreements(table: Sequence[Row]) -> str | None:
+def find_disagreements(table: Sequence[NextnRow]) -> str | None:
     """Name each nextn whose measured and predicted speedups are too far apart."""
     apart = []
     for row in table:
@@ -155,7 +157,7 @@ def disagreements(table: Sequence[Row]) -> str | None:
     return said if apart else None
 
 
-def kinds_apart(drafting: Sequence[Row], best: Row) -> str:
+def name_kinds_apart(drafting: Sequence[NextnRow], best: NextnRow) -> str:
     """Name the kinds of prompts for which another nextn is fastest."""
     found = []
     for kind in best.kinds:

@@ -4,23 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.measure import runs
 from mtpbuild.builder.measure.prompts import Group
-from mtpbuild.builder.measure.runs import (
-    SETTLING_STEPS,
-    STRICT,
-    Answer,
-    changed,
-    endless,
-    rotated,
-    run_group,
-    run_settled,
-)
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.engine import Engine
 
 WARM_UP_TOKENS = 32
 TIMED_STEPS = 16  # per context, of an engine and of its verifier
-STEPS = SETTLING_STEPS + 1 + TIMED_STEPS
+STEPS = runs.SETTLING_STEPS + 1 + TIMED_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +23,16 @@ class Contender:
     engine: Engine
     verifier: Engine | None = None
 
-    def asked(self, group: Group) -> Group:
+    def adapt(self, group: Group) -> Group:
         """Make nextn 0's requests strict: without drafts, other acceptance would only be slower."""
-        return changed(group, **STRICT) if self.nextn == 0 else group
+        return runs.change_params(group, **runs.STRICT) if self.nextn == 0 else group
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """The measurements of a contender."""
 
-    groups: list[list[Answer]] = field(default_factory=list)
+    groups: list[list[runs.TimedAnswer]] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # seconds, after the same contexts as `verify`
     verify: list[float] = field(default_factory=list)  # of the verifier's steps
 
@@ -50,35 +41,37 @@ def measure(
     contenders: Sequence[Contender],
     groups: Sequence[Group],
     watch: Callable[[int], None] = lambda done: None,
-) -> dict[Nextn, Measured]:
+) -> dict[Nextn, Measurements]:
     """Measure each nextn; the timed steps follow texts of the first contender, nextn 0."""
-    measured = {contender.nextn: Measured() for contender in contenders}
+    measured = {contender.nextn: Measurements() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
     most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
-    warm_up(contenders, groups[0])
+    warm_up_engines(contenders, groups[0])
     with no_garbage_collection():
         for i, group in enumerate(groups):
             watch(i)
-            for contender in rotated(contenders, i):
-                answers = run_settled(contender.engine, contender.asked(group))
+            for contender in runs.rotate(contenders, i):
+                answers = runs.run_settled(contender.engine, contender.adapt(group))
                 measured[contender.nextn].groups.append(answers)
             baseline = measured[contenders[0].nextn].groups[-1]
-            contexts = contexts_within(group, baseline, (i + 0.5) / len(groups), most)
-            for contender in rotated(contenders, i):
-                time_steps(contender, contender.asked(contexts), measured[contender.nextn])
+            contexts = make_contexts(group, baseline, (i + 0.5) / len(groups), most)
+            for contender in runs.rotate(contenders, i):
+                time_steps(contender, contender.adapt(contexts), measured[contender.nextn])
     return measured
 
 
-def time_steps(contender: Contender, contexts: Group, measured: Measured) -> None:
+def time_steps(contender: Contender, contexts: Group, measured: Measurements) -> None:
     """Time a few steps of the engine, then of its verifier, after the same contexts."""
     pairs = ((contender.engine, measured.steps), (contender.verifier, measured.verify))
     for engine, seconds in pairs:
         if engine is not None:
-            for answer in run_group(engine, endless(contexts), STEPS):
-                seconds += answer.intervals[SETTLING_STEPS:]
+            for answer in runs.run_group(engine, runs.make_endless(contexts), STEPS):
+                seconds += answer.intervals[runs.SETTLING_STEPS :]
 
 
-def contexts_within(group: Group, baseline: Sequence[Answer], part: float, most: int) -> Group:
+def make_contexts(
+    group: Group, baseline: Sequence[runs.TimedAnswer], part: float, most: int
+) -> Group:
     """Extend each prompt by the first `part` of its answer, to `most` tokens at most."""
     return [
         replace(p, token_ids=(p.token_ids + said[: int(part * len(said))])[: max(most, 1)])
@@ -86,8 +79,8 @@ def contexts_within(group: Group, baseline: Sequence[Answer], part: float, most:
     ]
 
 
-def warm_up(contenders: Sequence[Contender], group: Group) -> None:
+def warm_up_engines(contenders: Sequence[Contender], group: Group) -> None:
     """Run every engine once, so that memory is touched, kernels are chosen and clocks are up."""
     for contender in contenders:
         for engine in filter(None, (contender.engine, contender.verifier)):
-            run_group(engine, endless(group, WARM_UP_TOKENS))
+            runs.run_group(engine, runs.make_endless(group, WARM_UP_TOKENS))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.bench.figures import PER_POSITION, Row
+from mtpbuild.builder.bench.figures import PER_POSITION, NextnRow
 from mtpbuild.builder.bench.report import PANELS, Benchmark
-from mtpbuild.builder.measure.statistics import ALL, percentile
+from mtpbuild.builder.measure.statistics import ALL, compute_percentile
 from mtpbuild.builder.show import pictures
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ def draw_speedups(report: Benchmark, path: Path) -> None:
     """Draw speedups and acceptance lengths against nextn."""
     rows = report.rows
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    with pictures.panels(path, pictures.machine_note(report.machine)) as (figure, (left, right)):
+    with pictures.draw_panels(path, pictures.machine_note(report.machine)) as (
+        figure,
+        (left, right),
+    ):
         draw_speedup(left, rows, kinds)
         lengths = {
             kind: [row.kinds[kind]["spec_decode_acceptance_length"] or 1 for row in rows]
@@ -37,15 +40,15 @@ def draw_speedups(report: Benchmark, path: Path) -> None:
         pictures.share_legend(figure, f"{report.model}: what MTP gives", handles)
 
 
-def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
+def draw_speedup(axes: "Axes", rows: Sequence[NextnRow], kinds: Sequence[str]) -> None:
     """Draw bars with their 95 % intervals, and a dash at the predicted speedup."""
     width = 0.8 / len(kinds)
     for k, kind in enumerate(kinds):
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         ratios = [row.speedup(kind) for row in rows]
         values = [ratio.value for ratio in ratios]
-        reach = pictures.spans(ratios)
-        axes.bar(places, values, width * 0.92, color=pictures.colour(k), label=kind)
+        reach = pictures.interval_reach(ratios)
+        axes.bar(places, values, width * 0.92, color=pictures.choose_colour(k), label=kind)
         axes.errorbar(places, values, reach, fmt="none", ecolor="#333333", capsize=2)
         predicted = [row.kinds[kind]["predicted_speedup"] or math.nan for row in rows]
         for place, value, up, mark in zip(places, values, reach[1], predicted, strict=True):
@@ -61,7 +64,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
 def draw_batches(reports: Sequence[Benchmark], path: Path) -> None:
     """Draw a line per nextn against the concurrency."""
     first, sizes = reports[0], [report.settings["concurrency"] for report in reports]
-    with pictures.panels(path, pictures.machine_note(first.machine)) as (figure, both):
+    with pictures.draw_panels(path, pictures.machine_note(first.machine)) as (figure, both):
         for axes, (name, key) in zip(both, PANELS.items(), strict=True):
             lines = {
                 f"nextn {row.nextn}": [report.rows[i].overall[key] for report in reports]
@@ -77,14 +80,17 @@ def draw_batches(reports: Sequence[Benchmark], path: Path) -> None:
 
 def draw_steps(report: Benchmark, path: Path) -> None:
     """Draw how long steps took, and how often drafts were accepted at each position."""
-    with pictures.panels(path, pictures.machine_note(report.machine)) as (figure, (left, right)):
+    with pictures.draw_panels(path, pictures.machine_note(report.machine)) as (
+        figure,
+        (left, right),
+    ):
         draw_times(left, report)
         draw_positions(right, report.rows)
         handles = right.get_legend_handles_labels()[0]
         pictures.share_legend(figure, f"{report.model}: step by step", handles)
 
 
-def draw_positions(axes: "Axes", rows: Sequence[Row]) -> None:
+def draw_positions(axes: "Axes", rows: Sequence[NextnRow]) -> None:
     places, key = range(1, max(row.most for row in rows) + 1), PER_POSITION
     pictures.draw_lines(axes, places, {f"nextn {row.nextn}": row.overall[key] for row in rows})
     axes.set_xlabel("draft of a step")
@@ -99,10 +105,10 @@ def draw_times(axes: "Axes", report: Benchmark) -> None:
         [1000 * each for group in measured.groups for answer in group for each in answer.intervals]
         for measured in report.measured.values()
     ]
-    longest = percentile([each for some in times for each in some], 99)
+    longest = compute_percentile([each for some in times for each in some], 99)
     for i, some in enumerate(times):
         ms = [min(each, longest) for each in some]
-        look: dict[str, Any] = {"histtype": "step", "color": pictures.colour(i)}
+        look: dict[str, Any] = {"histtype": "step", "color": pictures.choose_colour(i)}
         axes.hist(ms, BARS, range=(0, longest), weights=[1 / len(ms)] * len(ms), **look)
     axes.set_xlabel("ms per step (the last bar: 99th percentile and above)")
     axes.set_ylabel("share of steps")

@@ -6,11 +6,16 @@ from typing import Any
 
 from rich.table import Table
 
-from mtpbuild.builder.bench.figures import PER_POSITION, Row, disagreements, recommendation
-from mtpbuild.builder.bench.measure import Measured
+from mtpbuild.builder.bench.figures import (
+    PER_POSITION,
+    NextnRow,
+    find_disagreements,
+    recommend_nextn,
+)
+from mtpbuild.builder.bench.measure import Measurements
 from mtpbuild.builder.measure.statistics import ALL, PERCENTILES
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.builder.show.tables import figures_table, say
+from mtpbuild.builder.show.tables import make_figures_table, print_lines
 
 PANELS = {"tokens/s of all users": "output_throughput", "tokens/s per user": "user_tokens_per_s"}
 
@@ -23,18 +28,18 @@ class Benchmark:
     machine: dict[str, Any]
     settings: dict[str, Any]
     engines: dict[Nextn, str]  # folder by nextn
-    rows: list[Row]
-    measured: dict[Nextn, Measured]
+    rows: list[NextnRow]
+    measured: dict[Nextn, Measurements]
 
 
-def to_json(report: Benchmark) -> dict[str, Any]:
+def make_bench_json(report: Benchmark) -> dict[str, Any]:
     """Make the JSON that docs/bench.md describes, with the keys of `vllm bench serve`."""
-    best, text = recommendation(report.rows)
+    best, text = recommend_nextn(report.rows)
     return {
         "model": report.model,
         "machine": report.machine,
         "settings": report.settings,
-        "same_output_expected": differs(report.settings) is None,
+        "same_output_expected": why_output_differs(report.settings) is None,
         "recommended_nextn": best,
         "recommendation": text,
         "results": [
@@ -51,7 +56,7 @@ def to_json(report: Benchmark) -> dict[str, Any]:
     }
 
 
-def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
+def make_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
     """Make the JSON of several concurrencies; `runs` has the JSON of each alone."""
     return {
         "batches": [
@@ -63,11 +68,11 @@ def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
             for report in reports
             for row in report.rows
         ],
-        "runs": [to_json(report) for report in reports],
+        "runs": [make_bench_json(report) for report in reports],
     }
 
 
-def csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
+def list_csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
     """List the CSV's rows: the figures of each concurrency, nextn and kind of prompt."""
     for report in reports:
         for row in report.rows:
@@ -81,7 +86,7 @@ def csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def differs(settings: dict[str, Any]) -> str | None:
+def why_output_differs(settings: dict[str, Any]) -> str | None:
     """Return why a correct engine's outputs may differ from nextn 0's; None if they must not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
@@ -93,7 +98,7 @@ def differs(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
+def _requests(measured: Measurements) -> Iterator[dict[str, Any]]:
     """List, for each request, the numbers from which the figures can be computed again."""
     for group in measured.groups:
         for a in group:
@@ -111,7 +116,7 @@ def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
             }
 
 
-def lines(nextn: int) -> dict[str, str]:
+def make_lines(nextn: int) -> dict[str, str]:
     """Return the table's lines as templates of the figures; five nextn fit in 80 columns."""
     rate = f"{{{{{PER_POSITION}[{{}}]:.2f}}}}"
     return {
@@ -133,7 +138,7 @@ def lines(nextn: int) -> dict[str, str]:
     }
 
 
-def cell(template: str, figures: dict[str, Any]) -> str:
+def format_cell(template: str, figures: dict[str, Any]) -> str:
     try:
         return template.format(**figures).replace("%", " %")
     except TypeError:  # the figure is None
@@ -142,16 +147,16 @@ def cell(template: str, figures: dict[str, Any]) -> str:
         return ""
 
 
-def table(report: Benchmark, kind: str) -> Table:
+def make_table(report: Benchmark, kind: str) -> Table:
     """Make a table with a column per nextn."""
-    result = figures_table("nextn", (row.nextn for row in report.rows))
+    result = make_figures_table("nextn", (row.nextn for row in report.rows))
     result.add_row("drafter", *((row.drafter or "-").removeprefix("mtp-") for row in report.rows))
     columns = [
         row.kinds[kind] | {"interval": row.speedup(kind).interval if row.nextn else "-"}
         for row in report.rows
     ]
-    for name, template in lines(max(row.most for row in report.rows)).items():
-        result.add_row(name, *(cell(template, column) for column in columns))
+    for name, template in make_lines(max(row.most for row in report.rows)).items():
+        result.add_row(name, *(format_cell(template, column) for column in columns))
     return result
 
 
@@ -165,25 +170,29 @@ def _title(report: Benchmark, kind: str) -> str:
     )
 
 
-def machine_line(m: dict[str, Any]) -> str:
+def describe_load(m: dict[str, Any]) -> str:
     threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
     load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""
     return f"{m['cpu']}, {m['cores']} cores, {threads}{load}"
 
 
-def print_report(report: Benchmark) -> None:
+def print_benchmark(report: Benchmark) -> None:
     """Print a table per kind of prompt, one for all, the machine, and which nextn to choose."""
     kinds = list(report.rows[0].kinds)
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
-        say(_title(report, kind), style="bold")
-        say(table(report, kind))
-    say(differs(report.settings), f"\n{machine_line(report.machine)}", disagreements(report.rows))
-    say(recommendation(report.rows)[1], style="bold")
+        print_lines(_title(report, kind), style="bold")
+        print_lines(make_table(report, kind))
+    print_lines(
+        why_output_differs(report.settings),
+        f"\n{describe_load(report.machine)}",
+        find_disagreements(report.rows),
+    )
+    print_lines(recommend_nextn(report.rows)[1], style="bold")
 
 
-def batches_table(reports: Sequence[Benchmark], name: str) -> Table:
+def make_batches_table(reports: Sequence[Benchmark], name: str) -> Table:
     """Make a table with a line per concurrency and a column per nextn."""
-    result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
+    result = make_figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
     for report in reports:
         cells = (f"{row.overall[PANELS[name]]:.1f}" for row in report.rows)
         result.add_row(f"concurrency {report.settings['concurrency']}", *cells)
@@ -193,9 +202,9 @@ def batches_table(reports: Sequence[Benchmark], name: str) -> Table:
 def print_batches(reports: Sequence[Benchmark]) -> None:
     """Print both tables, the machine, and which nextn to choose at each concurrency."""
     first = reports[0]
-    say(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
-    say(*(batches_table(reports, name) for name in PANELS))
-    say(differs(first.settings), f"\n{machine_line(first.machine)}")
+    print_lines(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
+    print_lines(*(make_batches_table(reports, name) for name in PANELS))
+    print_lines(why_output_differs(first.settings), f"\n{describe_load(first.machine)}")
     for report in reports:
-        best = recommendation(report.rows)[1]
-        say(f"concurrency {report.settings['concurrency']}: {best}", style="bold")
+        best = recommend_nextn(report.rows)[1]
+        print_lines(f"concurrency {report.settings['concurrency']}: {best}", style="bold")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
+from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, show_progress
 from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.contract.drafters import offered
@@ -89,7 +89,7 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
     beginnings = read_files(prefixes, request.target, request.ranks.tp)
     if not request.dry_run:
         download(request)  # before the stages are shown, as it shows bars of its own
-    with progress("reading the checkpoint") as watch:
+    with show_progress("reading the checkpoint") as watch:
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None
         engines = build(request, stages) if foreseen is None else []
@@ -114,7 +114,7 @@ def refit(
     """Put new weights into an engine without lowering its programs again."""
     from mtpbuild.builder.checks import needs
 
-    with progress("reading the checkpoint") as watch:
+    with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.refit import refit
         old, new = refit(engine, checkpoint, watch)
@@ -145,7 +145,7 @@ def quantize(
     from mtpbuild.builder.checks import needs
     from mtpbuild.builder.cli.tables import print_quantized
 
-    with progress("reading the checkpoint") as watch:
+    with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
             from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.weights.scheme import make_scheme

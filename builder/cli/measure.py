@@ -7,7 +7,13 @@ from typing import Annotated, TypeVar
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show, show_results
+from mtpbuild.builder.cli.shared import (
+    TargetFlags,
+    parse_nextn,
+    print_result,
+    print_results,
+    show_progress,
+)
 from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
@@ -59,7 +65,7 @@ def bench(
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
-    from mtpbuild.builder.bench.report import print_batches, print_report
+    from mtpbuild.builder.bench.report import print_batches, print_benchmark
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
@@ -83,12 +89,12 @@ def bench(
     built = BuildRequest(model, numbers, settings.get("drafter"), target, options=options)
     requests = Dataset(**vars(dataset), params=params)
     request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
-    with progress("reading the checkpoint") as watch:
+    with show_progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
     if len(reports) > 1:
-        show_results(out / "bench.json", json, lambda: print_batches(reports), "pictures")
+        print_results(out / "bench.json", json, lambda: print_batches(reports), "pictures")
     else:
-        show_results(out / "bench.json", json, lambda: print_report(reports[0]), "picture")
+        print_results(out / "bench.json", json, lambda: print_benchmark(reports[0]), "picture")
 
 
 @error_line
@@ -108,7 +114,7 @@ def evaluate(
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with rejection."""
     from mtpbuild.builder.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
-    from mtpbuild.builder.eval.report import print_report
+    from mtpbuild.builder.eval.report import print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
@@ -118,16 +124,16 @@ def evaluate(
         raise UsageError("--acceptance: eval compares strict with the others by itself")
     settings = read_flags(compat)
     check_engine(settings, read_manifest(engine).build)
-    topk, delta = grid(relaxed_topk, relaxed_delta, settings)
+    topk, delta = read_grid(relaxed_topk, relaxed_delta, settings)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)
     options = changed(load_flags)
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
-    with progress("reading the engine") as watch:
+    with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    show_results(flags.out / "eval.json", json, lambda: print_report(report), "picture")
+    print_results(flags.out / "eval.json", json, lambda: print_evaluation(report), "picture")
 
 
-def grid(
+def read_grid(
     topk: str | None, delta: str | None, settings: Configuration
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the values to try: the flags', else the configuration's, else the defaults."""
@@ -158,13 +164,17 @@ def verify(
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
-    from mtpbuild.builder.verify.report import print_report, to_json
-    from mtpbuild.builder.verify.verify import VerifyRequest, verify
+    from mtpbuild.builder.verify.verify import (
+        VerifyRequest,
+        make_verify_json,
+        print_verification,
+        verify,
+    )
 
     request = VerifyRequest(engine=engine, options=changed(load_flags), **vars(flags))
-    with progress("reading the engine") as watch:
+    with show_progress("reading the engine") as watch:
         verification = verify(request, watch)
-    show(json, to_json(verification), lambda: print_report(verification))
+    print_result(json, make_verify_json(verification), lambda: print_verification(verification))
     if verification.failed:
         raise typer.Exit(1)
 
@@ -177,7 +187,7 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.builder.study import print_report, study
+    from mtpbuild.builder.study import print_study, study
 
     found = study(traces, out)
-    show_results(out / "study.json", json, lambda: print_report(found), "picture")
+    print_results(out / "study.json", json, lambda: print_study(found), "picture")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
+from mtpbuild.builder.cli.shared import RankFlags, parse_range, print_result
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import error_line
@@ -49,7 +49,7 @@ def plan(
     from mtpbuild.builder.forecast.cpu import forecast_cpu
     from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
     from mtpbuild.builder.forecast.latency import parse_measured
-    from mtpbuild.builder.forecast.report import as_json, draw, print_report
+    from mtpbuild.builder.forecast.report import draw_forecast, make_plan_json, print_forecast
     from mtpbuild.builder.show.pictures import why_no_pictures
 
     if picture is not None and (why := why_no_pictures()):
@@ -67,15 +67,17 @@ def plan(
     )
     if cpu:
         local = forecast_cpu(request)
-        show(json, cpu_report.as_json(local), lambda: cpu_report.print_report(local))
+        print_result(
+            json, cpu_report.make_cpu_plan_json(local), lambda: cpu_report.print_cpu_forecast(local)
+        )
         return
     done = forecast(request)
     if picture is not None:
         try:
-            draw(done, picture)
+            draw_forecast(done, picture)
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
-    show(json, as_json(done), lambda: print_report(done))
+    print_result(json, make_plan_json(done), lambda: print_forecast(done))
 
 
 def refuse_gpu_flags(context: typer.Context) -> None:

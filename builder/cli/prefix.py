@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import progress
+from mtpbuild.builder.cli.shared import show_progress
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
@@ -38,7 +38,7 @@ def add(
     from mtpbuild.builder.prefixes import add_prefix, read_beginning
 
     beginning = read_beginning(given[0], messages=given[0] is messages, chat=chat, tools=tools)
-    with progress(f"computing {name}"):
+    with show_progress(f"computing {name}"):
         count = add_prefix(engine, name, beginning, threads, private=private)
     typer.echo(f"{engine}: prefix {name}, {count} tokens")
 

@@ -64,7 +64,7 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def progress(first: str) -> Iterator[Callable[[str], None]]:
+def show_progress(first: str) -> Iterator[Callable[[str], None]]:
     """Show the current stage on standard error; yield a function that changes it.
 
     A terminal shows it with the seconds since the command began. Elsewhere each stage after the
@@ -99,7 +99,7 @@ class StageLines:
             typer.echo(f"[{now - self._begun:.0f} s] {stage}", err=True)
 
 
-def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:
+def print_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:
     """Print the JSON file that was written, or tables and the file's path.
 
     Without matplotlib, a line on standard error says why there are no pictures.
@@ -116,7 +116,7 @@ def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str
         typer.echo(f"note: {why}", err=True)
 
 
-def show(json: bool, document: Any, print_tables: Callable[[], None]) -> None:
+def print_result(json: bool, document: Any, print_tables: Callable[[], None]) -> None:
     """Print one JSON object, or tables."""
     if json:
         typer.echo(dumps(document, indent=1))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mtpbuild.builder.recipe import load_recipes
-from mtpbuild.builder.show.tables import names_column
+from mtpbuild.builder.show.tables import make_names_column
 from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def print_recipes(json: bool) -> None:
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Print the engines with their sizes, and which of their ranks are here."""
     console = Console()
-    folders = names_column("engine", [str(engine.folder) for engine in engines])
+    folders = make_names_column("engine", [str(engine.folder) for engine in engines])
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "files", "size", "status")
     for engine in engines:

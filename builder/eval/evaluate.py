@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.eval.figures import rows
-from mtpbuild.builder.eval.problems import Settings, ask, load_problems
-from mtpbuild.builder.eval.report import Evaluation, csv_rows, draw, to_json
+from mtpbuild.builder.eval.figures import make_rows
+from mtpbuild.builder.eval.problems import Settings, answer_problems, load_problems
+from mtpbuild.builder.eval.report import Evaluation, draw_evaluation, list_csv_rows, make_eval_json
 from mtpbuild.builder.flags import EvalFlags
 from mtpbuild.builder.host import describe_machine
 from mtpbuild.builder.measure.runs import STRICT
@@ -46,7 +46,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         problems = load_problems(request.task, engine, request.params, request.num_problems)
 
         # 2. Answer every problem under every setting in turn, strict first.
-        graded = ask(engine, problems, choose(request), watch)
+        graded = answer_problems(engine, problems, choose_settings(request), watch)
 
         # 3. Compute the figures.
         report = Evaluation(
@@ -58,15 +58,15 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
                 "num_problems": len(problems),
                 "sampling": asdict(request.params),
             },
-            rows=rows(graded),
+            rows=make_rows(graded),
             graded=graded,
         )
-    pictures = {"eval": partial(draw, report)}
-    write_results(request.out, "eval", to_json(report), csv_rows(report), pictures)
+    pictures = {"eval": partial(draw_evaluation, report)}
+    write_results(request.out, "eval", make_eval_json(report), list_csv_rows(report), pictures)
     return report
 
 
-def choose(request: EvalRequest) -> Settings:
+def choose_settings(request: EvalRequest) -> Settings:
     """Choose the settings: strict, and rejection if sampled, or every pair of relaxed values."""
     if request.params.temperature > 0:
         return {"strict": STRICT, "rejection": {"acceptance": "rejection"}}

@@ -7,8 +7,8 @@ from typing import Any
 
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.measure.prompts import Prompt, built_in, check_room, seeded
-from mtpbuild.builder.measure.runs import Answer, changed, rotated, run_settled
+from mtpbuild.builder.measure.prompts import Prompt, add_seed, check_room, find_built_in
+from mtpbuild.builder.measure.runs import TimedAnswer, change_params, rotate, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.input_file import PromptLine, read_lines
 
@@ -18,7 +18,7 @@ NUM_PROBLEMS = 60  # of a built-in task
 Settings = Mapping[str, dict[str, Any]]
 
 
-class Line(PromptLine):
+class ProblemLine(PromptLine):
     """A line of a task's file (docs/eval.md)."""
 
     PROMPTS = ("question", "messages", "prompt")
@@ -41,12 +41,12 @@ def load_problems(
     task: str, engine: Engine, params: SamplingParams, count: int | None
 ) -> list[Problem]:
     """Read the first `count` problems of a task; raise UsageError with file and line."""
-    path = built_in(f"eval_{task}") if task in TASKS else Path(task)
+    path = find_built_in(f"eval_{task}") if task in TASKS else Path(task)
 
-    def take(line: Line, number: int) -> Problem:
+    def take(line: ProblemLine, number: int) -> Problem:
         asked = [{"role": "user", "content": line.question}]
         ids = line.token_ids(engine) if line.question is None else line.chat_ids(engine, asked)
-        own = seeded(params, number)
+        own = add_seed(params, number)
         if line.output_tokens is not None:
             own = replace(own, max_tokens=line.output_tokens)
         check_room(engine, len(ids), own.max_tokens)
@@ -54,13 +54,13 @@ def load_problems(
         return Problem(Prompt(line.form or "all", name, ids, own), line.answer.strip())
 
     hint = f"; built in: {', '.join(TASKS)}"
-    problems = read_lines(path, f"--task {task}", Line, take, hint)
+    problems = read_lines(path, f"--task {task}", ProblemLine, take, hint)
     if count is None:
         return problems[: NUM_PROBLEMS if task in TASKS else None]
     return problems[: in_range(1, count, len(problems), "--num-problems")]
 
 
-def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
+def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
     """Return the text after the thinking phase, stripped; None if the phase never ended."""
     manifest, tokenizer = engine.manifest, engine.tokenizer
     assert tokenizer is not None, "problems are texts"
@@ -82,14 +82,14 @@ class GradedAnswer:
 
     problem: Problem
     text: str | None  # after the thinking phase; None: still thinking at the last token
-    answer: Answer
+    answer: TimedAnswer
 
     @property
     def right(self) -> bool:
         return self.text == self.problem.answer
 
 
-def ask(
+def answer_problems(
     engine: Engine,
     problems: Sequence[Problem],
     settings: Settings,
@@ -100,9 +100,9 @@ def ask(
     with no_garbage_collection():
         for i, problem in enumerate(problems):
             watch(f"problem {i + 1} of {len(problems)}")
-            for name, changes in rotated([*settings.items()], i):
+            for name, changes in rotate([*settings.items()], i):
                 # The previous run used another program, so let the first steps settle.
-                (answer,) = run_settled(engine, changed([problem.prompt], **changes))
-                text = answer_of(answer.token_ids, problem.prompt.token_ids, engine)
+                (answer,) = run_settled(engine, change_params([problem.prompt], **changes))
+                text = extract_answer(answer.token_ids, problem.prompt.token_ids, engine)
                 graded[name].append(GradedAnswer(problem, text, answer))
     return graded

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from mtpbuild.builder.eval.figures import Difference, Row
+from mtpbuild.builder.eval.figures import SettingRow
 from mtpbuild.builder.eval.problems import GradedAnswer
 from mtpbuild.builder.measure.statistics import ALL, Estimate
 from mtpbuild.builder.show.pictures import (
     COLOURS,
     GREY,
+    draw_panels,
+    interval_reach,
     label_x,
     machine_note,
-    panels,
-    spans,
     write_above,
 )
-from mtpbuild.builder.show.tables import figures_table, say
+from mtpbuild.builder.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime import Manifest
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class Evaluation:
     manifest: Manifest
     machine: dict[str, Any]
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[SettingRow]
     graded: dict[str, list[GradedAnswer]]
 
 
-def to_json(report: Evaluation) -> dict[str, Any]:
+def make_eval_json(report: Evaluation) -> dict[str, Any]:
     """Make the JSON that docs/eval.md describes."""
     return {
         "engine": report.engine,
@@ -71,20 +71,20 @@ def to_json(report: Evaluation) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> Table:
+def make_table(rows: Sequence[SettingRow]) -> Table:
     """Make a table with a line per setting, over all problems."""
     columns = ("right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
-    result = figures_table("accepted", columns)
+    result = make_figures_table("accepted", columns)
     for row in rows:
         f, strict = row.overall, row is rows[0]
         low, high = f["accuracy_interval"]
-        d = Difference(**f["against_strict"])
-        apart = (f"{100 * d.value:+.1f}", f"{100 * d.low:+.0f} {100 * d.high:+.0f}")
+        d = f["against_strict"]
+        apart = (f"{100 * d['value']:+.1f}", f"{100 * d['low']:+.0f} {100 * d['high']:+.0f}")
         result.add_row(
             row.name,
             f"{100 * f['accuracy']:.1f} %",
             f"{100 * low:.0f}-{100 * high:.0f}",
-            *(("", "", "") if strict else (*apart, f"{d.p_value:.2f}")),
+            *(("", "", "") if strict else (*apart, f"{d['p_value']:.2f}")),
             f"{f['spec_decode_acceptance_length']:.2f}",
             f"{f['user_tokens_per_s']:.0f}",
             "" if strict else f"{row.speedup.value:.2f} ({row.speedup.interval})",
@@ -92,17 +92,17 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def forms_table(rows: Sequence[Row]) -> Table:
+def make_forms_table(rows: Sequence[SettingRow]) -> Table:
     """Make a table of correct answers and tokens per step, by form."""
     forms = [form for form in rows[0].forms if form != ALL]
-    result = figures_table("right / L", forms)
+    result = make_figures_table("right / L", forms)
     for row in rows:
         cell = "{right} / {spec_decode_acceptance_length:.2f}"
         result.add_row(row.name, *(cell.format(**row.forms[form]) for form in forms))
     return result
 
 
-def conclusion(rows: Sequence[Row]) -> str:
+def write_conclusion(rows: Sequence[SettingRow]) -> str:
     """Write whether a setting's accuracy differs from strict's, and which setting is fastest."""
     strict, *others = rows
     count = strict.overall["problems_asked"]
@@ -116,25 +116,28 @@ def conclusion(rows: Sequence[Row]) -> str:
     return f"{said}. No setting's accuracy is seen to differ from strict's (p < 0.05)"
 
 
-def print_report(report: Evaluation) -> None:
+def print_evaluation(report: Evaluation) -> None:
     build, settings = report.manifest.build, report.settings
-    say(
+    print_lines(
         f"{report.manifest.model.name}, nextn {build.nextn}, {build.drafter}, "
         f"{settings['task']}: {settings['num_problems']} problems",
         style="bold",
     )
-    say(table(report.rows), forms_table(report.rows) if len(report.rows[0].forms) > 2 else None)
-    say(conclusion(report.rows), style="bold")
+    print_lines(
+        make_table(report.rows),
+        make_forms_table(report.rows) if len(report.rows[0].forms) > 2 else None,
+    )
+    print_lines(write_conclusion(report.rows), style="bold")
 
 
-def draw(report: Evaluation, path: Path) -> None:
+def draw_evaluation(report: Evaluation, path: Path) -> None:
     """Draw accuracy and speed of the settings, and one over the other, with 95 % intervals."""
     rows, build = report.rows, report.manifest.build
     ratios = [row.speedup for row in rows]
     note = "95 % intervals; above the speedups: acceptance length"
-    with panels(path, f"{note}; {machine_note(report.machine)}", 3) as (figure, drawn):
+    with draw_panels(path, f"{note}; {machine_note(report.machine)}", 3) as (figure, drawn):
         left, middle, right = drawn
-        draw_points(left, shares(rows), COLOURS[0])
+        draw_points(left, accuracy_estimates(rows), COLOURS[0])
         left.set_ylabel(SHARE)
         draw_points(middle, ratios, COLOURS[1])
         middle.set_ylabel("speedup over strict")
@@ -152,7 +155,7 @@ def draw(report: Evaluation, path: Path) -> None:
         )
 
 
-def shares(rows: Sequence[Row]) -> list[Estimate]:
+def accuracy_estimates(rows: Sequence[SettingRow]) -> list[Estimate]:
     """Return each setting's percentage of right answers."""
     found = ((row.overall["accuracy"], *row.overall["accuracy_interval"]) for row in rows)
     return [Estimate(*(100 * value for value in each)) for each in found]
@@ -161,15 +164,17 @@ def shares(rows: Sequence[Row]) -> list[Estimate]:
 def draw_points(axes: "Axes", points: Sequence[Estimate], colour: str) -> None:
     """Draw each setting's value and interval, and a line at strict's value."""
     values = [point.value for point in points]
-    axes.errorbar(range(len(points)), values, spans(points), fmt="o", color=colour, capsize=3)
+    axes.errorbar(
+        range(len(points)), values, interval_reach(points), fmt="o", color=colour, capsize=3
+    )
     axes.axhline(values[0], color=GREY, linewidth=0.8)
 
 
-def draw_trade(axes: "Axes", rows: Sequence[Row]) -> None:
+def draw_trade(axes: "Axes", rows: Sequence[SettingRow]) -> None:
     """Draw each setting's accuracy over its speed; points above and to the right are better."""
-    points, speeds = shares(rows), [row.overall["user_tokens_per_s"] for row in rows]
+    points, speeds = accuracy_estimates(rows), [row.overall["user_tokens_per_s"] for row in rows]
     values = [point.value for point in points]
-    axes.errorbar(speeds, values, spans(points), fmt="o", color=COLOURS[2], elinewidth=0.5)
+    axes.errorbar(speeds, values, interval_reach(points), fmt="o", color=COLOURS[2], elinewidth=0.5)
     for row, speed, value in zip(rows, speeds, values, strict=True):
         write_above(axes, row.name, speed, value, rotation=60, ha="left")
     axes.margins(y=0.2)
@@ -177,7 +182,7 @@ def draw_trade(axes: "Axes", rows: Sequence[Row]) -> None:
     axes.set_ylabel(SHARE)
 
 
-def csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
+def list_csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
     """List the CSV's rows: the figures of each setting and form."""
     for row in report.rows:
         for form, figures in row.forms.items():

@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
     ForecastRequest,
-    acceptance_lengths,
-    open_model,
+    choose_acceptance_lengths,
+    resolve_request,
 )
 from mtpbuild.builder.forecast.machines import UNKNOWN
-from mtpbuild.builder.forecast.step import Load, Model
-from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, portions
-from mtpbuild.builder.host import Machine, read_bandwidth, this_machine
+from mtpbuild.builder.forecast.step import CostModel, StepLoad
+from mtpbuild.builder.forecast.weights import (
+    TIED,
+    CheckpointPortion,
+    Layout,
+    count_classes,
+    sum_portions,
+)
+from mtpbuild.builder.host import Machine, measure_bandwidth, measure_machine
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.recipe import name_model
@@ -64,8 +70,8 @@ class CpuForecast:
 
     request: ForecastRequest
     name: str
-    model: Model  # of the engine in fp32
-    portions: dict[str, Portion]
+    model: CostModel  # of the engine in fp32
+    portions: dict[str, CheckpointPortion]
     download: int  # bytes; 0: the weights are here, or are generated here
     machine: Machine
     bandwidth: float  # of memory, in bytes/s
@@ -96,17 +102,17 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
 
     machine: this machine if it is not given.
     """
-    machine = machine or this_machine()
+    machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
-    request, layout = open_model(request)
-    lengths = acceptance_lengths(request)
-    sizes = portions(layout, classes(layout, ALONE))
-    fetched = must_be_fetched(request)
+    request, layout = resolve_request(request)
+    lengths = choose_acceptance_lengths(request)
+    sizes = sum_portions(layout, count_classes(layout, ALONE))
+    fetched = needs_download(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
-        foresee(request, weights, model, factor(), download, machine)
+        forecast_engine(request, weights, model, factor(), download, machine)
         for weights, model in models.items()
     ]
     return CpuForecast(
@@ -116,19 +122,19 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
         portions=sizes,
         download=download,
         machine=machine,
-        bandwidth=1e9 * request.bandwidth if request.bandwidth else read_bandwidth(),
+        bandwidth=1e9 * request.bandwidth if request.bandwidth else measure_bandwidth(),
         lengths=lengths,
         engines=engines,
     )
 
 
-def must_be_fetched(request: ForecastRequest) -> bool:
+def needs_download(request: ForecastRequest) -> bool:
     model = name_model(request.model)
     given = request.checkpoint is not None or model.repository is None
     return not given and model.find_weights() is None
 
 
-def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
+def engine_model(layout: Layout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
     by_head = weights_by_head(layout, scheme)
 
@@ -136,11 +142,11 @@ def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
         return INT8 if stored.name in by_head else engine_format(layout, stored, scheme)
 
     held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
-    found = classes(held, ALONE)
+    found = count_classes(held, ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # with so few experts all are computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
-    return Model(layout.config, found, ALONE, UNKNOWN)
+    return CostModel(layout.config, found, ALONE, UNKNOWN)
 
 
 def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
@@ -166,29 +172,29 @@ def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Form
     return format if isinstance(format, Integers) else None
 
 
-def foresee(
+def forecast_engine(
     request: ForecastRequest,
     weights: str | None,
-    model: Model,
+    model: CostModel,
     factor: float,
     download: int,
     machine: Machine,
 ) -> CpuEngine:
-    file = engine_bytes(model)
-    caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]
+    file = count_engine_bytes(model)
+    caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
     memory = [round(factor * file) + cache for cache in caches]
-    load = Load(request.max_batch, request.context_len, "fp32")
+    load = StepLoad(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     return CpuEngine(weights, file, memory, reads, too_much, machine.lacking(download, file))
 
 
-def engine_bytes(model: Model) -> int:
+def count_engine_bytes(model: CostModel) -> int:
     """Count the bytes of the weights file, which has a head tied to the embedding twice."""
     return sum(one.bytes * (2 if one.name == TIED else 1) for one in model.classes)
 
 
-def cached_bytes(request: ForecastRequest, model: Model, nextn: int) -> int:
+def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
     """Count the bytes of all requests' cache rows, windows included, in fp32.
 
     Recurrent states count twice: a step reads one copy and writes the other.

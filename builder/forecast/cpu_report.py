@@ -6,14 +6,14 @@ from typing import Any
 from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
-from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast, cached_bytes
-from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.show.tables import format_size, say
+from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast, count_cache_bytes
+from mtpbuild.builder.forecast.step import count_distinct_experts
+from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.prefix_pool import SHARE
 
 
-def as_json(f: CpuForecast) -> dict[str, Any]:
+def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
     """Make the JSON, in bytes; lists are over `nextn`.
 
     docs/plan.md explains each key.
@@ -35,9 +35,9 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
         "nextn": list(request.nextn),
         "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
         "bandwidth_bytes_per_s": f.bandwidth,
-        "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
         "kv_bytes_per_token": [model.cache_bytes(nextn, "fp32") for nextn in request.nextn],
-        "kv_bytes": [cached_bytes(request, model, nextn) for nextn in request.nextn],
+        "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
                 "weights": engine.weights or AS_STORED,
@@ -53,15 +53,16 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
     }
 
 
-def print_report(f: CpuForecast) -> None:
+def print_cpu_forecast(f: CpuForecast) -> None:
     """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
     available = format_size(f.machine.available)
-    say(
+    print_lines(
         f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
         f"{available} available",
         _portions(f),
         _download(f),
         _engines(f),
+        fold=False,
     )
     _room(f)
     _reads(f)
@@ -87,11 +88,11 @@ def _engines(f: CpuForecast) -> Table:
     table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits")
     for engine in f.engines:
         sizes = map(format_size, (engine.bytes, engine.memory[-1]))
-        table.add_row(engine.weights or AS_STORED, *sizes, verdict(engine))
+        table.add_row(engine.weights or AS_STORED, *sizes, describe_fit(engine))
     return table
 
 
-def verdict(engine: CpuEngine) -> str:
+def describe_fit(engine: CpuEngine) -> str:
     lacks = {"memory": engine.too_much, "disk": engine.lacking}
     missing = ", ".join(f"{format_size(size)} of {what}" for what, size in lacks.items() if size)
     return f"no, lacks {missing}" if missing else "yes"
@@ -100,11 +101,11 @@ def verdict(engine: CpuEngine) -> str:
 def _room(f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
     shared = ", of which the download takes its part" if f.shares_disk else ""
-    say(
+    print_lines(
         f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
         f"measured (docs/plan.md), and caches: "
         f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
-        f"{format_size(cached_bytes(request, f.model, most))} for --max-batch "
+        f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
         f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
         f"of ended requests besides, in at most 1/{SHARE} of what is then free "
         "(--prefix-cache-bytes)",
@@ -124,7 +125,7 @@ def _reads(f: CpuForecast) -> None:
         speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
     measured = "given" if request.bandwidth else "measured now, all cores"
     lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
-    say(
+    print_lines(
         read,
         f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
         "routed experts: those that the tokens choose, if all are equally likely",
@@ -132,4 +133,5 @@ def _reads(f: CpuForecast) -> None:
         f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
         f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
         f"their part. Acceptance lengths: {lengths}",
+        fold=False,
     )

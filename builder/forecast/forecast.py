@@ -8,8 +8,8 @@ from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
-from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
-from mtpbuild.builder.forecast.weights import Layout, classes, find_layout, portions
+from mtpbuild.builder.forecast.step import CACHE_BYTES, CostModel, StepLoad, StepPart
+from mtpbuild.builder.forecast.weights import Layout, count_classes, find_layout, sum_portions
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
@@ -33,12 +33,12 @@ class ForecastRequest(PlanFlags):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepForecast:
     """A step of one nextn: its parts, the latency added to them, and the speed of one user."""
 
     nextn: int
     acceptance: float
-    parts: list[Part]
+    parts: list[StepPart]
     latency: float
 
     @property
@@ -77,14 +77,14 @@ class Forecast:
 
     request: ForecastRequest
     name: str
-    model: Model
+    model: CostModel
     checkpoint_bytes: int
     weight_bytes: float
     cache_bytes: int
     scratch_bytes: float
     latency: Latency
-    steps: list[Step]
-    without: Step  # with nextn 0
+    steps: list[StepForecast]
+    without: StepForecast  # with nextn 0
 
     @property
     def is_published(self) -> bool:
@@ -137,35 +137,37 @@ class Forecast:
 def forecast(request: ForecastRequest) -> Forecast:
     """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
-    request, layout = open_model(request)
+    request, layout = resolve_request(request)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
-    lengths = acceptance_lengths(request)
-    found = classes(layout, request.ranks)
+    lengths = choose_acceptance_lengths(request)
+    found = count_classes(layout, request.ranks)
     formats = {one.name: one.format for one in found if not one.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
-    model = Model(layout.config, found, request.ranks, gpu)
-    load = Load(request.max_batch, request.context_len, request.kv_cache)
-    late = calibrate(request, model, load, lengths)
+    model = CostModel(layout.config, found, request.ranks, gpu)
+    load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
+    late = calibrate_latency(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
         name=layout.name,
         model=model,
-        checkpoint_bytes=sum(p.bytes for p in portions(layout, found).values()),
+        checkpoint_bytes=sum(p.bytes for p in sum_portions(layout, found).values()),
         weight_bytes=model.weight_bytes(most),
         cache_bytes=model.cache_bytes(most, request.kv_cache),
         scratch_bytes=model.scratch_bytes(
             most, request.max_batch, request.prefill_chunk, request.max_seq_len
         ),
         latency=late,
-        steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
-        without=Step(0, 1.0, model.step(0, load), late.seconds(0)),
+        steps=[
+            StepForecast(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn
+        ],
+        without=StepForecast(0, 1.0, model.step(0, load), late.seconds(0)),
     )
 
 
-def open_model(request: ForecastRequest) -> tuple[ForecastRequest, Layout]:
+def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, Layout]:
     """Check the flags and find the model's layout; fill in the usual nextn if none is given."""
     for name in ("max_seq_len", "max_batch", "context_len", "prefill_chunk"):
         if (value := getattr(request, name)) < 1:
@@ -181,7 +183,7 @@ def open_model(request: ForecastRequest) -> tuple[ForecastRequest, Layout]:
     return request, layout
 
 
-def acceptance_lengths(request: ForecastRequest) -> ByNextn:
+def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """Take each nextn's acceptance length from the request, or R1's published ones."""
     given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
     if given is None:
@@ -198,31 +200,35 @@ def acceptance_lengths(request: ForecastRequest) -> ByNextn:
     return dict(zip(request.nextn, given, strict=True))
 
 
-def calibrate(request: ForecastRequest, model: Model, load: Load, lengths: ByNextn) -> Latency:
+def calibrate_latency(
+    request: ForecastRequest, model: CostModel, load: StepLoad, lengths: ByNextn
+) -> Latency:
     """Fit the latency to the user's two measurements, or to the published ones."""
     if request.measured is None:
-        return published_latency()
+        return fit_published_latency()
     if missing := request.measured.keys() - lengths.keys():
         raise UsageError(f"--calibrate: nextn {min(missing)} is not among --nextn")
-    return fitted(model, load, request.measured, lengths, "fitted to --calibrate")
+    return fit_to_speeds(model, load, request.measured, lengths, "fitted to --calibrate")
 
 
-def fitted(model: Model, load: Load, speeds: ByNextn, lengths: ByNextn, source: str) -> Latency:
+def fit_to_speeds(
+    model: CostModel, load: StepLoad, speeds: ByNextn, lengths: ByNextn, source: str
+) -> Latency:
     """Fit the constants that make a model's steps as fast as measured."""
     points = []
     for nextn, tokens_per_s in speeds.items():
         roofline = sum(part.seconds for part in model.step(nextn, load))
         points.append((nextn, lengths[nextn] / tokens_per_s, roofline))
-    return latency.fit(points, source)
+    return latency.fit_latency(points, source)
 
 
 @functools.cache
-def published_latency() -> Latency:
+def fit_published_latency() -> Latency:
     """Fit nextn 0 and 1 of the published series; the rest of it checks the prediction."""
     name, gpu, ranks, batch, context = latency.PUBLISHED
     layout = find_layout(name, None)
-    model = Model(layout.config, classes(layout, ranks), ranks, find_gpu(gpu))
+    model = CostModel(layout.config, count_classes(layout, ranks), ranks, find_gpu(gpu))
     speeds = {nextn: latency.PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
     lengths = dict(enumerate(latency.PUBLISHED_ACCEPTANCE))
     source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
-    return fitted(model, Load(batch, context, "bf16"), speeds, lengths, source)
+    return fit_to_speeds(model, StepLoad(batch, context, "bf16"), speeds, lengths, source)

@@ -28,7 +28,7 @@ class Latency:
         return self.base + self.per_draft * nextn
 
 
-def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
+def fit_latency(points: list[tuple[int, float, float]], source: str) -> Latency:
     """Fit two points: (nextn, measured seconds of a step, roofline seconds of its parts)."""
     (n0, step0, parts0), (n1, step1, parts1) = points
     rest0, rest1 = step0 - parts0, step1 - parts1

@@ -8,7 +8,7 @@ from mtpbuild.runtime.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpec:
     """A GPU's memory in bytes, bandwidth in bytes/s and dense peaks in operations/s."""
 
     name: str
@@ -22,20 +22,20 @@ class Gpu:
         return self.peaks.get(format, self.peaks["bf16"])
 
 
-GPUS: Mapping[str, Gpu] = {
+GPUS: Mapping[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h100", 80e9, 3.35e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
-        Gpu("h200", 141e9, 4.8e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
-        Gpu("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}),
+        GpuSpec("h100", 80e9, 3.35e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
+        GpuSpec("h200", 141e9, 4.8e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
+        GpuSpec("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}),
     )
 }
 
 # A machine of unknown speed, for counting bytes and operations alone.
-UNKNOWN = Gpu("unknown", 0.0, math.inf, {"bf16": math.inf})
+UNKNOWN = GpuSpec("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> GpuSpec:
     if name not in GPUS:
         raise UsageError(f"--gpu {name} is unknown; supported: {', '.join(GPUS)}")
     return GPUS[name]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
+from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, StepForecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
-from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.show.pictures import COLOURS, label_x, panels
-from mtpbuild.builder.show.tables import format_size, say
+from mtpbuild.builder.show.pictures import COLOURS, draw_panels, label_x
+from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.targets import targets_that
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
@@ -28,7 +28,7 @@ GROUPS = {  # of parts, bottom to top; `other weights` takes the parts that are 
 }
 
 
-def as_json(f: Forecast) -> dict[str, Any]:
+def make_plan_json(f: Forecast) -> dict[str, Any]:
     """Make the JSON, in bytes, seconds and operations.
 
     docs/plan.md explains each key.
@@ -65,7 +65,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "fits": f.fits,
         "nextn": [step.nextn for step in f.steps],
         "acceptance_lengths": [step.acceptance for step in f.steps],
-        "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
         "parts": [[asdict(part) for part in step.parts] for step in f.steps],
         "bytes_per_step": [step.bytes for step in f.steps],
         "operations_per_step": [step.operations for step in f.steps],
@@ -79,14 +79,14 @@ def as_json(f: Forecast) -> dict[str, Any]:
     }
 
 
-def print_report(f: Forecast) -> None:
+def print_forecast(f: Forecast) -> None:
     """Print weights by class, memory, a line per nextn, the last nextn's parts, assumptions."""
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
-    say(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    say(_weights(f))
+    print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
+    print_lines(_weights(f), fold=False)
     _memory(f)
-    say(_steps(f), _parts(f))
+    print_lines(_steps(f), _parts(f), fold=False)
     _assumptions(f)
 
 
@@ -113,7 +113,7 @@ def _memory(f: Forecast) -> None:
     request, gpu = f.request, f.model.gpu
     sizes = (gpu.memory, f.weight_bytes, f.scratch_bytes, gpu.memory * RESERVED)
     memory, weights, scratch, reserved = map(format_size, sizes)
-    say(
+    print_lines(
         f"memory per rank: {memory}, of it {weights} weights, {scratch} scratch, {reserved} "
         "reserved",
         f"target tensorrt holds {format_size(f.tensorrt_bytes)} of weights: experts and head "
@@ -121,20 +121,20 @@ def _memory(f: Forecast) -> None:
     )
     if f.free_bytes < 0:
         too_much = format_size(-f.free_bytes)
-        say(f"does not fit: {too_much} too much before any cache", style="red")
+        print_lines(f"does not fit: {too_much} too much before any cache", style="red")
         return
-    say(
+    print_lines(
         f"cache: {f.cache_bytes:,} bytes per token on every rank; {f.cache_tokens:,} tokens fit, "
         f"{f.needed_tokens:,} are needed for --max-batch {request.max_batch} of "
         f"--max-seq-len {request.max_seq_len}"
     )
     if not f.fits:
-        say("does not fit: lower --max-batch or --max-seq-len", style="red")
+        print_lines("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
 def _steps(f: Forecast) -> Table:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
-    lines: dict[str, Callable[[Step], str]] = {
+    lines: dict[str, Callable[[StepForecast], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
         "GB read": lambda s: f"{s.bytes / 1e9:.2f}",
         "Gop": lambda s: f"{s.operations / 1e9:.1f}",
@@ -169,7 +169,7 @@ def _parts(f: Forecast) -> Table:
 
 def _assumptions(f: Forecast) -> None:
     request, late = f.request, f.latency
-    say(
+    print_lines(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
         f"cached tokens ({request.kv_cache})",
         f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
@@ -177,18 +177,18 @@ def _assumptions(f: Forecast) -> None:
     )
     if request.measured is None and not f.is_published:
         said = "assumed to hold here: another model, machine or load has others; measure two nextn "
-        say(f"{said}and give --calibrate", style="yellow")
+        print_lines(f"{said}and give --calibrate", style="yellow")
     attention = family_of(f.model.config).attention
     if not targets_that(lambda target: attention in target.gpu_attention):
         said = "targets for GPUs have no kernel for this model's attention yet: "
-        say(f"{said}`mtpbuild build` refuses them", style="yellow")
+        print_lines(f"{said}`mtpbuild build` refuses them", style="yellow")
     if request.acceptance is None:
-        say("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
+        print_lines("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
 
 
-def draw(f: Forecast, path: Path) -> None:
+def draw_forecast(f: Forecast, path: Path) -> None:
     """Draw time and speed over the same nextn."""
-    with panels(path, f"latency: {f.latency.source}") as (figure, (left, right)):
+    with draw_panels(path, f"latency: {f.latency.source}") as (figure, (left, right)):
         draw_time(left, f)
         draw_speed(right, f)
         for axes in (left, right):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from mtpbuild.builder.forecast.machines import Gpu
-from mtpbuild.builder.forecast.weights import Class
+from mtpbuild.builder.forecast.machines import GpuSpec
+from mtpbuild.builder.forecast.weights import WeightClass
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.family import Costs
@@ -21,7 +21,7 @@ CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """The number of requests, the cached tokens of each, and the caches' number format."""
 
     batch: int
@@ -30,7 +30,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part's bytes and operations per rank and step, and its least seconds."""
 
     name: str
@@ -41,13 +41,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Model:
+class CostModel:
     """A model on its ranks."""
 
     config: ModelConfig
-    classes: list[Class]
+    classes: list[WeightClass]
     ranks: Ranks
-    gpu: Gpu
+    gpu: GpuSpec
 
     @property
     def costs(self) -> Costs:
@@ -67,11 +67,11 @@ class Model:
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
 
-    def step(self, nextn: int, load: Load) -> list[Part]:
+    def step(self, nextn: int, load: StepLoad) -> list[StepPart]:
         """List the parts of one step."""
         return [*self._verify(nextn, load), *self._draft(nextn, load)]
 
-    def _verify(self, nextn: int, load: Load) -> Iterator[Part]:
+    def _verify(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
         for one in self.classes:
             if not one.module and one.name != "embedding":
                 yield self._weights(one.name, [one], [nextn + 1], load)
@@ -81,7 +81,7 @@ class Model:
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._part("recurrent states", bytes, 0, 0)
 
-    def _draft(self, nextn: int, load: Load) -> Iterator[Part]:
+    def _draft(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
         """Count drafting: Eagle runs one module nextn times, vanilla each over the whole window."""
         if nextn == 0:
             return
@@ -97,8 +97,13 @@ class Model:
         yield self._cache("MTP caches", self.widths[-1:], counts, load)
 
     def _weights(
-        self, name: str, classes: list[Class], counts: list[int], load: Load, share: float = 1.0
-    ) -> Part:
+        self,
+        name: str,
+        classes: list[WeightClass],
+        counts: list[int],
+        load: StepLoad,
+        share: float = 1.0,
+    ) -> StepPart:
         """Count weights that passes read, each pass over `count` tokens per request.
 
         share: the fraction of the classes that is in use.
@@ -110,7 +115,7 @@ class Model:
                 tokens = self.ranks.local(load.batch) * count
                 if one.name == "experts":  # all ranks' requests
                     tokens = load.batch * count
-                    touched = distinct_experts(c, tokens) / c.experts
+                    touched = count_distinct_experts(c, tokens) / c.experts
                     chosen = c.chosen / c.experts
                 bytes += one.per_rank * share * touched
                 held = one.parameters * one.per_rank / one.bytes
@@ -119,7 +124,7 @@ class Model:
                 compute += work / self.gpu.peak(one.format)
         return self._part(name, bytes, operations, compute)
 
-    def _cache(self, name: str, widths: list[int], passes: list[int], load: Load) -> Part:
+    def _cache(self, name: str, widths: list[int], passes: list[int], load: StepLoad) -> StepPart:
         """Count the context's cache rows, in layers of these widths, and attention over them.
 
         If tokens choose rows (DSA), adjacent tokens are assumed to choose different ones.
@@ -136,10 +141,10 @@ class Model:
         bytes, operations = requests * numbers * CACHE_BYTES[load.cache], requests * operations
         return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
-    def _part(self, name: str, bytes: float, operations: float, compute: float) -> Part:
+    def _part(self, name: str, bytes: float, operations: float, compute: float) -> StepPart:
         memory = bytes / self.gpu.bandwidth
         limit = "memory" if memory >= compute else "compute"
-        return Part(name, bytes, operations, max(memory, compute), limit)
+        return StepPart(name, bytes, operations, max(memory, compute), limit)
 
     def cache_bytes(self, nextn: int, cache: str) -> int:
         """Count a token's bytes per rank in all layers and in the modules that draft."""
@@ -163,7 +168,7 @@ class Model:
         return activations + 4 * window * self.config.vocab_size + states
 
 
-def distinct_experts(c: Costs, tokens: int) -> float:
+def count_distinct_experts(c: Costs, tokens: int) -> float:
     """Return how many of a layer's experts tokens choose on average, if all are equally likely."""
     if not c.experts:
         return 0.0

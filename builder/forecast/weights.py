@@ -33,7 +33,7 @@ MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 
 @dataclass
-class Class:
+class WeightClass:
     """A class of weights, of the main model or (`module`) of the MTP modules.
 
     bytes: as stored. per_rank: the bytes that one rank holds.
@@ -53,14 +53,14 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Portion:
+class CheckpointPortion:
     """The parameters and stored bytes of a part of a checkpoint."""
 
     parameters: int = 0
     bytes: int = 0
 
-    def __add__(self, one: Class) -> "Portion":
-        return Portion(self.parameters + one.parameters, self.bytes + one.bytes)
+    def __add__(self, one: WeightClass) -> "CheckpointPortion":
+        return CheckpointPortion(self.parameters + one.parameters, self.bytes + one.bytes)
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,23 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
     )
 
 
-def classes(layout: Layout, ranks: Ranks) -> list[Class]:
+def count_classes(layout: Layout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights of every class, the main model's first."""
-    found: dict[tuple[str, bool], Class] = {}
+    found: dict[tuple[str, bool], WeightClass] = {}
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     for stored in {s.name: s for weight in table for s in weight.stored}.values():
         key = classify(layout.config, stored.name)
-        one = found.setdefault(key, Class(*key))
+        one = found.setdefault(key, WeightClass(*key))
         one.parameters += prod(stored.shape)
         format = layout.format(stored)
         for entry in layout.parts(stored, format).values():
             one.bytes += entry.nbytes
-            one.per_rank += entry.nbytes * held(stored, entry.shape, ranks)
+            one.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
             one.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
     return sorted(found.values(), key=lambda one: one.module)
 
 
-def held(stored: Stored, shape: Shape, ranks: Ranks) -> float:
+def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
     shape: the tensor's, which may be the scales of a quantised weight; a scalar can't be split.
@@ -144,9 +144,9 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     return kind, layer >= config.num_hidden_layers
 
 
-def portions(layout: Layout, found: list[Class]) -> dict[str, Portion]:
+def sum_portions(layout: Layout, found: list[WeightClass]) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
-    sums = {MAIN: Portion(), MODULES: Portion(), COPIES: Portion()}
+    sums = {MAIN: CheckpointPortion(), MODULES: CheckpointPortion(), COPIES: CheckpointPortion()}
     by_key = {(one.name, one.module): one for one in found}
     for one in found:
         sums[MODULES if one.module else MAIN] += one

@@ -1,13 +1,26 @@
-"""Checks that need nothing but the engine, and what they run it with."""
+"""Checks that need nothing but the engine, and the probe that runs them on a new engine.
 
-from collections.abc import Callable, Sequence
+The probe is a small `mtpbuild verify`: engine.json lists its checks, and a difference is reported.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.measure.compare import MOST, PARTED, Finding, NotChecked, compare, equal
-from mtpbuild.builder.measure.runs import Answer, run_prompts
+from mtpbuild.builder.measure.compare import (
+    MOST,
+    PARTED,
+    Finding,
+    NotChecked,
+    compare_bits,
+    compare_texts,
+)
+from mtpbuild.builder.measure.runs import TimedAnswer, reload_engine, run_prompts
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.errors import MtpbuildError
 
 SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.6, "top_p": 0.95},
@@ -15,6 +28,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
+TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, and of the prompts
 ROUNDED = 0.5  # replaces compare.MOST where products also round their inputs: integers, bfloat16
 
 
@@ -29,14 +43,14 @@ class Case:
     length: int  # tokens of each text
 
     @cached_property
-    def greedy(self) -> list[Answer]:
-        return self.play(self.params())
+    def greedy(self) -> list[TimedAnswer]:
+        return self.run(self.params())
 
     def compare(
         self,
         params: Sequence[SamplingParams],
-        ours: list[Answer],
-        theirs: list[Answer],
+        ours: list[TimedAnswer],
+        theirs: list[TimedAnswer],
         engine: Engine | None = None,
         base: Engine | None = None,
     ) -> Finding:
@@ -47,18 +61,18 @@ class Case:
         diverge. With integer weights the inputs are rounded to int8, where the last digit decides.
         """
         if all(each.manifest.build.exact for each in (self.engine, base) if each is not None):
-            return equal(ours, theirs)
+            return compare_bits(ours, theirs)
 
-        def replay(number: int, known: list[int], count: int) -> Answer:
+        def replay(number: int, known: list[int], count: int) -> TimedAnswer:
             own = replace(params[number], max_tokens=count)
             return run_prompts(engine or self.engine, [self.prompts[number] + known], [own])[0]
 
-        most, parted = (ROUNDED, 1.0) if rounds(self.engine.manifest) else (MOST, PARTED)
-        return compare(ours, theirs, replay, most, parted)
+        most, parted = (ROUNDED, 1.0) if rounds_inputs(self.engine.manifest) else (MOST, PARTED)
+        return compare_texts(ours, theirs, replay, most, parted)
 
-    def play(
+    def run(
         self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         """Run all prompts on this engine, or on another one."""
         return run_prompts(engine or self.engine, self.prompts, params, together=together)
 
@@ -71,25 +85,90 @@ class Case:
         return [replace(plain, seed=i, **settings[i % len(settings)]) for i in numbers]
 
 
-def rounds(manifest: Manifest) -> bool:
+def rounds_inputs(manifest: Manifest) -> bool:
     """Return whether a difference in the last digit may be rounded to a larger one."""
     return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
 
 
-def chunks(case: Case) -> Finding:
+def check_chunks(case: Case) -> Finding:
     """Prefill prompts in smaller chunks than the engine was built for."""
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
     engine, params = case.reloaded(chunk=size), case.params()
-    return case.compare(params, case.play(params, engine), case.greedy, engine)
+    return case.compare(params, case.run(params, engine), case.greedy, engine)
 
 
-def batch(case: Case) -> Finding:
+def check_batch(case: Case) -> Finding:
     """Run greedy, sampled and rejection-sampled requests at once, and each alone."""
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
     rejecting = {"temperature": 0.8, "acceptance": "rejection"}
     params = case.params({}, SETTINGS[0], rejecting)
-    return case.compare(params, case.play(params, together=True), case.play(params))
+    return case.compare(params, case.run(params, together=True), case.run(params))
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The checks that passed, or else the first difference that was found."""
+
+    checked: tuple[str, ...] = ()
+    wrong: str | None = None
+
+
+def probe(folder: Path) -> ProbeResult:
+    """Run every check that this engine allows; its manifest must be there."""
+    checked = list[str]()
+    try:
+        with ExitStack() as stack:
+            engine = stack.enter_context(Engine.load(folder, threads=1))
+
+            def reloaded(chunk: int | None = None, threads: int = 2) -> Engine:
+                return stack.enter_context(reload_engine(folder, engine, chunk, threads))
+
+            case = Case(engine, reloaded, [*make_prompts(engine)], TOKENS)
+            for name, check in PROBES.items():
+                try:
+                    found = check(case)
+                except NotChecked:
+                    continue
+                if not found.passed:
+                    return ProbeResult(wrong=f"{name}, but: {found.detail}")
+                checked.append(name)
+    except MtpbuildError as error:
+        return ProbeResult(wrong=f"it was not probed: {error}")
+    return ProbeResult(tuple(checked))
+
+
+def make_prompts(engine: Engine) -> Iterator[list[int]]:
+    """Yield prompts of arbitrary tokens, as long as they fit into the engine."""
+    most, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
+    for length in LENGTHS:
+        if length + TOKENS <= most:
+            yield [(37 * place + length) % vocabulary for place in range(length)]
+
+
+def check_steps(case: Case) -> Finding:
+    """Continue each text from its half: a prompt then fills the rows that steps have filled."""
+    if not case.prompts:
+        raise NotChecked("the engine takes no prompt of them")
+    half = TOKENS // 2
+    longer = [
+        [*prompt, *text.token_ids[:half]]
+        for prompt, text in zip(case.prompts, case.greedy, strict=True)
+    ]
+    params = [replace(own, max_tokens=TOKENS - half) for own in case.params()]
+    rest = [
+        replace(text, token_ids=text.token_ids[half:], logprobs=text.logprobs[half:])
+        for text in case.greedy
+    ]
+    return compare_bits(run_prompts(case.engine, longer, params), rest)
+
+
+PROBES = {
+    "steps fill in what prompts do": check_steps,
+    # Its engine is loaded again, with two threads.
+    "prompt chunks and threads change nothing": check_chunks,
+    "a batch changes nothing": check_batch,
+}

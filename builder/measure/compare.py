@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 
 # A near-tie has a margin of at most TIE times the measured difference between the log-probabilities
 # that the two engines give to the same tokens.
@@ -16,7 +16,7 @@ MOST = 1e-2  # beyond this difference the two are different models
 PARTED = 0.05  # share of the texts that may diverge; one text always may
 
 # (number of the text, tokens to append to its prompt, number of tokens to add) -> our answer
-Replay = Callable[[int, list[int], int], Answer]
+Replay = Callable[[int, list[int], int], TimedAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class NotChecked(Exception):  # noqa: N818 - not an error: a check that has noth
     """The reason why a check can't be made."""
 
 
-def compare(
-    ours: Sequence[Answer],
-    theirs: Sequence[Answer],
+def compare_texts(
+    ours: Sequence[TimedAnswer],
+    theirs: Sequence[TimedAnswer],
     replay: Replay,
     most: float = MOST,
     parted: float = PARTED,
@@ -47,7 +47,9 @@ def compare(
 
     most, parted: the limits, which are wider for engines that round more.
     """
-    noise = largest_but_jumps(n for pair in zip(ours, theirs, strict=True) for n in apart(*pair))
+    noise = largest_without_jumps(
+        n for pair in zip(ours, theirs, strict=True) for n in logprob_differences(*pair)
+    )
     limit = TIE * max(noise, LEAST)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
     if not noise <= most:
@@ -55,7 +57,7 @@ def compare(
         return Finding(False, f"{said}: other weights, or a wrong cache", figures)
     apart_at_ties = 0
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for margin, said in differences(number, mine, other, replay):
+        for margin, said in find_differences(number, mine, other, replay):
             if margin > limit:
                 said += f" (margin {margin:.2g}, a near-tie is below {limit:.1g})"
                 return Finding(False, said, figures)
@@ -68,27 +70,27 @@ def compare(
     return Finding(True, said + near, figures)
 
 
-def equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Finding:
+def compare_bits(ours: Sequence[TimedAnswer], theirs: Sequence[TimedAnswer]) -> Finding:
     """Compare every token and every log-probability, of which no bit may differ."""
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs)}
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         said = [[*zip(text.token_ids, text.logprobs, strict=True)] for text in (mine, other)]
-        if (place := first_difference(*said)) is not None:
+        if (place := find_first_difference(*said)) is not None:
             (one, two) = (text[place] if place < len(text) else "an end" for text in said)
             detail = f"text {number}, token {place}: {one}, not {two} (token, log-probability)"
             return Finding(False, detail, figures)
     return Finding(True, f"{len(ours)} texts equal to the bit, {figures['tokens']} tokens", figures)
 
 
-def differences(
-    number: int, ours: Answer, theirs: Answer, replay: Replay
+def find_differences(
+    number: int, ours: TimedAnswer, theirs: TimedAnswer, replay: Replay
 ) -> Iterator[tuple[float, str]]:
     """Find every place where our engine chooses another token after the same tokens.
 
     Yields the larger margin of the two choices, and a description of the place.
     """
     at, wanted = 0, theirs.token_ids
-    while (place := first_difference(ours.token_ids, wanted[at:])) is not None:
+    while (place := find_first_difference(ours.token_ids, wanted[at:])) is not None:
         mine, other = ours.token_ids[place:][:1], wanted[at + place :][:1]  # []: the text ends
         both = mine and other
         margin = max(ours.margins[place], theirs.margins[at + place]) if both else math.inf
@@ -101,7 +103,7 @@ def differences(
         ours = replay(number, wanted[:at], len(wanted) - at)
 
 
-def largest_but_jumps(differences: Iterable[float]) -> float:
+def largest_without_jumps(differences: Iterable[float]) -> float:
     """Return the largest difference after leaving out the largest 1 %; 0 if there is none.
 
     Where two experts have the same score to the last bit, either may be chosen, and the
@@ -111,12 +113,12 @@ def largest_but_jumps(differences: Iterable[float]) -> float:
     return found[-1 - len(found) // 100] if found else 0.0
 
 
-def apart(ours: Answer, theirs: Answer) -> list[float]:
+def logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[float]:
     """List the differences of log-probabilities, up to the first token that differs."""
-    same = first_difference(ours.token_ids, theirs.token_ids)
+    same = find_first_difference(ours.token_ids, theirs.token_ids)
     return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]
 
 
-def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+def find_first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
     pairs = enumerate(zip_longest(ours, theirs))
     return next((i for i, (a, b) in pairs if a != b), None)

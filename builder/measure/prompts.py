@@ -42,18 +42,18 @@ Group = list[Prompt]  # of one kind; its requests run concurrently
 def load_groups(dataset: Dataset, engine: Engine, concurrency: int) -> list[Group]:
     """Make groups of `concurrency` requests, in which the kinds alternate; raise UsageError."""
     names = BUILT_IN if dataset.dataset is None else (dataset.dataset,)
-    paths = [built_in(name) if name in BUILT_IN else Path(name) for name in names]
+    paths = [find_built_in(name) if name in BUILT_IN else Path(name) for name in names]
     prompts = {path.stem: _read(path, dataset, engine) for path in paths}
     default = NUM_REQUESTS if names[0] in BUILT_IN else None
-    return group_up(prompts, concurrency, dataset.num_requests, default)
+    return make_groups(prompts, concurrency, dataset.num_requests, default)
 
 
-def built_in(name: str) -> Path:
+def find_built_in(name: str) -> Path:
     """Find the file of a built-in dataset or task."""
     return recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"
 
 
-def group_up(
+def make_groups(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
     """Group `count` prompts; without a count, about `default` of them, or all."""
@@ -70,19 +70,19 @@ def group_up(
     return groups[: in_range(1, count, there, "--num-requests") // size]
 
 
-def seeded(params: SamplingParams, number: int) -> SamplingParams:
+def add_seed(params: SamplingParams, number: int) -> SamplingParams:
     """Seed a sampled request that has no seed with its number, for the same draws in every run."""
     if params.temperature == 0 or params.seed is not None:
         return params
     return replace(params, seed=number)
 
 
-def split(groups: Sequence[Group], size: int) -> list[Group]:
+def split_groups(groups: Sequence[Group], size: int) -> list[Group]:
     """Split groups into smaller ones; `size` divides theirs."""
     return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
 
-def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
+def resize_prompt(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
     """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts."""
     bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
     start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
@@ -96,7 +96,7 @@ def _read(path: Path, dataset: Dataset, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
     hint = f"; built in: {', '.join(BUILT_IN)}"
     prompts = [
-        Prompt(path.stem, r.task_id, r.token_ids, seeded(r.params, number))
+        Prompt(path.stem, r.task_id, r.token_ids, add_seed(r.params, number))
         for number, r in enumerate(read_requests(path, engine, dataset.params, "--dataset", hint))
     ]
     if dataset.output_len is not None:
@@ -105,7 +105,7 @@ def _read(path: Path, dataset: Dataset, engine: Engine) -> list[Prompt]:
     if dataset.input_len is not None:
         length = in_range(1, dataset.input_len, capacity, "--input-len")
         bos = engine.manifest.model.bos_token_id
-        prompts = [sized(p, length, prompts, bos) for p in prompts]
+        prompts = [resize_prompt(p, length, prompts, bos) for p in prompts]
     hint = ": see --input-len, --output-len"
     for p in prompts:
         check_room(engine, len(p.token_ids), p.params.max_tokens, f"request {p.task_id}: ", hint)

@@ -31,7 +31,7 @@ STRICT: dict[str, Any] = {  # disables every other acceptance of a request
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One engine's answer to one request; all times are seconds of one clock."""
 
     prompt: Prompt
@@ -62,13 +62,13 @@ class Answer:
 
 def run_group(
     engine: Engine, group: Group, most_steps: int | None = None, *, record: bool = False
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Run all prompts of a group concurrently; each ends by itself, or after `most_steps`.
 
     record: whether the answers get their tokens' log-probabilities and margins.
     """
     with contextlib.ExitStack() as stack:
-        answers = [Answer(prompt, time.perf_counter()) for prompt in group]
+        answers = [TimedAnswer(prompt, time.perf_counter()) for prompt in group]
         running = []
         for p, answer in zip(group, answers, strict=True):
             stream = engine.stream(p.token_ids, p.params, observer=answer if record else None)
@@ -94,16 +94,16 @@ def run_prompts(
     params: Sequence[SamplingParams],
     *,
     together: bool = False,
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Run prompts one after the other, or all at once, and record log-probabilities and margins."""
     group = [Prompt("", i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     groups = [group] if together else [[prompt] for prompt in group]
     return [answer for each in groups for answer in run_group(engine, each, record=True)]
 
 
-def run_settled(engine: Engine, group: Group) -> list[Answer]:
+def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:
     """Run a group after a few steps that are not counted."""
-    run_group(engine, endless(group), SETTLING_STEPS)
+    run_group(engine, make_endless(group), SETTLING_STEPS)
     return run_group(engine, group)
 
 
@@ -118,17 +118,17 @@ def reload_engine(
     return Engine(programs, manifest, engine.tokenizer)
 
 
-def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
+def make_endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
     """Let prompts generate exactly `tokens` tokens, without stop tokens."""
-    return changed(group, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
+    return change_params(group, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
 
 
-def changed(group: Group, **changes: Any) -> Group:
+def change_params(group: Group, **changes: Any) -> Group:
     """Change some parameters of each prompt."""
     return [replace(p, params=replace(p.params, **changes)) for p in group]
 
 
-def rotated(contenders: Sequence[T], by: int) -> list[T]:
+def rotate(contenders: Sequence[T], by: int) -> list[T]:
     """Rotate the order, so that each contender is first equally often."""
     by %= len(contenders)
     return [*contenders[by:], *contenders[:by]]

@@ -4,12 +4,11 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 
 ALL = "all"  # the kind of prompts that stands for every kind
@@ -17,11 +16,10 @@ RESAMPLES = 1000
 PERCENTILES = (50, 90, 99)
 Z = 1.959964  # of a two-sided 95 % interval
 T = TypeVar("T")
-Groups = Sequence[Sequence[Answer]]  # the answers of each group ran at once
+Groups = Sequence[Sequence[TimedAnswer]]  # the answers of each group ran at once
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A figure with its 95 % interval."""
 
     value: float
@@ -33,11 +31,11 @@ class Estimate:
         return "-" if self.low is None else f"{self.low:.2f}-{self.high:.2f}"
 
 
-def of_kind(groups: Groups, kind: str) -> Groups:
+def select_kind(groups: Groups, kind: str) -> Groups:
     return [group for group in groups if kind in (ALL, group[0].prompt.kind)]
 
 
-def kinds_of(answers: Iterable[Answer]) -> list[str]:
+def list_kinds(answers: Iterable[TimedAnswer]) -> list[str]:
     """List `ALL` and the kinds of the prompts."""
     return list(dict.fromkeys([ALL, *(answer.prompt.kind for answer in answers)]))
 
@@ -49,7 +47,7 @@ def count_decoded(groups: Groups) -> tuple[int, float]:
     return tokens, math.fsum(answer.times[-1] - answer.times[0] for answer in answers)
 
 
-def speedup(groups: Groups, base: Groups) -> Estimate:
+def compute_speedup(groups: Groups, base: Groups) -> Estimate:
     """Compute how much faster a user gets tokens; the interval is from resampled groups."""
     pairs = zip(groups, base, strict=True)
     parts = [(*count_decoded([g]), *count_decoded([b])) for g, b in pairs]
@@ -59,31 +57,31 @@ def speedup(groups: Groups, base: Groups) -> Estimate:
         divisor = seconds * base_tokens
         return tokens * base_seconds / divisor if divisor else None
 
-    interval = resampled_interval(parts, ratio) if len(parts) > 1 else (None, None)
+    interval = resample_interval(parts, ratio) if len(parts) > 1 else (None, None)
     return Estimate(ratio(parts) or 0.0, *interval)
 
 
-def resampled_interval(
+def resample_interval(
     items: Sequence[T], figure: Callable[[Sequence[T]], float | None]
 ) -> list[float]:
     """Resample the items; return both ends of the figure's 95 % interval."""
     rng = random.Random(0)
     drawn = [figure(rng.choices(items, k=len(items))) for _ in range(RESAMPLES)]
     known = [value for value in drawn if value is not None]
-    return [percentile(known, 2.5), percentile(known, 97.5)]
+    return [compute_percentile(known, 2.5), compute_percentile(known, 97.5)]
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def compute_percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summarise(values: Sequence[float]) -> dict[str, float]:
     """Return mean, median, standard deviation and percentiles by name."""
     return {
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
         "std": statistics.pstdev(values),
-        **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES},
+        **{f"p{percent}": compute_percentile(values, percent) for percent in PERCENTILES},
     }
 
 
@@ -95,7 +93,7 @@ def estimate_share(count: int, n: int) -> Estimate:
     return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def sum_drafting(answers: Sequence[Answer]) -> SpeculativeDecoding:
+def sum_drafting(answers: Sequence[TimedAnswer]) -> SpeculativeDecoding:
     """Add up the drafting statistics of several requests."""
     reports = [answer.drafting for answer in answers if answer.drafting is not None]
     total = AcceptanceCounter(reports[0].num_spec_tokens)

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mtpbuild.builder.measure.statistics import Estimate
-
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 GREY = "#777777"
+Interval = tuple[float, float | None, float | None]  # a value and both ends, where they are known
 
 
 def why_no_pictures() -> str | None:
@@ -27,7 +26,7 @@ def why_no_pictures() -> str | None:
 
 
 @contextmanager
-def panels(
+def draw_panels(
     path: Path, note: str, columns: int = 2, rows: int = 1
 ) -> Iterator[tuple["Figure", list["Axes"]]]:
     """Yield empty panels; style and save them when the block ends.
@@ -54,7 +53,7 @@ def machine_note(machine: Mapping[str, Any]) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores; {machine['command']}"
 
 
-def colour(number: int) -> str:
+def choose_colour(number: int) -> str:
     """Choose the colour of a series; after the last colour the first one follows."""
     return COLOURS[number % len(COLOURS)]
 
@@ -68,7 +67,7 @@ def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -
 def draw_lines(axes: "Axes", places: Sequence[float], lines: Mapping[str, Sequence[float]]) -> None:
     """Draw a line with dots per series, each in its colour; a line may end before the others."""
     for number, (label, values) in enumerate(lines.items()):
-        look: dict[str, Any] = {"color": colour(number), "label": label}
+        look: dict[str, Any] = {"color": choose_colour(number), "label": label}
         axes.plot(places[: len(values)], values, "o-", **look)
 
 
@@ -85,10 +84,10 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
     )
 
 
-def spans(points: Sequence["Estimate"]) -> list[list[float]]:
+def interval_reach(points: Sequence[Interval]) -> list[list[float]]:
     """Return how far intervals reach below and above their values."""
-    below = [max(0.0, p.value - (p.low or p.value)) for p in points]
-    return [below, [max(0.0, (p.high or p.value) - p.value) for p in points]]
+    below = [max(0.0, value - (low or value)) for value, low, _ in points]
+    return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 
 
 def write_above(axes: "Axes", text: str, place: float, height: float, **look: Any) -> None:

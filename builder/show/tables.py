@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 
-def figures_table(name: str, columns: Iterable[object]) -> Table:
+def make_figures_table(name: str, columns: Iterable[object]) -> Table:
     """Make a table without borders: names on the left, figures right-aligned."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column(name, no_wrap=True)
@@ -16,17 +16,20 @@ def figures_table(name: str, columns: Iterable[object]) -> Table:
     return table
 
 
-def names_column(title: str, names: Sequence[str]) -> Column:
+def make_names_column(title: str, names: Sequence[str]) -> Column:
     """Make a column with one line per name, unless a name takes half of a terminal."""
     return Column(title, overflow="fold", no_wrap=max(map(len, names), default=0) <= 40)
 
 
-def say(*lines: str | Table | None, style: str | None = None) -> None:
-    """Print tables, and lines without wrapping; None is left out."""
+def print_lines(*lines: str | Table | None, style: str | None = None, fold: bool = True) -> None:
+    """Print tables, and lines without wrapping; None is left out.
+
+    fold: whether tables are folded to the terminal's width.
+    """
     console = Console(highlight=False)
     for line in lines:
         if line is not None:
-            console.print(line, style=style, soft_wrap=isinstance(line, str))
+            console.print(line, style=style, soft_wrap=isinstance(line, str) or not fold)
 
 
 def format_size(size: float) -> str:

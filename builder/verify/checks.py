@@ -7,12 +7,23 @@ from dataclasses import dataclass, replace
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.measure.checks import ROUNDED, SETTINGS, Case, batch, chunks, rounds
-from mtpbuild.builder.measure.compare import MOST, Finding, NotChecked, equal
+from mtpbuild.builder.measure.checks import (
+    ROUNDED,
+    SETTINGS,
+    Case,
+    check_batch,
+    check_chunks,
+    rounds_inputs,
+)
+from mtpbuild.builder.measure.compare import MOST, Finding, NotChecked, compare_bits
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.measure.statistics import sum_drafting
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
+from mtpbuild.builder.verify.distribution import (
+    chi_square_p_value,
+    compute_prefix_probabilities,
+    fit_prefixes,
+)
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
@@ -40,32 +51,34 @@ class VerifyCase(Case):
         return self.base
 
 
-def greedy_text(case: VerifyCase) -> Finding:
+def check_greedy_text(case: VerifyCase) -> Finding:
     base, params = case.require_base(), case.params()
-    return case.compare(params, case.greedy, case.play(params, base), base=base)
+    return case.compare(params, case.greedy, case.run(params, base), base=base)
 
 
-def plain_text(case: VerifyCase) -> Finding:
+def check_plain_text(case: VerifyCase) -> Finding:
     """Compare with the plain model, if PyTorch and the checkpoint are here."""
     manifest = case.engine.manifest
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
     missing = f"PyTorch is not installed: {install('build')}"
-    with needed_here(manifest, "--model", missing):
+    with explain_missing(manifest, "--model", missing):
         source = find_model(
             case.checkpoint or manifest.whole_model,
             revision=None if case.checkpoint else manifest.build.revision,
         )
         with needs("build", "torch"):
-            from mtpbuild.builder.verify.plain import judge, load_plain
+            from mtpbuild.builder.verify.plain import judge_texts, load_plain
     scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
-    plain = load_plain(source.folder, layers_of(manifest), scheme)
-    return judge(plain, case.prompts, case.greedy, ROUNDED if rounds(manifest) else MOST)
+    plain = load_plain(source.folder, read_layers(manifest), scheme)
+    return judge_texts(
+        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else MOST
+    )
 
 
 @contextmanager
-def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
+def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
     """Turn a missing file or package into the reason why a check can't be made.
 
     flags: the flags that name the model instead. without: the reason if a package is missing.
@@ -80,17 +93,17 @@ def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
         raise NotChecked(without.format(error)) from None
 
 
-def layers_of(manifest: Manifest) -> LayersSlice | None:
+def read_layers(manifest: Manifest) -> LayersSlice | None:
     """Return the layers of its model that an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
-def sampled_text(case: VerifyCase) -> Finding:
+def check_sampled_text(case: VerifyCase) -> Finding:
     base, params = case.require_base(), case.params(*SETTINGS)
-    return case.compare(params, case.play(params), case.play(params, base), base=base)
+    return case.compare(params, case.run(params), case.run(params, base), base=base)
 
 
-def machine(case: VerifyCase) -> Finding:
+def check_machine(case: VerifyCase) -> Finding:
     """Run an exact engine with other numbers of threads, and with each instruction set."""
     if not case.engine.manifest.build.exact:
         raise NotChecked("the engine is not exact")
@@ -101,8 +114,8 @@ def machine(case: VerifyCase) -> Finding:
     for isa in (*ISAS, None):
         for threads in (1, 2) if isa is None else (2,):
             try:
-                with instructions(isa), case.reloaded(threads=threads) as engine:
-                    found = equal(run_prompts(engine, prompts, params), wanted)
+                with use_instruction_set(isa), case.reloaded(threads=threads) as engine:
+                    found = compare_bits(run_prompts(engine, prompts, params), wanted)
             except errors.EngineError as error:
                 if isa is None or "this machine has" not in str(error):
                     raise
@@ -114,7 +127,7 @@ def machine(case: VerifyCase) -> Finding:
 
 
 @contextmanager
-def instructions(isa: str | None) -> Iterator[None]:
+def use_instruction_set(isa: str | None) -> Iterator[None]:
     """Let engines that load in the block use this instruction set; None: the machine's best."""
     before = os.environ.pop(ISA_VARIABLE, None)
     try:
@@ -127,7 +140,7 @@ def instructions(isa: str | None) -> Iterator[None]:
             os.environ[ISA_VARIABLE] = before
 
 
-def relaxed_top_1(case: Case) -> Finding:
+def check_relaxed_top_1(case: Case) -> Finding:
     """Run relaxed acceptance with only the most probable token allowed, which is strict."""
     vocabulary = case.engine.manifest.model.vocab_size
     params = [
@@ -140,10 +153,10 @@ def relaxed_top_1(case: Case) -> Finding:
         )
         for own, prompt in zip(case.params(), case.prompts, strict=True)
     ]
-    return case.compare(params, case.play(params), case.greedy)
+    return case.compare(params, case.run(params), case.greedy)
 
 
-def rejection_distribution(case: VerifyCase) -> Finding:
+def check_rejection_distribution(case: VerifyCase) -> Finding:
     """Compare the first nextn + 2 tokens at temperature 1 with their exact probabilities.
 
     The probabilities follow from the log-probabilities of the nextn 0 engine (or of this one).
@@ -157,17 +170,17 @@ def rejection_distribution(case: VerifyCase) -> Finding:
     for number in chosen:
         prompts = [case.prompts[number]] * case.seeds
         params = [replace(hot, seed=seed) for seed in range(case.seeds)]
-        known = known_prefixes(run_prompts(judge, prompts, params, together=True))
+        known = compute_prefix_probabilities(run_prompts(judge, prompts, params, together=True))
         rejecting = [replace(own, acceptance="rejection") for own in params]
         texts = run_prompts(case.engine, prompts, rejecting, together=True)
-        found = fit([text.token_ids for text in texts], known)
+        found = fit_prefixes([text.token_ids for text in texts], known)
         statistic, freedom = statistic + found.statistic, freedom + found.freedom
         prefix, times, expected = found.worst
         line = f"text {number} begins with {list(prefix)} {times} times, expected {expected:.1f}"
         worst = max(worst, (found.statistic, line))
     if freedom == 0:
         raise NotChecked("the model is certain of its next tokens: there is no law to compare")
-    p_value = survival(statistic, freedom)
+    p_value = chi_square_p_value(statistic, freedom)
     figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
     said = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
     said += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
@@ -175,7 +188,7 @@ def rejection_distribution(case: VerifyCase) -> Finding:
     return Finding(fits, said if fits else f"{said}: {worst[1]}", figures)
 
 
-def acceptance(case: Case) -> Finding:
+def check_acceptance(case: Case) -> Finding:
     """Check that drafts are accepted at all: with damaged MTP modules the text is still correct."""
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
@@ -195,13 +208,13 @@ def acceptance(case: Case) -> Finding:
 
 
 CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {
-    "greedy text is that of nextn 0": greedy_text,
-    "greedy text is the plain model's": plain_text,
-    "sampled text is that of nextn 0": sampled_text,
-    "prompt chunks change nothing": chunks,
-    "a batch changes nothing": batch,
-    "the machine changes nothing": machine,
-    "relaxed top-1 is strict": relaxed_top_1,
-    "rejection has the model's law": rejection_distribution,
-    "drafts are accepted": acceptance,
+    "greedy text is that of nextn 0": check_greedy_text,
+    "greedy text is the plain model's": check_plain_text,
+    "sampled text is that of nextn 0": check_sampled_text,
+    "prompt chunks change nothing": check_chunks,
+    "a batch changes nothing": check_batch,
+    "the machine changes nothing": check_machine,
+    "relaxed top-1 is strict": check_relaxed_top_1,
+    "rejection has the model's law": check_rejection_distribution,
+    "drafts are accepted": check_acceptance,
 }

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 
 EXPECTED = 5  # a cell with fewer expected texts is pooled with others
 
@@ -13,7 +13,7 @@ Prefix = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ChiSquareFit:
     """The fit of counts to their expectation."""
 
     statistic: float
@@ -22,7 +22,7 @@ class Fit:
     worst: tuple[Prefix, int, float]
 
 
-def known_prefixes(texts: Sequence[Answer]) -> dict[Prefix, float]:
+def compute_prefix_probabilities(texts: Sequence[TimedAnswer]) -> dict[Prefix, float]:
     """Return each prefix's exact probability at temperature 1, without filters."""
     known: dict[Prefix, float] = {}
     for text in texts:
@@ -33,7 +33,7 @@ def known_prefixes(texts: Sequence[Answer]) -> dict[Prefix, float]:
     return known
 
 
-def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
+def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> ChiSquareFit:
     """Count each text under its longest prefix that is likely enough, and compare the counts.
 
     `known` may be incomplete: a text with an unknown prefix counts under the known part of it.
@@ -55,10 +55,10 @@ def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
         return (begun[prefix] - expected) ** 2 / expected
 
     worst = max(likely, key=surprise)
-    return Fit(statistic, len(groups) - 1, (worst, begun[worst], likely[worst] * count))
+    return ChiSquareFit(statistic, len(groups) - 1, (worst, begun[worst], likely[worst] * count))
 
 
-def survival(statistic: float, freedom: int) -> float:
+def chi_square_p_value(statistic: float, freedom: int) -> float:
     """Compute P(chi-square >= statistic) for `freedom` degrees of freedom, by its finite sums."""
     if statistic <= 0:
         return 1.0

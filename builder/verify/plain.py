@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.measure.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.compare import LEAST, MOST, TIE, Finding, largest_without_jumps
+from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.weights.requantised import see
@@ -35,8 +35,11 @@ def load_plain(
 
 
 @torch.no_grad()
-def judge(
-    model: PlainLM, prompts: Sequence[list[int]], played: Sequence[Answer], most: float = MOST
+def judge_texts(
+    model: PlainLM,
+    prompts: Sequence[list[int]],
+    played: Sequence[TimedAnswer],
+    most: float = MOST,
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
@@ -52,7 +55,7 @@ def judge(
         gap = logits.amax(-1) - logits.gather(-1, chosen)[:, 0]
         best = logits.argmax(-1)
         gaps += [(float(g), number, i, int(chosen[i]), int(best[i])) for i, g in enumerate(gap)]
-    noise = largest_but_jumps(apart)
+    noise = largest_without_jumps(apart)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
     if not noise <= most:

@@ -1,4 +1,4 @@
-"""The verification: load, find an engine to compare with, check, report."""
+"""The verification: load, find an engine to compare with, check, print."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -6,16 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
 from mtpbuild.builder.bench.engines import build_engines
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.measure.compare import Finding, NotChecked
-from mtpbuild.builder.measure.prompts import BUILT_IN, built_in, check_room
+from mtpbuild.builder.measure.prompts import BUILT_IN, check_room, find_built_in
 from mtpbuild.builder.measure.runs import reload_engine
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.show.tables import print_lines
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, layers_of, needed_here
+from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, explain_missing, read_layers
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.compiled_prefixes import check_prefixes
@@ -26,6 +31,7 @@ from mtpbuild.runtime.targets import find_target
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20
+STYLES = {"passed": "green", "failed": "bold red", "not checked": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def verify(
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
-        engine = stack.enter_context(load(request.engine, request))
+        engine = stack.enter_context(load_engine(request.engine, request))
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.exact:
             raise UsageError(
@@ -75,8 +81,8 @@ def verify(
         base: Engine | str
         try:
             against = find_baseline(request, engine.manifest, watch)
-            same_vocabulary(against, request.engine)
-            base = stack.enter_context(load(against, request))
+            check_vocabulary(against, request.engine)
+            base = stack.enter_context(load_engine(against, request))
         except NotChecked as reason:
             base = str(reason)
 
@@ -91,11 +97,11 @@ def verify(
         checks = {}
         for name in CHECKS:
             watch(f"checking {name}")
-            checks[name] = check(name, case)
+            checks[name] = run_check(name, case)
     return Verification(request.engine, engine.manifest, against, checks)
 
 
-def check(name: str, case: VerifyCase) -> Finding:
+def run_check(name: str, case: VerifyCase) -> Finding:
     """Run one check, or return why it can't be made."""
     try:
         return CHECKS[name](case)
@@ -113,7 +119,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
-        files = map(built_in, BUILT_IN)
+        files = map(find_built_in, BUILT_IN)
         found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
     longest = max(len(request.token_ids) for request in found)
     check_room(engine, longest, request.output_len, hint=": see --output-len")
@@ -127,12 +133,12 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
     if manifest.build.nextn == 0:
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
     missing = "there is no nextn 0 engine, and {}: give --against"
-    with needed_here(manifest, "--against or --model", missing):
+    with explain_missing(manifest, "--against or --model", missing):
         target = manifest.target.name
         wanted = BuildRequest(
             request.model or manifest.whole_model,
             target=target,
-            layers=layers_of(manifest),
+            layers=read_layers(manifest),
             scheme=engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
             options=find_target(target).build_flags(manifest),
@@ -144,14 +150,14 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
     return built.folder
 
 
-def load(folder: Path, request: VerifyRequest) -> Engine:
+def load_engine(folder: Path, request: VerifyRequest) -> Engine:
     """Load an engine; the load options apply only to the verified engine's target."""
     own, verified = (read_manifest(each).target.name for each in (folder, request.engine))
     options = request.options if find_target(own) is find_target(verified) else {}
     return Engine.load(folder, threads=request.threads, **options)
 
 
-def same_vocabulary(base: Path, engine: Path) -> None:
+def check_vocabulary(base: Path, engine: Path) -> None:
     """Raise UsageError if two engines can't be of one model."""
     theirs, ours = (read_manifest(folder).model.vocab_size for folder in (base, engine))
     if theirs != ours:
@@ -159,3 +165,45 @@ def same_vocabulary(base: Path, engine: Path) -> None:
             f"{base} has a vocabulary of {theirs} tokens, {engine} of {ours}: they are not of one "
             "model"
         )
+
+
+def make_verify_json(verification: Verification) -> dict[str, Any]:
+    """Make the JSON that docs/verify.md describes."""
+    v = verification
+    return {
+        "engine": str(v.folder),
+        "model": v.manifest.model.name,
+        "nextn": v.manifest.build.nextn,
+        "drafter": v.manifest.build.drafter,
+        "against": None if v.against is None else str(v.against),
+        "passed": not v.failed,
+        "checks": [
+            {"check": name, "verdict": c.verdict, "detail": c.detail, **c.figures}
+            for name, c in v.checks.items()
+        ],
+    }
+
+
+def summarise_checks(verification: Verification) -> str:
+    """Name the checks that failed, or count those that passed."""
+    failed = verification.failed
+    if failed:
+        return f"FAILED: {'; '.join(failed)}"
+    counts = [found.verdict for found in verification.checks.values()]
+    skipped = counts.count("not checked")
+    more = f", {skipped} not checked" if skipped else ""
+    return f"passed: {counts.count('passed')} checks{more}"
+
+
+def print_verification(verification: Verification) -> None:
+    build = verification.manifest.build
+    against = f", against {verification.against}" if verification.against else ""
+    drafter = f", {build.drafter}" if build.drafter else ""
+    model = f"{verification.manifest.model.name}, nextn {build.nextn}"
+    print_lines(f"{verification.folder}: {model}{drafter}{against}", style="bold")
+    table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name, check in verification.checks.items():
+        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
+        table.add_row(name, verdict, escape(check.detail))
+    print_lines(table)
+    print_lines(summarise_checks(verification), style="bold")

@@ -22,7 +22,7 @@ Verdict = Literal["equal", "different", "shorter", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TracedToken:
     """A token in one of the traces."""
 
     step: int
@@ -37,8 +37,8 @@ class TokenDifference:
     """The first token that differs."""
 
     position: int  # the prompt's first token is 0
-    a: Place
-    b: Place
+    a: TracedToken
+    b: TracedToken
     near_tie: bool
 
 
@@ -152,13 +152,13 @@ def _diff(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     )
 
 
-def _place(step: StepLine, row: int) -> Place:
-    return Place(
+def _place(step: StepLine, row: int) -> TracedToken:
+    return TracedToken(
         step.step, step.tokens[row], step.logprobs[row], step.margins[row], row < step.n - 1
     )
 
 
-def _near_tie(a: Place, b: Place, measured: float) -> bool:
+def _near_tie(a: TracedToken, b: TracedToken, measured: float) -> bool:
     margins = [place.margin for place in (a, b) if place.margin is not None]
     return min(margins, default=float("inf")) <= max(LEAST_TIE, TIE_FACTOR * measured)
 

@@ -27,7 +27,7 @@ class Page:
     def close(self) -> None:
         if not self._requests:
             return
-        page = render(list(self._requests.values()), self._tokenizer)
+        page = render_page(list(self._requests.values()), self._tokenizer)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             try:
@@ -39,7 +39,7 @@ class Page:
             raise UsageError(f"{self._path}: can't be written ({error.strerror})") from None
 
 
-def render(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
+def render_page(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
     """Return the page's HTML, which loads no other file."""
     template = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     data = json.dumps([_data(request, tokenizer) for request in requests])

@@ -109,7 +109,7 @@ class RequestTrace:
                 tokens=output.tokens[slot, :n].tolist(),
                 logprobs=_numbers(output.logprobs[slot, :n]),
                 margins=_numbers(output.margins[slot, :n]),
-                entropies=entropies(top[slot, :n]) if wanted and top is not None else None,
+                entropies=compute_entropies(top[slot, :n]) if wanted and top is not None else None,
                 uniforms=self._drawn(request.length + 1, m + 1),
             )
         )
@@ -190,7 +190,7 @@ def _numbers(row: Floats) -> list[Any]:
     return [float(str(x)) if math.isfinite(x) else None for x in row]
 
 
-def entropies(top: Floats) -> list[Any]:
+def compute_entropies(top: Floats) -> list[Any]:
     """Return each row's entropy in nats; all tokens after the most probable ones count as one.
 
     top: [n, MAX_LOGPROBS] log-probabilities.

@@ -6,13 +6,13 @@ from pathlib import Path
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.tokenizer import load_tokenizer
-from mtpbuild.runtime.trace.diff import Place, RequestDiff, TraceDiff
+from mtpbuild.runtime.trace.diff import RequestDiff, TraceDiff, TracedToken
 from mtpbuild.runtime.trace.lines import TraceFile
 
 Spell = Callable[[int], str]
 
 
-def speller(engine: Path | None) -> Spell:
+def make_speller(engine: Path | None) -> Spell:
     """Return a function that spells a token with the engine's tokenizer, if any, or as its id."""
     if engine is None:
         return str
@@ -27,7 +27,9 @@ def speller(engine: Path | None) -> Spell:
     return spell
 
 
-def report(found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell) -> Iterator[str]:
+def describe_diff(
+    found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell
+) -> Iterator[str]:
     """Yield lines about equal and different requests of two traces."""
     for name, trace in zip("ab", traces, strict=True):
         first = next(iter(trace.requests.values())).request
@@ -71,7 +73,7 @@ def _request(found: RequestDiff, spell: Spell) -> Iterator[str]:
         )
 
 
-def _place(place: Place, spell: Spell) -> str:
+def _place(place: TracedToken, spell: Spell) -> str:
     def number(value: float | None) -> str:
         return "infinite" if value is None else f"{value:.3g}"
 

@@ -13,7 +13,7 @@ import typer
 from mtpbuild.builder.bench import engines, measure
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.bench.figures import (
-    rows,
+    make_rows,
 )
 from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
@@ -22,11 +22,11 @@ from mtpbuild.builder.measure.prompts import (
     NUM_REQUESTS,
     OUTPUT_LEN,
     Dataset,
-    group_up,
     load_groups,
-    sized,
+    make_groups,
+    resize_prompt,
 )
-from mtpbuild.builder.measure.runs import Answer, rotated
+from mtpbuild.builder.measure.runs import TimedAnswer, rotate
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -59,10 +59,10 @@ def test_the_built_in_prompts() -> None:
 
 def test_groups() -> None:
     prompts = {"a": [prompt("a", i) for i in range(5)], "b": [prompt("b", i) for i in range(3)]}
-    names = [[(p.kind, p.task_id) for p in group] for group in group_up(prompts, 2, None, None)]
+    names = [[(p.kind, p.task_id) for p in group] for group in make_groups(prompts, 2, None, None)]
     assert names == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2), ("a", 3)]]
-    assert len(group_up(prompts, 2, None, 3)) == 2
-    assert len(group_up(prompts, 1, 4, None)) == 4
+    assert len(make_groups(prompts, 2, None, 3)) == 2
+    assert len(make_groups(prompts, 1, 4, None)) == 4
     for size, count, says in (
         (2, 3, "--num-requests 3 is not a multiple of --concurrency 2"),
         (1, 9, "--num-requests 9 is outside 1..8"),
@@ -70,16 +70,16 @@ def test_groups() -> None:
         (6, None, "--concurrency 6 needs as many requests; the dataset has 5"),
     ):
         with pytest.raises(UsageError, match=says):
-            group_up(prompts, size, count, None)
+            make_groups(prompts, size, count, None)
 
 
 def test_input_len() -> None:
     short, long = prompt(length=3), prompt(length=7)  # [0, 2, 3] and [0, 2, 3, 4, 5, 6, 7]
-    assert sized(long, 4, [], bos=0).token_ids == [0, 5, 6, 7]
-    assert sized(long, 4, [], bos=None).token_ids == [4, 5, 6, 7]
-    assert sized(long, 1, [], bos=0).token_ids == [7]
-    assert sized(short, 6, [long], bos=0).token_ids == [0, 5, 6, 7, 2, 3]
-    assert sized(short, 8, [short], bos=0).token_ids == [0, 3, 2, 3, 2, 3, 2, 3]
+    assert resize_prompt(long, 4, [], bos=0).token_ids == [0, 5, 6, 7]
+    assert resize_prompt(long, 4, [], bos=None).token_ids == [4, 5, 6, 7]
+    assert resize_prompt(long, 1, [], bos=0).token_ids == [7]
+    assert resize_prompt(short, 6, [long], bos=0).token_ids == [0, 5, 6, 7, 2, 3]
+    assert resize_prompt(short, 8, [short], bos=0).token_ids == [0, 3, 2, 3, 2, 3, 2, 3]
 
 
 def test_a_datasets_lines(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_every_engine_gets_every_request(size: int) -> None:
             assert len(s.token_ids) == 8
             assert s.submitted <= s.times[0]
             assert s.times == sorted(s.times)
-    made = rows(contenders, measured)
+    made = make_rows(contenders, measured)
     assert [r.overall["same_output_as_nextn_0"] for r in made] == [4 * size] * 3
     lengths = [r.overall["spec_decode_acceptance_length"] for r in made]
     assert lengths == [1, pytest.approx(9 / 5), 3]  # 8 tokens: 1+2+2+2+2, and 1+4+4, whole steps
@@ -143,15 +143,18 @@ def test_every_engine_gets_every_request(size: int) -> None:
 
 def test_turns_go_round() -> None:
     contenders = [contender(k) for k in (0, 1, 2)]
-    order = [[c.nextn for c in rotated(contenders, i)] for i in range(4)]
+    order = [[c.nextn for c in rotate(contenders, i)] for i in range(4)]
     assert order == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 def test_contexts_lie_within_the_text() -> None:
-    asked, said = [prompt(length=4)], [Answer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])]
-    assert measure.contexts_within(asked, said, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
-    assert measure.contexts_within(asked, said, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
-    assert measure.contexts_within(asked, said, 0.5, -3)[0].token_ids == [0]
+    asked, said = (
+        [prompt(length=4)],
+        [TimedAnswer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])],
+    )
+    assert measure.make_contexts(asked, said, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
+    assert measure.make_contexts(asked, said, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
+    assert measure.make_contexts(asked, said, 0.5, -3)[0].token_ids == [0]
 
 
 def test_nextn_0_is_never_relaxed() -> None:

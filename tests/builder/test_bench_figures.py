@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -13,12 +12,18 @@ from matplotlib.text import Annotation
 from rich.console import Console
 
 from mtpbuild.builder.bench import pictures
-from mtpbuild.builder.bench.bench import write
-from mtpbuild.builder.bench.figures import Row, disagreements, recommendation, rows
-from mtpbuild.builder.bench.measure import Measured
-from mtpbuild.builder.bench.report import Benchmark, print_report, table, to_json
-from mtpbuild.builder.cli.shared import show_results
-from mtpbuild.builder.measure.statistics import ALL, Estimate, speedup, spread, sum_drafting
+from mtpbuild.builder.bench.bench import write_benchmarks
+from mtpbuild.builder.bench.figures import NextnRow, find_disagreements, make_rows, recommend_nextn
+from mtpbuild.builder.bench.measure import Measurements
+from mtpbuild.builder.bench.report import Benchmark, make_bench_json, make_table, print_benchmark
+from mtpbuild.builder.cli.shared import print_results
+from mtpbuild.builder.measure.statistics import (
+    ALL,
+    Estimate,
+    compute_speedup,
+    sum_drafting,
+    summarise,
+)
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.show.results import check_writable
 from mtpbuild.runtime.errors import UsageError
@@ -40,7 +45,7 @@ VLLM_KEYS |= {
 
 
 def test_a_spread() -> None:
-    assert spread([1.0, 3.0]) == {
+    assert summarise([1.0, 3.0]) == {
         "mean": 2,
         "median": 2,
         "std": 1,
@@ -57,7 +62,7 @@ def test_figures_by_hand() -> None:
     costs = ("verify_cost", "draft_cost", "predicted_speedup")
     assert [base.overall[name] for name in costs] == [1, 0, 1]
     code, talk, both = fast.kinds["code"], fast.kinds["talk"], fast.overall
-    assert [both[name] for name in costs[:2]] == [1.25, 0.25]
+    assert [both[name] for name in ("step_cost", *costs[:2])] == [1.5, 1.25, 0.25]
     assert both["draft_share"] == pytest.approx(1 / 6)
     assert list(fast.kinds) == [ALL, "code", "talk"]
     assert code["user_tokens_per_s"] == pytest.approx(4 / 6)
@@ -87,8 +92,8 @@ def test_acceptance_counts_all_steps() -> None:
 
 def test_requests_that_ran_at_once_count_once() -> None:
     group = [answer("code", [1, 2, 4], [3], begun=0), answer("code", [1, 3, 5], [3], begun=0.5)]
-    measured: dict[Nextn, Measured] = {0: Measured([group], steps=[1.0])}
-    (row,) = rows([contender(0)], measured)
+    measured: dict[Nextn, Measurements] = {0: Measurements([group], steps=[1.0])}
+    (row,) = make_rows([contender(0)], measured)
     assert row.overall["duration"] == 5
     assert row.overall["user_tokens_per_s"] == pytest.approx(4 / 7)
 
@@ -96,21 +101,21 @@ def test_requests_that_ran_at_once_count_once() -> None:
 def test_speedup_skips_draws_without_time() -> None:
     one = [answer("code", [1.0], [1])]
     two = [answer("code", [1.0, 2.0], [2])]
-    assert speedup([one, two], [one, two]) == Estimate(1, 1, 1)
-    assert speedup([two], [two]) == Estimate(1, None, None)
+    assert compute_speedup([one, two], [one, two]) == Estimate(1, 1, 1)
+    assert compute_speedup([two], [two]) == Estimate(1, None, None)
     assert Estimate(1, None, None).interval == "-"
 
 
 def test_nothing_to_time() -> None:
-    measured: dict[Nextn, Measured] = {0: Measured([[answer("code", [1.0], [1])]])}
+    measured: dict[Nextn, Measurements] = {0: Measurements([[answer("code", [1.0], [1])]])}
     with pytest.raises(UsageError, match="no request gave two tokens"):
-        rows([contender(0)], measured)
+        make_rows([contender(0)], measured)
 
 
-def row(nextn: int, **ratios: tuple[float, float, float]) -> Row:
+def row(nextn: int, **ratios: tuple[float, float, float]) -> NextnRow:
     figures = made_by_hand().rows[1].overall
-    kinds = {kind: figures | {"speedup": asdict(Estimate(*r))} for kind, r in ratios.items()}
-    return Row(nextn, "mtp-eagle" if nextn else None, kinds)
+    kinds = {kind: figures | {"speedup": Estimate(*r)._asdict()} for kind, r in ratios.items()}
+    return NextnRow(nextn, "mtp-eagle" if nextn else None, kinds)
 
 
 ONE = (1.0, 1.0, 1.0)
@@ -145,8 +150,8 @@ ONE = (1.0, 1.0, 1.0)
         ),
     ],
 )
-def test_recommendation(rest: list[Row], nextn: int, says: str) -> None:
-    best, text = recommendation([row(0, all=ONE, code=ONE, talk=ONE), *rest])
+def test_recommendation(rest: list[NextnRow], nextn: int, says: str) -> None:
+    best, text = recommend_nextn([row(0, all=ONE, code=ONE, talk=ONE), *rest])
     assert best == nextn
     assert says in text
     assert "\n" not in text
@@ -156,15 +161,15 @@ def test_disagreements() -> None:
     figures = made_by_hand().rows[1]
     assert figures.overall["predicted_speedup"] == pytest.approx(1.6 / 1.5)
     close, far = row(1, all=(1.1, 1.0, 1.2)), row(2, all=(1.3, 1.2, 1.4))
-    assert disagreements([close]) is None
-    assert "5 % apart: nextn 2 1.30x against 1.07x." in (disagreements([close, far]) or "")
+    assert find_disagreements([close]) is None
+    assert "5 % apart: nextn 2 1.30x against 1.07x." in (find_disagreements([close, far]) or "")
 
 
 # What is written
 
 
 def test_the_json() -> None:
-    document = json.loads(json.dumps(to_json(made_by_hand())))
+    document = json.loads(json.dumps(make_bench_json(made_by_hand())))
     assert document["recommended_nextn"] == 0
     assert {"cpu", "cores", "threads", "versions", "command"} <= set(document["machine"])
     assert document["machine"]["threads"] == 2
@@ -186,7 +191,7 @@ def test_the_json() -> None:
 
 def printed(report: Benchmark, width: int) -> str:
     out = io.StringIO()
-    Console(width=width, file=out).print(table(report, ALL))
+    Console(width=width, file=out).print(make_table(report, ALL))
     return out.getvalue()
 
 
@@ -211,11 +216,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert text["drafting's share"] == ["0", "%", "17", "%"]
     assert text["ms per output token, p90"] == ["2000.00", "2400.00"]
     assert text["ms to first token, p50"] == ["2500.00", "3500.00"]
-    print_report(report)
+    print_benchmark(report)
     everything = capsys.readouterr().out
     assert all(f"fake, {kind}: " in everything for kind in ("code", "talk", "all"))
     assert "2 threads" in everything
-    assert recommendation(report.rows)[1].split(";")[0] in everything
+    assert recommend_nextn(report.rows)[1].split(";")[0] in everything
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -241,8 +246,8 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
 ) -> None:
     with importing({"matplotlib": None}):
         check_writable(tmp_path / "out")
-        write([made_by_hand()], tmp_path / "out")
-        show_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"), "picture")
+        write_benchmarks([made_by_hand()], tmp_path / "out")
+        print_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"), "picture")
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")
@@ -252,7 +257,7 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
 def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
     """A line per nextn and kind, with the JSON's keys; lists and objects have dotted columns."""
     report = made_by_hand()
-    write([report], tmp_path)
+    write_benchmarks([report], tmp_path)
     with (tmp_path / "bench.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     document = json.loads((tmp_path / "bench.json").read_text())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.measure.runs import Answer, run_prompts
+from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -48,7 +48,7 @@ GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
 WIDE = {"lm_head", "gate.weight", "gate.e_score_correction_bias"}
-Run = Callable[..., list[Answer]]
+Run = Callable[..., list[TimedAnswer]]
 
 
 @pytest.fixture(scope="module")

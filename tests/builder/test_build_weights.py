@@ -13,14 +13,14 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.measure.checks import ROUNDED
-from mtpbuild.builder.measure.runs import Answer, run_prompts
+from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify import verify
-from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.requantised import Requantised
@@ -352,7 +352,7 @@ def test_engines(small: Path, tmp_path: Path) -> None:
     assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
     assert sum(text.drafting.num_accepted_draft_tokens for text in said[1]) > 0
     checkpoint = quantised(small, ENDS, tmp_path / "checkpoint")
-    found = judge(plain_with_rounding(checkpoint), PROMPTS, said[1], ROUNDED)
+    found = judge_texts(plain_with_rounding(checkpoint), PROMPTS, said[1], ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1
     no_wide_ends(tmp_path / "small_n1_int4")
@@ -370,7 +370,7 @@ def test_the_programs(small: Path, tmp_path: Path) -> None:
     assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
 
 
-def texts_of(engine: Path) -> list[Answer]:
+def texts_of(engine: Path) -> list[TimedAnswer]:
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(engine, threads=1) as loaded:
         return run_prompts(loaded, PROMPTS, params)

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.shared import StageLines, progress
+from mtpbuild.builder.cli.shared import StageLines, show_progress
 from mtpbuild.builder.cli.tables import print_stages
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
@@ -147,7 +147,7 @@ def test_the_report(smallest: Path, tmp_path: Path) -> None:
 
 def test_stages_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a stage that counts, only those that come late enough behind the last line."""
-    with progress("first") as watch:
+    with show_progress("first") as watch:
         for stage in (
             "write weights, 1%",
             "write weights, 2%",
@@ -168,7 +168,7 @@ def test_a_terminal_shows_the_stage_and_the_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress("first") as watch:
+    with show_progress("first") as watch:
         watch("lower decode")
     shown = capsys.readouterr().err
     assert "lower decode" in shown

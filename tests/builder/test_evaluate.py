@@ -14,17 +14,17 @@ import typer
 from matplotlib.figure import Figure
 
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.measure import grid
-from mtpbuild.builder.eval.evaluate import EvalRequest, choose
-from mtpbuild.builder.eval.figures import difference, mcnemar, rows
+from mtpbuild.builder.cli.measure import read_grid
+from mtpbuild.builder.eval.evaluate import EvalRequest, choose_settings
+from mtpbuild.builder.eval.figures import compare_accuracy, make_rows, mcnemar_p_value
 from mtpbuild.builder.eval.problems import (
     NUM_PROBLEMS,
     GradedAnswer,
     Problem,
-    answer_of,
+    extract_answer,
     load_problems,
 )
-from mtpbuild.builder.eval.report import conclusion, draw_trade
+from mtpbuild.builder.eval.report import draw_trade, write_conclusion
 from mtpbuild.builder.measure.statistics import ALL, estimate_share
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
@@ -96,11 +96,11 @@ def test_the_answer_is_behind_the_thinking() -> None:
     engine = fake_engine(0)
     seven = engine.encode("7", add_special_tokens=False)
     asked = [5, THINK]
-    assert answer_of([9, CLOSE, *seven, EOS], asked, engine) == "7"
-    assert answer_of([9, CLOSE, 9, THINK, 9, CLOSE, *seven], asked, engine) == "7"
-    assert answer_of([9, *seven, EOS], asked, engine) is None
-    assert answer_of([*seven, EOS], [5], engine) == "7"
-    assert answer_of([*seven, THINK, 9], [5], engine) is None
+    assert extract_answer([9, CLOSE, *seven, EOS], asked, engine) == "7"
+    assert extract_answer([9, CLOSE, 9, THINK, 9, CLOSE, *seven], asked, engine) == "7"
+    assert extract_answer([9, *seven, EOS], asked, engine) is None
+    assert extract_answer([*seven, EOS], [5], engine) == "7"
+    assert extract_answer([*seven, THINK, 9], [5], engine) is None
 
 
 # The arithmetic
@@ -119,18 +119,19 @@ def test_wilson() -> None:
 
 
 def test_mcnemar() -> None:
-    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
-    assert mcnemar(0, 5) == mcnemar(5, 0) == pytest.approx(2 / 32)
-    assert mcnemar(1, 9) == pytest.approx(2 * 11 / 1024)
+    assert mcnemar_p_value(0, 0) == mcnemar_p_value(3, 3) == 1
+    assert mcnemar_p_value(0, 5) == mcnemar_p_value(5, 0) == pytest.approx(2 / 32)
+    assert mcnemar_p_value(1, 9) == pytest.approx(2 * 11 / 1024)
 
 
 def test_a_paired_difference() -> None:
-    found = difference([True] * 6 + [False] * 4, [True] * 4 + [False] * 2 + [True] * 3 + [False])
-    assert (found.lost, found.gained) == (3, 2)
-    assert found.value == pytest.approx(-0.1)
-    assert found.low < -0.1 < found.high
-    same = difference([True, False], [True, False])
-    assert (same.value, same.low, same.high, same.p_value) == (0, 0, 0, 1)
+    ours, theirs = [True] * 6 + [False] * 4, [True] * 4 + [False] * 2 + [True] * 3 + [False]
+    found = compare_accuracy(ours, theirs)
+    assert (found["lost"], found["gained"]) == (3, 2)
+    assert found["value"] == pytest.approx(-0.1)
+    assert found["low"] < -0.1 < found["high"]
+    same = compare_accuracy([True, False], [True, False])
+    assert [same[name] for name in ("value", "low", "high", "p_value")] == [0, 0, 0, 1]
 
 
 def answers(form: str, given: Sequence[str], times: list[float]) -> list[GradedAnswer]:
@@ -145,7 +146,7 @@ def test_rows_by_hand() -> None:
     """Strict: 5 tokens, 2 s a step of 2; relaxed: as many in steps of 1 s, and two answers lost."""
     strict = answers("sum", "333", [1, 3, 5]) + answers("sort", "31", [1, 3, 5])
     fast = answers("sum", "313", [1, 2, 3]) + answers("sort", "21", [1, 2, 3])
-    first, second = rows({"strict": strict, "5 / 0.1": fast})
+    first, second = make_rows({"strict": strict, "5 / 0.1": fast})
     assert list(first.forms) == [ALL, "sum", "sort"]
     assert [figures["right"] for figures in first.forms.values()] == [4, 3, 1]
     assert [figures["right"] for figures in second.forms.values()] == [2, 2, 0]
@@ -153,18 +154,18 @@ def test_rows_by_hand() -> None:
     assert second.speedup.value == 2
     assert [row.overall["user_tokens_per_s"] for row in (first, second)] == [1, 2]
     assert first.overall["spec_decode_acceptance_length"] == pytest.approx(5 / 3)
-    assert conclusion([first, second]).endswith("seen to differ from strict's (p < 0.05)")
-    assert "strict: 4 of 5 problems; fastest: 5 / 0.1, 2.00x. " in conclusion([first, second])
-    slow = rows({"strict": fast, "5 / 0.1": strict})
-    assert "; none is faster. " in conclusion(slow)
-    lost = rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
-    assert conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
+    assert write_conclusion([first, second]).endswith("seen to differ from strict's (p < 0.05)")
+    assert "strict: 4 of 5 problems; fastest: 5 / 0.1, 2.00x. " in write_conclusion([first, second])
+    slow = make_rows({"strict": fast, "5 / 0.1": strict})
+    assert "; none is faster. " in write_conclusion(slow)
+    lost = make_rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
+    assert write_conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
 
 
 def test_the_trade_has_a_point_per_setting() -> None:
     axes = Figure().subplots()
     strict, relaxed = answers("a", "3331", [1, 3, 5]), answers("a", "3311", [1, 2, 3])
-    draw_trade(axes, rows({"strict": strict, "2 / 0.1": relaxed}))
+    draw_trade(axes, make_rows({"strict": strict, "2 / 0.1": relaxed}))
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1, 75], [2, 50]]
     assert [text.get_text() for text in axes.texts] == ["strict", "2 / 0.1"]
 
@@ -174,16 +175,16 @@ def test_the_trade_has_a_point_per_setting() -> None:
 
 def test_settings() -> None:
     request = EvalRequest(Path("e"), topk=(2, 5), delta=(0.1,))
-    assert [*choose(request)] == ["strict", "2 / 0.1", "5 / 0.1"]
+    assert [*choose_settings(request)] == ["strict", "2 / 0.1", "5 / 0.1"]
     hot = replace(request, params=replace(GREEDY, temperature=0.6))
-    assert [*choose(hot)] == ["strict", "rejection"]
+    assert [*choose_settings(hot)] == ["strict", "rejection"]
 
 
 def test_the_grid() -> None:
-    assert grid(None, None, {}) == ((2, 5, 10), (0.1, 0.3, 0.6))
-    assert grid("3,3,4", "0", {}) == ((3, 4), (0.0,))
+    assert read_grid(None, None, {}) == ((2, 5, 10), (0.1, 0.3, 0.6))
+    assert read_grid("3,3,4", "0", {}) == ((3, 4), (0.0,))
     on = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}
-    assert grid(None, None, on) == ((10,), (0.6,))
+    assert read_grid(None, None, on) == ((10,), (0.6,))
     for topk, delta, settings, says in (
         ("3", None, on, "--relaxed-topk 3 and the configuration's 10; drop one"),
         ("1", None, {}, "is from 2"),
@@ -191,7 +192,7 @@ def test_the_grid() -> None:
         ("2;3", None, {}, "is not a list of numbers such as 2,5,10"),
     ):
         with pytest.raises(UsageError, match=says):
-            grid(topk, delta, settings)
+            read_grid(topk, delta, settings)
 
 
 # The command

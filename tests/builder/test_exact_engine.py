@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.engine import probe
+from mtpbuild.builder.measure import checks
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import exact, load_target
 from mtpbuild.builder.targets.onnxruntime import OnnxOptions
@@ -112,7 +112,7 @@ def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
 @needs_library
 def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
     alone, many = (read_manifest(engine).build.probed for engine in engines)
-    steps, chunks, batch = probe.CHECKS
+    steps, chunks, batch = checks.PROBES
     assert (alone, many) == ((steps, chunks), (steps, chunks, batch))
 
 
@@ -125,7 +125,7 @@ def test_a_probe_that_fails(
     wanted = BuildRequest(str(folder), nextn=(0,), max_seq_len=160, out=tmp_path / "engine")
     stranger = random_checkpoint(tmp_path / "stranger", **QUANTIZABLE)
     (other,) = build(replace(wanted, model=str(stranger), out=tmp_path / "other"))
-    monkeypatch.setattr(probe, "load_again", lambda *given: Engine.load(other.folder))
+    monkeypatch.setattr(checks, "reload_engine", lambda *given: Engine.load(other.folder))
     differs = "prompt chunks and threads change nothing, but: text 0, token 0: "
     with pytest.raises(BuildError, match=f"--exact: engine: {differs}"):
         build(replace(wanted, exact=True))
@@ -137,7 +137,7 @@ def test_a_probe_that_fails(
     def broken(*given: object) -> Engine:
         raise EngineError("it is damaged")
 
-    monkeypatch.setattr(probe, "load_again", broken)
+    monkeypatch.setattr(checks, "reload_engine", broken)
     with pytest.raises(BuildError, match="--exact: engine: it was not probed: it is damaged"):
         build(replace(wanted, exact=True, force=True))
 

@@ -29,7 +29,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
@@ -538,7 +538,7 @@ def test_quantised_engines_equal_the_dequantised_model(
     params = [SamplingParams(max_tokens=30, ignore_eos=True, logprobs=1)] * len(prompts)
     with Engine.load(engine.folder, threads=1) as loaded:
         played = run_prompts(loaded, prompts, params)
-    found = judge(plain_with_rounding(checkpoint), prompts, played, ROUNDED)
+    found = judge_texts(plain_with_rounding(checkpoint), prompts, played, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1
     assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0

@@ -9,8 +9,8 @@ import pytest
 
 from mtpbuild.builder.cli.shared import parse_range
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
-from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
-from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit_latency
+from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
@@ -106,9 +106,9 @@ def test_speed_is_predicted(fp4: Forecast) -> None:
 
 def test_distinct_experts(config: DeepseekV3Config) -> None:
     costs = family_of(config).costs(config, EIGHT)
-    assert distinct_experts(costs, 1) == pytest.approx(8)
-    assert distinct_experts(costs, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
-    assert distinct_experts(costs, 10_000) == pytest.approx(256)
+    assert count_distinct_experts(costs, 1) == pytest.approx(8)
+    assert count_distinct_experts(costs, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
+    assert count_distinct_experts(costs, 10_000) == pytest.approx(256)
 
 
 def test_a_step_by_hand(fp4: Forecast) -> None:
@@ -163,7 +163,7 @@ def test_a_folder_is_read(smallest: Path) -> None:
 
 def test_calibration() -> None:
     """step = base + per draft + parts, through both measurements."""
-    fitted = fit([(0, 0.010, 0.002), (2, 0.015, 0.003)], "x")
+    fitted = fit_latency([(0, 0.010, 0.002), (2, 0.015, 0.003)], "x")
     assert fitted.base == pytest.approx(0.008)
     assert fitted.per_draft == pytest.approx(0.002)
     code, out, _ = plan("--nextn 0,1,3 --calibrate 0=80,3=190 --acceptance 1,1.8,2.7 --json")

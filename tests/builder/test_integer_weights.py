@@ -18,7 +18,7 @@ from mtpbuild.builder.models.common.blocks import (
 )
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
@@ -157,9 +157,9 @@ def test_an_engine(name: str, kernels: str, folders: dict[str, Path], tmp_path: 
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(tmp_path / "e", threads=1) as engine:
         played = run_prompts(engine, PROMPTS, params)
-    found = judge(plain_with_rounding(folders[name]), PROMPTS, played, ROUNDED)
+    found = judge_texts(plain_with_rounding(folders[name]), PROMPTS, played, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1
     # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
-    assert not judge(load_plain(folders[name]), PROMPTS, played, ROUNDED).passed
+    assert not judge_texts(load_plain(folders[name]), PROMPTS, played, ROUNDED).passed
     assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0

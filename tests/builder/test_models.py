@@ -19,9 +19,9 @@ from mtpbuild.builder.forecast.weights import (
     COPIES,
     MAIN,
     MODULES,
-    classes,
+    count_classes,
     find_layout,
-    portions,
+    sum_portions,
 )
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.rope import inverse_frequencies, softmax_scale
@@ -142,7 +142,9 @@ def test_all_models_are_here() -> None:
 def test_parameters(name: str) -> None:
     """They are the arithmetic's exactly, and the published ones to their last digit."""
     layout, said = find_layout(name, None), MODELS[name]
-    found = {part: p.parameters for part, p in portions(layout, classes(layout, ALONE)).items()}
+    found = {
+        part: p.parameters for part, p in sum_portions(layout, count_classes(layout, ALONE)).items()
+    }
     wanted = counted(raw_config(name)) | ({} if said.copies else {COPIES: 0})
     assert found == wanted
     published = {MAIN: said.trunk, MODULES: said.module, COPIES: said.copies}
@@ -163,7 +165,7 @@ def test_active_parameters(name: str) -> None:
 def test_downloads(name: str) -> None:
     layout, recipe = find_layout(name, None), find_recipe(name)
     assert recipe is not None
-    found = portions(layout, classes(layout, ALONE)).values()
+    found = sum_portions(layout, count_classes(layout, ALONE)).values()
     assert recipe.download == round(sum(portion.bytes for portion in found) / 1e9)
 
 
@@ -171,7 +173,7 @@ def test_downloads(name: str) -> None:
 def test_bytes_in_bf16(name: str) -> None:
     """Two for each parameter, but four where a router's biases are."""
     layout, c = find_layout(name, None), raw_config(name)
-    found = portions(layout, classes(layout, ALONE)).values()
+    found = sum_portions(layout, count_classes(layout, ALONE)).values()
     layers = c["num_hidden_layers"] + c["num_nextn_predict_layers"] - MODELS[name].dense
     biases = layers * c.get("n_routed_experts", 0)
     parameters = sum(portion.parameters for portion in found)
@@ -188,7 +190,7 @@ def test_gigachat_is_its_makers_gguf_to_the_byte() -> None:
 
 def test_kimi_in_fp8() -> None:
     """One byte for each value of a product, and a number in fp32 for each block of 128 x 128."""
-    found = classes(find_layout("kimi-k2-instruct", None), ALONE)
+    found = count_classes(find_layout("kimi-k2-instruct", None), ALONE)
     experts = next(one for one in found if one.name == "experts")
     assert experts.parameters == 60 * 384 * 3 * 7168 * 2048
     assert experts.bytes == experts.parameters + experts.parameters // 128**2 * 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import counted, in_words
+from mtpbuild.builder.step_counts import count_step_calls, describe_counts
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.builder.targets.lower_inductor import info
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
@@ -66,10 +66,10 @@ def test_a_step_of_few_slots() -> None:
     assert "_c10d_functional::wait_tensor" not in calls
     peers = graph.exported.state_dict[f"model.{PEERS}"]
     assert (peers.shape, peers.dtype) == ((3,), torch.int64)
-    counts = counted(graph)
+    counts = count_step_calls(graph)
     assert (counts.collectives, counts.one_shot) == (9, 9)
-    assert "9 collectives of " in in_words(counts)
-    assert in_words(counts).endswith("(9 of them one-shot)")
+    assert "9 collectives of " in describe_counts(counts)
+    assert describe_counts(counts).endswith("(9 of them one-shot)")
 
 
 def test_the_most_slots_decide() -> None:

@@ -13,7 +13,7 @@ import torch
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
-from mtpbuild.builder.host import Disk, Machine, find_disk, read_bandwidth, this_machine
+from mtpbuild.builder.host import Disk, Machine, find_disk, measure_bandwidth, measure_machine
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
@@ -190,12 +190,12 @@ def test_models_without_modules() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    found = this_machine()
+    found = measure_machine()
     assert found.memory == psutil.virtual_memory().total
     assert 0 < found.available <= found.memory
     assert find_disk(tmp_path / "not" / "there").device == find_disk(tmp_path).device
     with pytest.raises(UsageError, match="meminfo, which this system does not have"):
-        this_machine(tmp_path / "meminfo")
+        measure_machine(tmp_path / "meminfo")
 
 
 def test_json() -> None:
@@ -248,7 +248,7 @@ def test_speed_follows_from_bytes_and_bandwidth() -> None:
 
 
 def test_the_bandwidth_of_memory_is_measured() -> None:
-    assert 1e8 < read_bandwidth(passes=1) < 1e13
+    assert 1e8 < measure_bandwidth(passes=1) < 1e13
 
 
 def test_a_plan_needs_no_torch(tmp_path: Path) -> None:

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.forecast.machines import UNKNOWN
-from mtpbuild.builder.forecast.step import Load, Model
-from mtpbuild.builder.forecast.weights import MAIN, MODULES, classes, find_layout, portions
+from mtpbuild.builder.forecast.step import CostModel, StepLoad
+from mtpbuild.builder.forecast.weights import (
+    MAIN,
+    MODULES,
+    count_classes,
+    find_layout,
+    sum_portions,
+)
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.plan import Plan, state_specs
@@ -77,7 +83,7 @@ def counted(c: dict[str, Any]) -> dict[str, int]:
 def test_parameters(name: str) -> None:
     layout, said = find_layout(name, None), MODELS[name]
     wanted = counted(sizes_of(name)[0])
-    found = portions(layout, classes(layout, ALONE))
+    found = sum_portions(layout, count_classes(layout, ALONE))
     assert {part: found[part].parameters for part in wanted} == wanted
     total = sum(wanted.values()) / 1e9 + said.tower
     assert total == pytest.approx(said.total, rel=6e-3, abs=0.01)
@@ -107,9 +113,9 @@ def test_states_of_the_9b() -> None:
     assert len(states) == 48
     assert states["delta.0"] == (2, 32, 128, 128)
     assert states["conv.30"] == (2, 3, 8192)
-    model = Model(config, [], ALONE, UNKNOWN)
+    model = CostModel(config, [], ALONE, UNKNOWN)
     assert model.state_bytes == 24 * 4 * (32 * 128 * 128 + 3 * 8192)
-    step = model.step(0, Load(2, 100, "fp32"))
+    step = model.step(0, StepLoad(2, 100, "fp32"))
     parts = {part.name: part.bytes for part in step}
     assert parts["recurrent states"] == 3 * 2 * model.state_bytes
     assert parts["caches"] == 2 * 100 * 8 * 2048 * 4

@@ -24,7 +24,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.placed import EngineWeights
@@ -260,6 +260,6 @@ def test_an_engine(name: str, folder: MakeFolder, tmp_path: Path) -> None:
         played = run_prompts(engine, PROMPTS, params)
     for prompt, text in zip(PROMPTS, played, strict=True):
         assert text.token_ids == greedy(plain, prompt, 40)
-    found = judge(plain, PROMPTS, played, MOST)
+    found = judge_texts(plain, PROMPTS, played, MOST)
     assert found.passed, found.detail
     assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.study import BINS, judged_drafts, make_bins, study_trace
+from mtpbuild.builder.study import BINS, list_judged_drafts, make_bins, study_trace
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.trace.lines import read_trace
-from mtpbuild.runtime.trace.recorder import entropies
+from mtpbuild.runtime.trace.recorder import compute_entropies
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 from tests.support.invoke import invoke
 
@@ -32,7 +32,7 @@ def write_trace(path: Path, *, nextn: int = 2, tokens: int = 50) -> Path:
 def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
     """Those of the fake are accepted by their position; behind a wrong one nothing is judged."""
     trace = read_trace(write_trace(tmp_path / "a.jsonl"))
-    drafts = [*judged_drafts(trace)]
+    drafts = [*list_judged_drafts(trace)]
     assert all(draft.accepted == (draft.position % 4 != 0) for draft in drafts)
     assert {draft.draft for draft in drafts} == {1, 2}
     for task_id, traced in trace.requests.items():
@@ -68,6 +68,8 @@ def test_bins_have_every_point_once(distinct: int) -> None:
         assert (each.judged, each.accepted) == (len(mine), sum(y for _, y in mine))
         assert each.mean == pytest.approx(sum(x for x, _ in mine) / len(mine))
         share = each.share
+        assert share.low is not None
+        assert share.high is not None
         assert share.low - 1e-9 <= share.value <= share.high + 1e-9
     assert len(bins) == min(distinct, BINS)
     most = 1000 / BINS + 4 if distinct == 500 else 1000
@@ -80,7 +82,7 @@ def test_entropies() -> None:
     certain = np.full((1, 20), -np.inf, np.float32)
     certain[0, 0] = 0
     half = np.full((1, 20), math.log(0.5 / 20), np.float32)
-    found = entropies(np.concatenate([even, certain, half]))
+    found = compute_entropies(np.concatenate([even, certain, half]))
     rest = 0.5 * math.log(2) + 0.5 * math.log(40)
     assert found == pytest.approx([math.log(20), 0, rest], abs=1e-6)
 
@@ -90,7 +92,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, out, err = invoke("study", *paths, "--out", tmp_path / "out")
     assert (code, err) == (0, "")
     traces = [read_trace(path) for path in paths]
-    every = [draft for trace in traces for draft in judged_drafts(trace)]
+    every = [draft for trace in traces for draft in list_judged_drafts(trace)]
     with (tmp_path / "out" / "study.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [int(line["position"]) for line in lines] == [draft.position for draft in every]

@@ -14,7 +14,7 @@ from mtpbuild import plugins
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
-from mtpbuild.builder.step_counts import Counts, counted
+from mtpbuild.builder.step_counts import StepCounts, count_step_calls
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
 from mtpbuild.builder.targets.tensorrt import TARGET
@@ -76,7 +76,7 @@ def test_what_is_a_plugin() -> None:
         assert not [node for node in traced.exported.graph.nodes if node.target is written]
 
 
-def of_r1(format: str, dense: int, moe: int) -> Counts:
+def of_r1(format: str, dense: int, moe: int) -> StepCounts:
     """Counts what a dry run says of a step of R1's rank of eight with so many layers."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
@@ -89,7 +89,9 @@ def of_r1(format: str, dense: int, moe: int) -> Counts:
     case = replace(case, config=config)
     style = TARGET.style(TARGET.Options(), config)
     plan = Plan(config, 3, "mtp-eagle", 1, 4096 + 256, 8, style, case.ranks, ("10.0",))
-    return counted(trace(make_programs(plan, random_model.empty_model(case, "cpu"))[1], plan))
+    return count_step_calls(
+        trace(make_programs(plan, random_model.empty_model(case, "cpu"))[1], plan)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,16 @@ import pytest
 import typer
 
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.measure.compare import LEAST, TIE, Finding, NotChecked, compare
+from mtpbuild.builder.measure.compare import LEAST, TIE, Finding, NotChecked, compare_texts
 from mtpbuild.builder.measure.prompts import Prompt
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase
-from mtpbuild.builder.verify.distribution import EXPECTED, fit, survival
-from mtpbuild.builder.verify.plain import judge, load_plain
-from mtpbuild.builder.verify.report import last_line
-from mtpbuild.builder.verify.verify import check
+from mtpbuild.builder.verify.distribution import EXPECTED, chi_square_p_value, fit_prefixes
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
+from mtpbuild.builder.verify.verify import run_check, summarise_checks
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.cpu_library import ISAS, find_library
@@ -75,7 +74,7 @@ def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> VerifyCase:
 
 def test_a_right_engine_passes() -> None:
     right = case(max_batch=3)
-    assert {name: check(name, right).verdict for name in TOY_CHECKS} == dict.fromkeys(
+    assert {name: run_check(name, right).verdict for name in TOY_CHECKS} == dict.fromkeys(
         TOY_CHECKS, "passed"
     )
 
@@ -96,21 +95,21 @@ def test_a_right_engine_passes() -> None:
     ],
 )
 def test_a_broken_engine_fails(kind: type[Toy], name: str, says: str) -> None:
-    found = check(name, case(kind, max_batch=3))
+    found = run_check(name, case(kind, max_batch=3))
     assert found.verdict == "failed"
     assert re.search(says, found.detail), found.detail
 
 
 def test_damaged_modules_leave_the_text_right() -> None:
     damaged = case(Damaged)
-    assert check(GREEDY, damaged).verdict == "passed"
-    assert check(SAMPLED, damaged).verdict == "passed"
-    assert check(ACCEPTED, damaged).figures["draft_acceptance_rate"] == 0
+    assert run_check(GREEDY, damaged).verdict == "passed"
+    assert run_check(SAMPLED, damaged).verdict == "passed"
+    assert run_check(ACCEPTED, damaged).figures["draft_acceptance_rate"] == 0
 
 
 def test_what_can_not_be_checked() -> None:
     alone = case(nextn=0)
-    reasons = {name: check(name, alone) for name in (BATCH, ACCEPTED, PLAIN)}
+    reasons = {name: run_check(name, alone) for name in (BATCH, ACCEPTED, PLAIN)}
     assert {found.verdict for found in reasons.values()} == {"not checked"}
     assert "--max-batch 1" in reasons[BATCH].detail
     assert reasons[ACCEPTED].detail == "the engine drafts nothing"
@@ -122,7 +121,7 @@ def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     without = replace(case(), checkpoint="deepseek-r1")
-    found = check(PLAIN, without)
+    found = run_check(PLAIN, without)
     assert found.verdict == "not checked"
     assert "deepseek-r1 is not downloaded here: `mtpbuild build" in found.detail
     request = module.VerifyRequest(Path("e"), model="deepseek-r1")
@@ -156,9 +155,9 @@ def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase
 )
 def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: str) -> None:
     """Near-ties are many there; a wrong token is found all the same."""
-    found = check(GREEDY, case_of(dtype, Rounded, weights))
+    found = run_check(GREEDY, case_of(dtype, Rounded, weights))
     assert found.verdict == verdict, found.detail
-    wrong = check(GREEDY, case_of(dtype, WrongOnce, weights))
+    wrong = run_check(GREEDY, case_of(dtype, WrongOnce, weights))
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
 
 
@@ -174,7 +173,7 @@ def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
 
 def test_an_exact_engine_passes() -> None:
     right = exact_case()
-    found = {name: check(name, right) for name in (*TOY_CHECKS, MACHINE)}
+    found = {name: run_check(name, right) for name in (*TOY_CHECKS, MACHINE)}
     assert {each.verdict for each in found.values()} == {"passed"}
     assert found[GREEDY].detail == "4 texts equal to the bit, 160 tokens"
     ways = ", ".join((*ISAS, "1 thread", "2 threads"))
@@ -184,12 +183,12 @@ def test_an_exact_engine_passes() -> None:
 
 def test_an_exact_engine_may_not_round() -> None:
     """What passes for a near-tie elsewhere fails here, in texts and in log-probabilities."""
-    found = check(GREEDY, exact_case(Rounded))
+    found = run_check(GREEDY, exact_case(Rounded))
     assert (found.verdict, found.detail[:17]) == ("failed", "text 0, token 0: ")
     elsewhere = replace(exact_case(), reloaded=lambda **_: toy_engine(Rounded, 2))
-    found = check(MACHINE, elsewhere)
+    found = run_check(MACHINE, elsewhere)
     assert (found.verdict, found.detail[:24]) == ("failed", "plain: text 0, token 0: ")
-    assert check(MACHINE, case()).detail == "the engine is not exact"
+    assert run_check(MACHINE, case()).detail == "the engine is not exact"
 
 
 @needs_compiler
@@ -223,10 +222,10 @@ def test_a_baseline_is_of_the_engines_target(
 
 def played(
     tokens: list[int], margins: list[float], logprob: float | Sequence[float] = -1.0
-) -> Answer:
+) -> TimedAnswer:
     logprobs = [logprob] * len(tokens) if isinstance(logprob, float) else [*logprob]
     prompt = Prompt("", 0, [], SamplingParams())
-    return Answer(prompt, token_ids=tokens, logprobs=logprobs, margins=margins)
+    return TimedAnswer(prompt, token_ids=tokens, logprobs=logprobs, margins=margins)
 
 
 def test_near_ties() -> None:
@@ -235,18 +234,18 @@ def test_near_ties() -> None:
     ours = played([1, 5, 6, 7], [9.0, 1e-6, 9.0, 9.0], -1.0)
     seen = []
 
-    def replay(number: int, known: list[int], count: int) -> Answer:
+    def replay(number: int, known: list[int], count: int) -> TimedAnswer:
         seen.append((number, known, count))
         return played([3, 4], [9.0, 9.0])
 
-    found = compare([ours], [theirs], replay)
+    found = compare_texts([ours], [theirs], replay)
     assert (found.passed, found.figures["near_ties"]) == (True, 1)
     assert seen == [(0, [1, 2], 2)]
-    wrong = compare([ours], [theirs], lambda *_: played([3, 8], [9.0, 9.0]))
+    wrong = compare_texts([ours], [theirs], lambda *_: played([3, 8], [9.0, 9.0]))
     assert not wrong.passed
     assert wrong.detail.startswith("text 0, token 3: says 8, not 4 (margin 9, a near-tie is below")
     both = [ours] * 2, [theirs] * 2
-    assert not compare(*both, replay).passed  # two of two are too many
+    assert not compare_texts(*both, replay).passed  # two of two are too many
 
 
 def test_what_is_near_is_measured() -> None:
@@ -254,7 +253,7 @@ def test_what_is_near_is_measured() -> None:
     theirs, margin = played([1, 2], [9.0, 5e-4], -1.0), 5e-4
     for noise, passes in ((1e-4, False), (2e-4, True)):
         ours = played([1, 3], [9.0, margin], [-1.0 - noise, -1.0])
-        found = compare([ours], [theirs], lambda *_: pytest.fail("nothing is left to say"))
+        found = compare_texts([ours], [theirs], lambda *_: pytest.fail("nothing is left to say"))
         assert found.passed == passes
     assert margin > TIE * LEAST
 
@@ -266,32 +265,32 @@ def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
     for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):
         logprobs = [-1.07] * jumps + [-1.0] * (count - jumps)
         ours = played([1] * count, [9.0] * count, logprobs)
-        found = compare([ours], [theirs], lambda *_: pytest.fail("they don't part"))
+        found = compare_texts([ours], [theirs], lambda *_: pytest.fail("they don't part"))
         assert found.passed == passes
 
 
 def test_a_shorter_text_is_another_text() -> None:
     short, long = played([1, 2], [0.0] * 2), played([1, 2, 3], [0.0] * 3)
-    assert "says 3, not an end" in compare([long], [short], lambda *_: long).detail
-    assert "ends, not 3" in compare([short], [long], lambda *_: short).detail
+    assert "says 3, not an end" in compare_texts([long], [short], lambda *_: long).detail
+    assert "ends, not 3" in compare_texts([short], [long], lambda *_: short).detail
 
 
 def test_chi_square() -> None:
     """Table values of the 5 % and the 0.1 % point."""
     for freedom, five, thousandth in ((1, 3.841, 10.828), (2, 5.991, 13.816), (9, 16.919, 27.877)):
-        assert survival(five, freedom) == pytest.approx(0.05, rel=1e-3)
-        assert survival(thousandth, freedom) == pytest.approx(0.001, rel=1e-3)
-    assert survival(0, 3) == 1
+        assert chi_square_p_value(five, freedom) == pytest.approx(0.05, rel=1e-3)
+        assert chi_square_p_value(thousandth, freedom) == pytest.approx(0.001, rel=1e-3)
+    assert chi_square_p_value(0, 3) == 1
 
 
 def test_prefixes_partition_all_texts() -> None:
     """Known: a (0.6), a then b (0.5 of it), c (0.02, too rare). 100 texts."""
     known = {(1,): 0.6, (1, 2): 0.3, (3,): 0.02}
     texts = [(1, 2)] * 30 + [(1, 7)] * 30 + [(3, 1)] * 2 + [(8, 8)] * 38
-    found = fit(texts, known)
+    found = fit_prefixes(texts, known)
     assert found.statistic == pytest.approx(0)
     assert found.freedom == 2
-    skewed = fit([(1, 2)] * 60 + [(8, 8)] * 40, known)
+    skewed = fit_prefixes([(1, 2)] * 60 + [(8, 8)] * 40, known)
     assert skewed.statistic == pytest.approx(30 + 30)
     assert skewed.worst == ((1, 2), 60, 30)
     assert EXPECTED == 5
@@ -307,14 +306,14 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: PlainDeep
     best, second = known.topk(2).indices.tolist()
     logprobs = known.log_softmax(-1)
 
-    def said(token: int, off: float = 0.0) -> list[Answer]:
+    def said(token: int, off: float = 0.0) -> list[TimedAnswer]:
         return [played([token], [1.0], float(logprobs[token]) + off)]
 
-    assert judge(model, prompts, said(best)).passed
-    found = judge(model, prompts, said(second))
+    assert judge_texts(model, prompts, said(best)).passed
+    found = judge_texts(model, prompts, said(second))
     assert not found.passed
     assert f"text 0, token 0: says {second}, the model {best}" in found.detail
-    assert "off: other weights" in judge(model, prompts, said(best, 0.1)).detail
+    assert "off: other weights" in judge_texts(model, prompts, said(best, 0.1)).detail
 
 
 invoke = partial(command, "verify")
@@ -399,7 +398,7 @@ def test_the_last_line() -> None:
         passed = {"passed": True, "failed": False, "not checked": None}
         checks = {f"check {i}": Finding(passed[v], "") for i, v in enumerate(verdicts)}
         assert [found.verdict for found in checks.values()] == list(verdicts)
-        return last_line(module.Verification(Path("e"), manifest, None, checks))
+        return summarise_checks(module.Verification(Path("e"), manifest, None, checks))
 
     assert line("passed", "not checked", "passed") == "passed: 2 checks, 1 not checked"
     assert line("passed", "failed", "failed") == "FAILED: check 1; check 2"

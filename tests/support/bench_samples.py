@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.bench.figures import (
-    Row,
-    rows,
+    NextnRow,
+    make_rows,
 )
-from mtpbuild.builder.bench.measure import Contender, Measured
+from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.host import describe_machine
 from mtpbuild.builder.measure.prompts import Prompt
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
@@ -36,16 +36,18 @@ def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
     return acceptance.report()
 
 
-def answer(kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0) -> Answer:
+def answer(
+    kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0
+) -> TimedAnswer:
     """Makes a request in which all tokens of every step were kept."""
     tokens = sum((j + 1) * steps for j, steps in enumerate(histogram))
     assert sum(histogram) == len(times)
     nextn = len(histogram) - 1
     report = drafting(histogram, nextn * (len(times) - 1))
-    return Answer(prompt(kind), begun, list(times), list(range(tokens)), report)
+    return TimedAnswer(prompt(kind), begun, list(times), list(range(tokens)), report)
 
 
-def by_hand() -> dict[Nextn, Measured]:
+def by_hand() -> dict[Nextn, Measurements]:
     """Makes two requests of nextn 0 (5 tokens, 2 s each) and of nextn 2.
 
     With nextn 2 they are the same 5 tokens in 3 steps of 3 s, and 4 tokens.
@@ -53,8 +55,8 @@ def by_hand() -> dict[Nextn, Measured]:
     base = [answer("code", [3, 5, 7, 9, 11], [5]), answer("talk", [2, 4, 6, 8, 10], [5])]
     fast = [answer("code", [4, 7, 10], [1, 2, 0]), answer("talk", [3, 6, 10, 13], [3, 1, 0])]
     return {
-        0: Measured([[s] for s in base], steps=[2.0, 2.0, 9.0]),
-        2: Measured([[s] for s in fast], steps=[3.0, 3.0, 1.0], verify=[2.5]),
+        0: Measurements([[s] for s in base], steps=[2.0, 2.0, 9.0]),
+        2: Measurements([[s] for s in fast], steps=[3.0, 3.0, 1.0], verify=[2.5]),
     }
 
 
@@ -69,7 +71,7 @@ def contender(nextn: int, **build: Any) -> Contender:
     return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
 
 
-def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Benchmark:
+def report_of(measured: dict[Nextn, Measurements], made: list[NextnRow]) -> Benchmark:
     folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
     settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
     return Benchmark("fake", describe_machine(2), settings, folders, made, measured)
@@ -77,7 +79,7 @@ def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Benchmark:
 
 def made_by_hand() -> Benchmark:
     measured = by_hand()
-    return report_of(measured, rows([contender(0), contender(2)], measured))
+    return report_of(measured, make_rows([contender(0), contender(2)], measured))
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> Path:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mtpbuild.builder.measure.runs import Answer
+from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 
 NEAR = 0.25  # a smaller gap between two logits may be ranked either way
@@ -20,7 +20,7 @@ def rounded(model: PlainDeepseek) -> PlainDeepseek:
     return model
 
 
-def check(model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[Answer]) -> None:
+def check(model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[TimedAnswer]) -> None:
     """Asserts that greedy tokens are the argmax or nearly, with the right log-probabilities."""
     gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
     assert max(gaps) < NEAR
@@ -29,7 +29,7 @@ def check(model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[Ans
 
 
 def check_logprobs(
-    model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[Answer]
+    model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[TimedAnswer]
 ) -> None:
     off = [each for pair in zip(asked, played, strict=True) for each in judged(model, *pair)[1]]
     assert max(off) < OFF
@@ -38,7 +38,7 @@ def check_logprobs(
 
 @torch.no_grad()
 def judged(
-    model: PlainDeepseek, prompt: list[int], text: Answer
+    model: PlainDeepseek, prompt: list[int], text: TimedAnswer
 ) -> tuple[list[float], list[float]]:
     """Returns each token's distance below the largest logit, and its log-probability's error."""
     known = torch.tensor([prompt + text.token_ids[:-1]])

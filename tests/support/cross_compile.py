@@ -193,7 +193,7 @@ def main(folder: Path, *cases: str) -> None:
     from torch._inductor.codecache import AotCodeCompiler
     from triton import knobs
 
-    from mtpbuild.builder.step_counts import counted
+    from mtpbuild.builder.step_counts import count_step_calls
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
     from mtpbuild.builder.weights.placed import Placed
@@ -250,7 +250,7 @@ def main(folder: Path, *cases: str) -> None:
                 weights = {name.removeprefix("model."): Placed(0, 0) for name in names}
                 triton.clear()
                 traced, path = TARGET.trace(program, plan), place / f"{program.name}.pt2"
-                foreseen = counted(traced).launches
+                foreseen = count_step_calls(traced).launches
                 try:
                     TARGET.lower(traced, weights, place)
                 except Exception:

@@ -80,7 +80,7 @@ def warm_up(trainer: train.Trainer, code: Any, chats: Any) -> None:
 def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Measure milliseconds per step and their ratios with mtpbuild's own benchmark."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
-    from mtpbuild.builder.bench.report import to_json
+    from mtpbuild.builder.bench.report import make_bench_json
     from mtpbuild.builder.measure.prompts import Dataset
     from mtpbuild.builder.request import BuildRequest
 
@@ -90,7 +90,7 @@ def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[s
     asked = Dataset(num_requests=args.requests, output_len=96)
     built = BuildRequest(str(folder), (NEXTN,))
     [report] = bench(BenchRequest(built, asked, threads=args.threads, out=folder / "bench"))
-    plain, drafting = to_json(report)["results"]
+    plain, drafting = make_bench_json(report)["results"]
     v, d = drafting["verify_cost"], drafting["draft_cost"]
     return {
         "step": plain["step_ms"],
