@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 venv: .venv/.installed
 
-.venv/.installed: pyproject.toml setup.py $(wildcard plugins/cpu/source/*)
+.venv/.installed: pyproject.toml setup.py tools/compile_kernels.py $(wildcard plugins/cpu/source/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[cpu,build,dev]'  # setuptools' of editables

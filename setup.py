@@ -1,47 +1,36 @@
-"""Builds the library of CPU kernels beside the Python packages; pyproject.toml says all the rest.
+"""Builds the library of CPU kernels beside the packages; pyproject.toml says all the rest."""
 
-Without a C++ compiler the installation goes on without it.
-"""
-
-import platform
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
-SOURCE = Path("plugins/cpu/source")
-COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-FLAGS = {"ops.cpp": ["-O2"], "plain.cpp": ["-O2"]}
-if platform.machine() in ("x86_64", "AMD64"):
-    # GCC's header warns of itself with AVX-512: its bug 105593.
-    quiet = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    FLAGS["avx2.cpp"] = ["-O3", "-mavx2", "-mfma", "-mf16c"]
-    FLAGS["avxvnni.cpp"] = ["-O3", "-mavx2", "-mfma", "-mf16c", "-mavxvnni"]
-    FLAGS["avx512.cpp"] = ["-O3", "-march=x86-64-v4", "-mavx512vnni", *quiet]
-elif platform.machine() in ("aarch64", "arm64"):
-    FLAGS["neon.cpp"] = ["-O3", "-march=armv8.2-a+dotprod"]
+sys.path.insert(0, str(Path(__file__).absolute().parent / "tools"))
+from compile_kernels import compile_library, find_compiler
+
+FILES = [Path("tools/compile_kernels.py"), *sorted(Path("plugins/cpu/source").glob("*.[ch]*"))]
 
 
 class BuildLibrary(build_ext):
-    """Compiles each file for its own instruction set, into a library that knows no Python."""
+    """Compiles the library, or fails in a line."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], "libmtpbuild_cpu.so"))
 
     def build_extension(self, ext: Extension) -> None:
-        objects = []
-        for name, flags in FLAGS.items():
-            objects += self.compiler.compile(
-                [str(SOURCE / name)], output_dir=self.build_temp, extra_postargs=[*COMMON, *flags]
-            )
-        path = self.get_ext_fullpath(ext.name)
-        self.compiler.link_shared_object(objects, path, target_lang="c++")
+        if not (compiler := find_compiler()):
+            raise CompileError("there is no C++ compiler: install g++, or ziglang with pip")
+        temporary = Path(self.build_temp)
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            compile_library(temporary / "library.so", compiler)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"the CPU kernels cannot be compiled: {error}") from None
+        self.copy_file(str(temporary / "library.so"), self.get_ext_fullpath(ext.name))
 
 
-library = Extension(
-    "mtpbuild.runtime.cpu_library",
-    sources=[str(SOURCE / name) for name in FLAGS],
-    depends=sorted(map(str, SOURCE.glob("*.h"))),
-    optional=True,
-)
+library = Extension("mtpbuild.runtime.cpu_library", sources=[], depends=list(map(str, FILES)))
 setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary})

@@ -1,6 +1,6 @@
 """The shared library of CPU kernels for onnxruntime, and the engines that need it.
 
-The installation compiles it from plugins/cpu/source if there is a C++ compiler.
+The installation compiles it from plugins/cpu/source.
 """
 
 from pathlib import Path
@@ -14,12 +14,11 @@ LAYOUT = "panels32.4"
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with their own kernels
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
-COMPILE = "install g++, then install mtpbuild again with pip"
-REMEDY = f"{COMPILE}, or build with --kernels stock"
+REMEDY = "install mtpbuild again with pip"
 
 
 def find_library() -> Path | None:
-    """Return the library's file; None if the installation had no C++ compiler."""
+    """Return the library's file; None if it is lost."""
     path = Path(__file__).with_name(FILE)
     return path if path.is_file() else None
 

@@ -36,6 +36,20 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 
 @pytest.fixture(scope="session")
+def zig_library(shared_folder: Path) -> Path:
+    """Return the library of CPU kernels that ziglang's compiler makes."""
+    pytest.importorskip("ziglang", reason="ziglang is not installed: pip install ziglang")
+    from tests.support.cpu_kernels import load_backend
+
+    (folder := shared_folder / "zig").mkdir(exist_ok=True)
+    backend, library = load_backend(), folder / "library.so"
+    with FileLock(folder / "lock"):
+        if not library.exists():
+            backend.compile_library(library, backend.ZIG)
+    return library
+
+
+@pytest.fixture(scope="session")
 def build_engine(shared_folder: Path) -> EngineBuilder:
     """Return build_engine(model, nextn, drafter=None, **flags): it builds each engine once."""
 

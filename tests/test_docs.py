@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,6 @@ from typer.exceptions import TyperException
 from mtpbuild.builder.cli import app
 from mtpbuild.runtime import Engine, RequestMetrics, Result, SpeculativeDecoding
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, TargetInfo
-from tests.support.compiler import needs_library
 from tests.support.fake_target import quick_target
 from tests.support.inductor_engines import touch
 from tests.support.invoke import invoke
@@ -64,18 +63,10 @@ def of(document: str, *marks: str | None) -> list[Any]:
     return [block for block in BLOCKS if block.document.name == document and block.mark in marks]
 
 
-# Their commands and figures are those of an installation that had a C++ compiler.
-OF_A_COMPILER = {"cpu-kernels.md", "distributed.md", "plan.md", "targets.md", "trace.md"}
-
-
-def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=needs_library) if n in OF_A_COMPILER else n for n in names]
-
-
 def documents(language: str, *marks: str | None) -> list[Any]:
     """Lists the documents that have such blocks."""
     found = {b.document.name for b in BLOCKS if b.language == language and b.mark in marks}
-    return marked(sorted(found))
+    return sorted(found)
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -277,7 +268,7 @@ def test_every_field_has_its_line(document: str, kinds: tuple[type[Any], ...]) -
 
 
 @pytest.mark.parametrize("mark", [None, pytest.param("long", marks=pytest.mark.full)])
-@pytest.mark.parametrize("document", marked(NAMES))
+@pytest.mark.parametrize("document", NAMES)
 def test_figures_are_what_commands_print(document: str, mark: str | None, used: Path) -> None:
     path = next(path for path in DOCUMENTS if path.name == document)
     found = figures.differences(path, figures.rewritten(path, [mark]))

@@ -2,9 +2,11 @@
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections import Counter
@@ -202,7 +204,7 @@ def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
     text = (ROOT / "examples" / "serve" / "Dockerfile").read_text(encoding="utf-8")
     copied = {word for line in re.findall("(?m)^COPY (.*) [^ ]+$", text) for word in line.split()}
     folders = {path.split("/")[0] for path in SETUPTOOLS["package-dir"].values()}
-    assert copied >= folders | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+    assert copied >= folders | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "tools"}
 
 
 def test_only_a_download_imports_the_hubs_client() -> None:
@@ -447,23 +449,21 @@ def test_the_command_is_installed() -> None:
     assert script.value == PYPROJECT["project"]["scripts"]["mtpbuild"]
 
 
-@pytest.mark.parametrize("compiler", ["/nothing", pytest.param("g++", marks=pytest.mark.full)])
-def test_a_wheel_holds_everything(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built by the declared backend, offline: all modules, recipes and typing marks, no more.
-
-    Without a C++ compiler it has no library of CPU kernels, and is complete otherwise.
-    """
+def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built by the declared backend, offline: modules, recipes, typing marks, kernels, no more."""
     pytest.importorskip("setuptools.build_meta")
     copy = tmp_path / "source"  # setuptools writes build/ and *.egg-info beside pyproject.toml
     copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mtpbuild", *PARTS):
+    for name in {"pyproject.toml", "setup.py", "README.md", "LICENSE", "mtpbuild", *PARTS}:
         (copy / name).symlink_to(ROOT / name)
-    code = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    for name in ("tools", "plugins"):  # an archive has no files behind links
+        (copy / name).unlink(missing_ok=True)
+        shutil.copytree(ROOT / name, copy / name)
+    code = "import sys; sys.path.insert(0, 'tools'); import compile_kernels as backend; "
+    code += "backend.build_sdist('..'); backend.build_wheel('..')"
     run = [sys.executable, "-c", code]
-    for variable in ("CC", "CXX"):
-        monkeypatch.setenv(variable, compiler)
+    touch = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w')"  # in place of a compiler
+    monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", touch]))
     done = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "absent from the `packages` configuration" not in done.stdout + done.stderr
@@ -477,9 +477,15 @@ def test_a_wheel_holds_everything(
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]
     wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
-    wanted |= {"mtpbuild/runtime/libmtpbuild_cpu.so"} if compiler == "g++" else set()
-    assert names == wanted | {"mtpbuild/__init__.py", "mtpbuild/__main__.py"}
+    wanted |= {f"mtpbuild/{name}" for name in ("__init__.py", "__main__.py")}
+    assert names == wanted | {"mtpbuild/runtime/libmtpbuild_cpu.so"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as sdist:
+        files = {name.partition("/")[2] for name in sdist.getnames()}
+    compiled = ["setup.py", "tools/compile_kernels.py"]
+    compiled += [str(p.relative_to(ROOT)) for p in ROOT.glob("plugins/cpu/source/*.[ch]*")]
+    assert files >= set(compiled)
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import torch
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.support.compiler import needs_library
 from tests.support.conversations import Users, check_found, with_prefix
 from tests.support.crowds import Case, check_crowd, texts
 from tests.support.engines import EngineBuilder, greedy_ids
@@ -52,7 +51,6 @@ def test_it_answers_and_its_drafts_are_accepted(engine: Path) -> None:
     assert 1 + accepted / sum(d.num_spec_steps for d in drafting) > MEAN_ACCEPTANCE_LENGTH
 
 
-@needs_library
 def test_a_step_has_few_nodes(engine: Path) -> None:
     """States, gates and splits leave no operator of ONNX Runtime's own between ours."""
     for name, most in {"decode": 16, "prefill": 7}.items():
@@ -70,7 +68,6 @@ def test_every_nextn_says_the_same(
     assert greedy_ids(other, given, 128) == greedy_ids(engine, given, 128)
 
 
-@needs_library  # others are not exact
 def test_warm_starts_say_what_cold_ones_say(engine: Path, tmp_path: Path) -> None:
     """Behind a prefix of the engine and behind earlier turns, to the bit: it is exact.
 

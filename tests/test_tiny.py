@@ -13,7 +13,6 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.cpu_library import find_library
 from tests.reference.recompute import row_logits
 from tests.support.checkpoints import load_reference
 from tests.support.engines import greedy_ids
@@ -130,7 +129,6 @@ def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:
     assert texts[0][1].strip()
 
 
-@pytest.mark.skipif(find_library() is None, reason="there was no C++ compiler to build it")
 def test_a_step_has_few_nodes(tiny_engine: TinyEngine) -> None:
     """What it costs onnxruntime to begin one is paid 37 times, not hundreds of times."""
     engine = tiny_engine(3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.host import physical_memory
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
-from mtpbuild.runtime.cpu_library import COMPILE, REMEDY, find_library
+from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -98,7 +98,7 @@ def refuse_copies(model: "OpenedModel", plan: "Plan", memory: int) -> None:
         return
     remedy = "say --weights int4 or int8"  # integers whose scales are fp32
     if find_library() is None:
-        remedy = COMPILE
+        remedy = REMEDY
     elif plan.options.kernels == "stock":
         remedy = "leave out --kernels stock"
     raise UsageError(

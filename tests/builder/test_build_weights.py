@@ -44,7 +44,6 @@ from tests.support.checkpoints import (
     random_checkpoint,
     save_checkpoint,
 )
-from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 from tests.support.numbers import plain_with_rounding
 from tests.support.opened import opened
@@ -255,7 +254,6 @@ def test_refusals(flags: str, says: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 class TestQuick:
-    @needs_library  # names of tensors are those of its layout
     def test_a_build(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         request = BuildRequest(str(small), (0,), scheme=ENDS)

@@ -10,12 +10,11 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.programs import onnxruntime as programs
-from tests.support.cpu_kernels import LIBRARY, SOURCE, compiled
+from tests.support.cpu_kernels import SOURCE, compiled
 from tests.support.exact_engines import said, same, save
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it"),
 ]
 BLOCKS = "for (int64_t b = 0; b < panel.blocks; b++) {"
 ADDED = "totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);"

@@ -16,8 +16,9 @@ from mtpbuild.builder.targets.onnxruntime import OnnxOptions
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.cpu_library import LAYOUT, find_library
+from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
+from mtpbuild.runtime.programs import onnxruntime as programs
 from tests.support.checkpoints import (
     QUANTIZABLE,
     make_predictable,
@@ -27,9 +28,6 @@ from tests.support.checkpoints import (
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
-needs_library = pytest.mark.skipif(
-    find_library() is None, reason="there was no C++ compiler to build it"
-)
 KINDS: list[Any] = [  # model, weights, caches
     ("many", "float32", "float32"),
     ("few", "int4", "float32"),
@@ -66,7 +64,6 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [built.folder for each in requests for built in build(each)]
 
 
-@needs_library
 def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
     """Drafts, neighbours, pieces of a prompt and threads change no bit."""
     alone, many = engines
@@ -75,7 +72,6 @@ def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
     assert same(said(many, TEXTS, at_once=False, threads=2), wanted)
 
 
-@needs_library
 def test_prefixes(engines: Sequence[Path]) -> None:
     """A prompt that goes on from rows of another one says what it says from a cold start."""
     _, many = engines
@@ -92,7 +88,6 @@ def test_prefixes(engines: Sequence[Path]) -> None:
             prompt = [*prompt, *one.token_ids, 7]
 
 
-@needs_library
 def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits by plain C++, AVX2 and AVX-512, as far as this machine has them."""
     found = []
@@ -102,21 +97,28 @@ def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPat
     assert all(same(each, found[0]) for each in found[1:])
 
 
-@needs_library
+@pytest.mark.full
+def test_the_other_compiler(
+    engines: Sequence[Path], zig_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library that zig's compiler makes says the same."""
+    wanted = said(engines[1], 4, at_once=True)
+    monkeypatch.setattr(programs, "library_for", lambda *_: zig_library)
+    assert same(said(engines[1], 4, at_once=True), wanted)
+
+
 def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
     builds = [read_manifest(engine).build for engine in engines]
     assert {build.cpu_layout for build in builds} == {LAYOUT}
     assert all(build.exact for build in builds)
 
 
-@needs_library
 def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
     alone, many = (read_manifest(engine).build.probed for engine in engines)
     steps, chunks, batch = checks.PROBES
     assert (alone, many) == ((steps, chunks), (steps, chunks, batch))
 
 
-@needs_library
 def test_a_probe_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,7 +144,6 @@ def test_a_probe_that_fails(
         build(replace(wanted, exact=True, force=True))
 
 
-@needs_library
 def test_an_operator_that_nobody_has_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +163,6 @@ def test_an_operator_that_nobody_has_probed(
         build(replace(wanted, target="inductor", exact=True))
 
 
-@needs_library
 def test_caches_in_bfloat16(tmp_path: Path) -> None:
     """They are half as large, and refused where products are not integers or not ours."""
     folder = save(tmp_path / "model", "few")
@@ -178,14 +178,13 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
         build(replace(halved, options={"cache_dtype": "fp8"}))
 
 
-@needs_library
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
     with pytest.raises(EngineError, match=r"are panels32.4, .* panels64; build it again, or upgr"):
         Engine.load(engines[0])
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
-    with pytest.raises(MissingDependencyError, match="not built here: install g"):
+    with pytest.raises(MissingDependencyError, match="not built here: install m"):
         Engine.load(engines[0])
     with pytest.raises(UsageError, match="--kernels own: the library is not built here"):
         load_target("onnxruntime").check(BuildRequest("x"), OnnxOptions(kernels="own"))

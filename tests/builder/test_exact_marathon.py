@@ -9,7 +9,6 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.cpu_library import find_library
 from tests.support.crowds import Case, check_crowd, texts
 
 TOKENS = 1_000_000  # of all formats and engines together
@@ -17,7 +16,6 @@ ENGINES, FORMATS = 3, ("float32", "int8", "int4")
 TOGETHER, LONGEST = 24, 150  # requests that are queued at once, and their tokens at most
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(find_library() is None, reason="there was no C++ compiler to build it"),
 ]
 
 

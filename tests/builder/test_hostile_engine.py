@@ -21,13 +21,12 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS
-from mtpbuild.runtime.cpu_library import DOMAIN, find_library
+from mtpbuild.runtime.cpu_library import DOMAIN
 from mtpbuild.runtime.errors import EngineError
 from tests.support.exact_engines import save
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(find_library() is None, reason="there was no C++ compiler to build it"),
 ]
 Header = dict[str, Any]
 

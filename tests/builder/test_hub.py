@@ -21,7 +21,6 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
-from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 from tests.support.loopback_hub import (
     COMMIT,
@@ -257,7 +256,6 @@ def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None
     download(BuildRequest(NAME), room(0))  # its contents are there
 
 
-@needs_library  # sizes are those of its layout
 @pytest.mark.parametrize(
     ("scheme", "here", "says"),
     [

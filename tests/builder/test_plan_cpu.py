@@ -23,7 +23,6 @@ from mtpbuild.runtime import cpu_library
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
-from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 from tests.support.requests import build_request
 
@@ -83,7 +82,6 @@ def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     assert found.weights - smaller == (more * (64 - 17) // 16 if format in sizes else 0)
 
 
-@needs_library
 def test_gigachat_by_hand() -> None:
     """A value takes 4.5 bits in int4 and 8.5 in int8; eh_proj is int8 with both."""
     E, H, V, r, layers = 1536, 32, 128256, 512, 27
@@ -127,7 +125,6 @@ def test_few_experts_are_all_read() -> None:
     assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
 
 
-@needs_library
 def test_memory_and_caches() -> None:
     found = foretold(GIGACHAT, 0, 1, 3, max_seq_len=1000, max_batch=2)
     for engine in found.engines:
@@ -135,7 +132,6 @@ def test_memory_and_caches() -> None:
         assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
 
 
-@needs_library
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine is packed then, and `kv_b_proj` stays in fp32."""
     found = engine_sizes(foretold(GIGACHAT, 0))
@@ -147,7 +143,6 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_sizes(packed) == found | {n: found[n] + wider for n in ("int8", "int4")}
 
 
-@needs_library
 def test_what_fits() -> None:
     request = ForecastRequest(GIGACHAT, (0, 1))
     verdicts = [engine.fits for engine in forecast_cpu(request, machine()).engines]
@@ -233,7 +228,6 @@ def test_tables(smallest: Path) -> None:
     assert "copies" not in out
 
 
-@needs_library
 def test_speed_follows_from_bytes_and_bandwidth() -> None:
     """An engine that does not fit has none; --acceptance says how many tokens a step gives."""
     found = foretold(GIGACHAT, 0, 3, acceptance=(1.0, 2.5))

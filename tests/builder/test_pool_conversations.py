@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.cpu_library import find_library
 from tests.support.conversations import Users, check_found, check_same, with_prefix
 from tests.support.engines import EngineBuilder
 
 pytestmark = [
     pytest.mark.xdist_group("tiny"),
-    pytest.mark.skipif(find_library() is None, reason="there was no C++ compiler to build it"),
 ]
 SMALL = 1_000_000  # bytes, a fifth of what twelve users leave
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=1)

@@ -15,7 +15,6 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from mtpbuild.runtime.prefixes import common
 from mtpbuild.runtime.tokenizer import load_tokenizer
-from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -30,7 +29,6 @@ def engine(tiny_engine: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
-@needs_library  # others are not exact
 def test_add_list_and_remove(
     engine: Path, tiny_engine: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,6 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import build_scheme, make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
-from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import (
@@ -70,7 +69,6 @@ def test_the_engine_runs_the_new_weights(build_engine: EngineBuilder, tmp_path: 
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.skipif(find_library() is None, reason="there was no C++ compiler to build it")
 def test_an_engine_from_before_fp32_weights_were_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,8 @@ from mtpbuild.plugins.cpu.layout import (
     packed_values,
     pairs_of_floats,
 )
-from tests.support.cpu_kernels import LIBRARY, Operands, random_weight, run, same_everywhere
+from tests.support.cpu_kernels import Operands, random_weight, run, same_everywhere
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 FLOAT = (np.float32,)
 N, K = 100, 96
 

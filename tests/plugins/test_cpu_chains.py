@@ -15,7 +15,6 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support.cpu_kernels import LIBRARY
 from tests.support.isas import isas
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
 Given = dict[str, NDArray[Any]]

@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 from mtpbuild.plugins import causal_conv, delta_advance, delta_rule, last_inputs
 from tests.support import exact
-from tests.support.cpu_kernels import LIBRARY, run, same_everywhere
+from tests.support.cpu_kernels import run, same_everywhere
 from tests.support.exact import Floats, fma
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 F = np.float32
 ONE = (np.float32,)
 # Slots, tokens, heads of keys and of values, widths of keys and of values.

@@ -14,7 +14,6 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support.cpu_kernels import LIBRARY, run
 from tests.support.isas import isas
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 F = np.float32
 Given = dict[str, NDArray[Any]]
 

@@ -28,17 +28,15 @@ from mtpbuild.runtime.cpu_library import ISAS, LAYOUT
 from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import (
     HOST,
-    LIBRARY,
     SANITIZED,
     SOURCE,
     attended,
     compiled,
+    load_backend,
     random_weight,
-    setup_flags,
 )
 from tests.support.isas import isas
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -573,9 +571,9 @@ def test_instruction_sets_share_no_function() -> None:
 @pytest.mark.skipif(SANITIZED is not None, reason="it is about the sources")
 @pytest.mark.parametrize("name", ["ops.cpp", "plain.cpp", "avx2.cpp", "avxvnni.cpp", "avx512.cpp"])
 def test_warnings_are_errors(name: str, tmp_path: Path) -> None:
-    common, own = setup_flags()
+    backend = load_backend()
     source, to = str(SOURCE / name), str(tmp_path / "o")
-    command = ["g++", *common, *own[name], "-Werror", "-c", source, "-o", to]
+    command = ["g++", *backend.COMMON, *backend.X86[name], "-Werror", "-c", source, "-o", to]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
 

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from mtpbuild.plugins import accept_rewind, mla_packed, moe_route
 from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
 from tests.support import exact
-from tests.support.cpu_kernels import LIBRARY, attended, random_weight, run, same_everywhere
-
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
+from tests.support.cpu_kernels import attended, random_weight, run, same_everywhere
 
 
 def rotated(

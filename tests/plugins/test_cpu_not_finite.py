@@ -13,10 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
-from tests.support.cpu_kernels import LIBRARY, Results, random_weight, run
+from tests.support.cpu_kernels import Results, random_weight, run
 from tests.support.isas import isas
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 F, INT = np.float32, np.int64
 Given = Mapping[str, Any]
 Index = tuple[int, ...]

@@ -12,10 +12,9 @@ from mtpbuild.plugins.cpu.layout import packed_floats
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 from tests.support import exact
 from tests.support.choosers import choose_plainly, operands
-from tests.support.cpu_kernels import LIBRARY, run, same_everywhere
+from tests.support.cpu_kernels import run, same_everywhere
 
 NO_NUMBER = -2  # as op.h has it
-needs_library = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 CASES = [  # slots, tokens, rows, fresh rows, count
     (1, 1, 12, 1, 4),
     (3, 4, 30, 4, 8),
@@ -36,7 +35,6 @@ def test_the_definition(
         assert torch.equal(got, choose_plainly(given, count, interleaved))
 
 
-@needs_library
 @pytest.mark.parametrize("levels", [None, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("slots", "tokens", "rows", "fresh", "count"), CASES)
@@ -57,7 +55,6 @@ def test_choice(
     np.testing.assert_array_equal(got, choose_rows(*given.values(), count, interleaved).numpy())
 
 
-@needs_library
 def test_a_choice_is_a_tokens_own() -> None:
     """It depends neither on the tokens of its pass nor on where the rows lie, ties included."""
     given = operands(3, 1, 6, 40, 6, levels=2)
@@ -74,7 +71,6 @@ def test_a_choice_is_a_tokens_own() -> None:
         np.testing.assert_array_equal(alone[:, 0], whole[:, t])
 
 
-@needs_library
 def test_a_score_that_is_nan_reaches_attention() -> None:
     """No row can be chosen then: all places say so, and attention to them is NaN."""
     given = operands(0, 1, 1, 20, 1)
@@ -102,7 +98,6 @@ def test_a_score_that_is_nan_reaches_attention() -> None:
         run("ChooseRows", cut, (np.int64,), 1, count=1, interleaved=0)
 
 
-@needs_library
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_keys(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
@@ -144,7 +139,6 @@ def rows_of(
     return given, chosen
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("B", "T", "S", "count"), [(2, 3, 40, 8), (1, 1, 1300, 700), (1, 20, 9, 30)]
 )
@@ -177,7 +171,6 @@ def test_attention(B: int, T: int, S: int, count: int, monkeypatch: pytest.Monke
         run("Attention", given | {"chosen": chosen[:, :, :0]}, (np.float32,), 1, **how)
 
 
-@needs_library
 def test_attention_to_all_rows_is_the_usual_one() -> None:
     rng = np.random.default_rng(1)
     rows, _ = rows_of(rng, 1, 4, 900, 1)
@@ -192,7 +185,6 @@ def test_attention_to_all_rows_is_the_usual_one() -> None:
     np.testing.assert_array_equal(sparse, dense)
 
 
-@needs_library
 def test_latent_attention_to_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     H, n, latent, half, v, B, T = 3, 6, 16, 2, 10, 2, 3

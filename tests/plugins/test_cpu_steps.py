@@ -20,9 +20,8 @@ from mtpbuild.plugins import (
 )
 from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
 from tests.support import exact
-from tests.support.cpu_kernels import LIBRARY, random_weight, run, same_everywhere
+from tests.support.cpu_kernels import random_weight, run, same_everywhere
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 F, INT = np.float32, np.int64
 Given = dict[str, NDArray[Any] | None]
 

@@ -1,9 +1,10 @@
 """What tests of the CPU's kernels share: the library, random weights, and attention by token."""
 
+import importlib.util
 import os
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -113,33 +114,27 @@ def attended(given: Mapping[str, NDArray[Any]], scale: float, latent: int) -> ND
     return y
 
 
+def load_backend() -> ModuleType:
+    """Import the build backend, which compiles the library."""
+    file = SOURCE.parents[2] / "tools/compile_kernels.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
 def compiled(
     sources: Path,
     library: Path,
     *flags: str,
     level: str = "-O2",
-    compiler: str = "g++",
+    compiler: Sequence[str] = ("g++",),
     machine: str = "x86_64",
 ) -> Path:
-    """Compile the library from a copy of its sources, as setup.py does but for these flags."""
-    objects, (common, files) = [], setup_flags(machine)
-    for name, own in files.items():
-        objects.append(library.with_name(f"{name}.o"))
-        command = [compiler, *common, *own, *flags, level, "-c"]
-        subprocess.run([*command, sources / name, "-o", objects[-1]], check=True)
+    """Compile the library from a copy of its sources, as the installation does but for `flags`."""
     whole = [] if flags else ["-Wl,--no-undefined"]  # it needs C++'s libraries alone
-    linked = [compiler, "-shared", *whole, *flags, *map(str, objects), "-o", str(library)]
-    subprocess.run(linked, check=True)
+    load_backend().compile_library(
+        library, compiler, source=sources, machine=machine, flags=(*flags, *whole, level)
+    )
     return library
-
-
-def setup_flags(machine: str = "x86_64") -> tuple[list[str], dict[str, list[str]]]:
-    """What setup.py compiles all files with on such a machine, and each."""
-    text = (SOURCE.parents[2] / "setup.py").read_text()
-    names: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("setuptools.setup", lambda **_: None)
-        patch.setattr("platform.machine", lambda: machine)
-        patch.chdir(SOURCE.parents[2])
-        exec(compile(text, "setup.py", "exec"), names)
-    return names["COMMON"], names["FLAGS"]

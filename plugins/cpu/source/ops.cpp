@@ -4,6 +4,8 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include "processor.h"
 #endif
 
 #include "chain.h"
@@ -20,17 +22,14 @@ const void* const* ort::api = nullptr;
 namespace {
 
 // Selects the kernels of new sessions: the best instruction set, or the one that MTPBUILD_CPU_ISA
-// names. __builtin_cpu_supports also checks that the system saves the registers (XGETBV).
+// names.
 const Kernels& chosen() {
   std::vector<const Kernels*> sets{&mtp::kPlain};
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-  if (avx2) sets.push_back(&mtp::kAvx2);
-  if (avx2 && __builtin_cpu_supports("avxvnni")) sets.push_back(&mtp::kAvxVnni);
-  if (avx2 && __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni"))
-    sets.push_back(&mtp::kAvx512);
+  const Processor processor;
+  if (processor.avx2) sets.push_back(&mtp::kAvx2);
+  if (processor.avxvnni) sets.push_back(&mtp::kAvxVnni);
+  if (processor.avx512) sets.push_back(&mtp::kAvx512);
 #elif defined(__APPLE__) && defined(__aarch64__)
   sets.push_back(&mtp::kNeon);  // all of Apple's ARM processors have the dot product
 #elif defined(__aarch64__)

@@ -1,0 +1,88 @@
+"""The build backend: setuptools', which compiles the library of CPU kernels by any C++ compiler.
+
+Where there is none, the backend asks for a wheel that contains one.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (  # noqa: F401  (hooks that stay as they are)
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+SOURCE = Path(__file__).parents[1] / "plugins/cpu/source"
+ZIGLANG = "ziglang==0.17.*"
+ZIG = (sys.executable, "-m", "ziglang", "c++")
+COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+# GCC's header warns of itself with AVX-512: its bug 105593.
+QUIET = ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+ANY = {"ops.cpp": ["-O2"], "plain.cpp": ["-O2"]}
+X86 = ANY | {
+    "avx2.cpp": ["-O3", "-mavx2", "-mfma", "-mf16c"],
+    "avxvnni.cpp": ["-O3", "-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
+    "avx512.cpp": ["-O3", "-march=x86-64-v4", "-mavx512vnni", *QUIET],
+}
+ARM = ANY | {"neon.cpp": ["-O3", "-march=armv8.2-a+dotprod"]}
+FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
+ZIG_SPELLING = {
+    "-march=x86-64-v4": "-mcpu=x86_64_v4",
+    "-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod",
+}
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler: $CXX, one in PATH or zig's; [] if there is none."""
+    if asked := os.environ.get("CXX"):
+        return shlex.split(asked)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    return list(ZIG) if find_spec("ziglang") else []
+
+
+def compile_library(
+    library: Path,
+    compiler: Sequence[str],
+    *,
+    source: Path = SOURCE,
+    machine: str | None = None,
+    flags: tuple[str, ...] = (),
+) -> None:
+    """Compile each file for its own instruction set, into a library that knows no Python."""
+    zig = not {"zig", "ziglang"}.isdisjoint(Path(word).name for word in compiler)
+    # Otherwise zig compiles for this machine's processor, and may add traps.
+    common = [*compiler, *(["-mcpu=baseline", "-fno-sanitize=undefined", "-s"] if zig else [])]
+    objects = []
+    for name, own in FLAGS.get(machine or platform.machine(), ANY).items():
+        objects.append(str(library.with_name(f"{name}.o")))
+        if zig:
+            own = [ZIG_SPELLING.get(flag, flag) for flag in own]
+        file = ["-c", str(source / name), "-o", objects[-1]]
+        subprocess.run([*common, *COMMON, *own, *flags, *file], check=True)
+    subprocess.run([*common, "-shared", *flags, *objects, "-o", str(library)], check=True)
+
+
+def _and_compiler(requirements: list[str]) -> list[str]:
+    return requirements if find_compiler() else [*requirements, ZIGLANG]
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return _and_compiler(build_meta.get_requires_for_build_wheel(config_settings))
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return _and_compiler(build_meta.get_requires_for_build_editable(config_settings))
