@@ -17,7 +17,7 @@ import torch
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
-from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, holder, put
+from mtpbuild.builder.models.common.blocks import holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Attention, Rope
 from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
@@ -30,7 +30,7 @@ from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 from mtpbuild.builder.weights.requantised import Requantised, see
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
+from mtpbuild.plugins.cpu.layout import BLOCK
 from mtpbuild.runtime.contract.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -132,9 +132,21 @@ class OpenedModel:
         if found := ", ".join(f"{count} in {name}" for name, count in counts):
             note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
             logger.warning(note, found, dtype)
+        if count := self.older_scales:
+            note = (
+                "note: %d weights with fp32 scales get fp16 ones, or are quantised anew if inexact"
+            )
+            logger.warning(note, count)
         if unfit := self.unfit:
             note = "note: %d weights stay in %s: their columns do not split into blocks (%s, ..)"
             logger.warning(note, len(unfit), dtype, unfit[0])
+
+    @property
+    def older_scales(self) -> int:
+        """The number of kept weights of the checkpoint whose scales the engine rounds."""
+        names = {stored.name for w in self.table if w.format is not None for stored in w.stored}
+        formats = [format for name in names if (format := self.checkpoint.format(name))]
+        return sum(format is not format.kept for format in formats)
 
     @property
     def unfit(self) -> tuple[str, ...]:
@@ -155,7 +167,7 @@ class OpenedModel:
     @property
     def by_cpu_kernels(self) -> bool:
         """Return whether the engine's operators are those of the CPU's library."""
-        return bool(self.held.packed)
+        return self.style.cpu_kernels
 
     @property
     def may_halve_caches(self) -> bool:
@@ -163,21 +175,6 @@ class OpenedModel:
         attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         by_ops = all(getattr(module, "by_ops", False) for module in attention)
         return by_ops and self.by_cpu_kernels and self.block_size is not None
-
-    @property
-    def stock_bytes(self) -> int:
-        """The bytes of weights that onnxruntime's own products read, and so pack.
-
-        It packs neither embeddings nor experts in fp32, nor weights that the CPU's library reads.
-        """
-        weights = (weight for weight in self.weight_table() if not weight.looked_up)
-        if self.by_cpu_kernels:
-            packed = [w for w in weights if w.format is not None and not w.packed]
-        else:
-            packed = [w for w in weights if w.format is not None or w.slices == 1]
-        names = (name for weight in packed for name in weight.tensors)
-        matrices = {n: p for n, p in self.model.named_parameters() if p.dim() > 1}
-        return sum(matrices[name].nbytes for name in names if name in matrices)
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -267,14 +264,15 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
         head = formats.get("lm_head")
         narrow = INT4 if head is not None and head.name == INT4.name else INT8
         formats |= dict.fromkeys(quantised_heads(own, formats), narrow)
-    packed = packable(own, formats, style.dtype) if style.cpu_kernels else set()
+    packed = {weight.name for weight in own if weight.multiplied} if style.cpu_kernels else set()
     rows = plain_experts(own, formats) - packed if style.expert_rows else set[str]()
     return Held(formats, rows, joined, packed)
 
 
 def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]:
-    """Return the formats of the stored tensors that make a weight."""
-    return {checkpoint.format(stored.name) for stored in weight.stored}
+    """Return the formats in which engines keep the stored tensors that make a weight."""
+    formats = {checkpoint.format(stored.name) for stored in weight.stored}
+    return {None if format is None else format.kept for format in formats}
 
 
 def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> set[str]:
@@ -303,14 +301,14 @@ def can_stay(weight: Weight, share: Share) -> bool:
 
 
 def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
-    """Drop integer formats of experts if their two products differ, as QMoE takes both alike."""
+    """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = {weight.name.rpartition(".")[0] for weight in own if weight.slices > 1}
 
     def stays(name: str, format: Format) -> bool:
         layer = name.rpartition(".")[0]
         if layer not in stacks or not isinstance(format, Integers):
             return True
-        return all(formats.get(f"{layer}.{leaf}") is format for leaf in STACKS)
+        return all(isinstance(formats.get(f"{layer}.{leaf}"), Integers) for leaf in STACKS)
 
     return {name: format for name, format in formats.items() if stays(name, format)}
 
@@ -326,17 +324,6 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
             _, inputs, outputs = weight.slice_shape
             if INT8.fits((outputs, inputs)):
                 yield weight.name
-
-
-def packable(own: list[Weight], formats: Mapping[str, Format], dtype: FloatType) -> set[str]:
-    """Return the products that the CPU's kernels read: fp32, and integers with fp16 scales."""
-    found = ((weight.name, formats.get(weight.name)) for weight in own if weight.multiplied)
-    return {
-        name
-        for name, format in found
-        if (format is None and dtype == "float32")
-        or (isinstance(format, Integers) and format.scales == torch.float16)
-    }
 
 
 def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
@@ -355,10 +342,10 @@ def make_model(
         model = family.make_model(config, ranks)
         hold_in(model, FLOATS[style.dtype], style.for_gpu)
         join_shared(model, held.joined)
-        model.cpu_kernels = bool(held.packed)
+        model.cpu_kernels = style.cpu_kernels
         hold(model, held.table(family.weight_table(config, share)), share)
         for module in model.modules():
-            if isinstance(module, Gate | EmbeddingBlocks | Rope):
+            if isinstance(module, Gate | Rope):
                 module.fused = model.cpu_kernels  # the library has an operator for them
         for name in held.by_outputs:
             put(model, name, ExpertRows(model.get_parameter(name)))

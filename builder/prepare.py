@@ -72,7 +72,7 @@ class Job:
 
         plan = next(iter(self.plans.values()))
         style = WeightStyle(
-            formats=self.target.formats,
+            formats=self.target.kept_formats(plan.options),
             dtype=plan.dtype,
             expert_rows=not plan.style.for_gpu,
             join_shared=plan.style.fused,

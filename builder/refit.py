@@ -35,6 +35,7 @@ from mtpbuild.runtime.contract.manifest import (
 )
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.safetensors_header import Header, read_header
+from mtpbuild.runtime.targets import find_target
 
 SHOWN = 6  # differences in one line
 
@@ -56,7 +57,8 @@ def refit(
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
     target = load_target(old.target.name)
-    if target.embeds_weights(target.Options()):
+    options = target.Options(**find_target(old.target.name).build_flags(old))
+    if target.embeds_weights(options):
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
@@ -64,7 +66,7 @@ def refit(
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
-    new = open_model(engine, old, model, target.formats)
+    new = open_model(engine, old, model, target.kept_formats(options))
     new.tell_formats()
 
     with under_construction(engine) as building:

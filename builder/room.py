@@ -62,7 +62,7 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
     """Return a hint at the smallest format that the target keeps, if the engine is larger."""
     sizes = {
         name: weights_bytes(target, replace(plan, scheme=build_scheme(name)), folder)
-        for name in target.formats
+        for name in target.kept_formats(plan.options)
     }
     if not sizes or min(sizes.values()) >= weights_bytes(target, plan, folder):
         return ""
@@ -73,12 +73,12 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
 def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file."""
     stored, config = SCHEMES[stored_as(folder)], plan.config
-    scheme = plan.scheme or stored
+    scheme, formats = plan.scheme or stored, target.kept_formats(plan.options)
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
 
     def kept(weight: Stored) -> Format | None:
         format = format_by(scheme, config, weight)
-        return None if format is None or format.name not in target.formats else format
+        return None if format is None or format.name not in formats else format
 
     layout = Layout("", config, kept, lambda _: dtype, repeated=False)
     by_head = weights_by_head(layout, plan.scheme) if plan.style.cpu_kernels else set[str]()

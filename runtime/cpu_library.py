@@ -15,7 +15,7 @@ ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with t
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
 COMPILE = "install g++, then install mtpbuild again with pip"
-REMEDY = f"{COMPILE}, or build with --kernels stock"
+REMEDY = COMPILE
 
 
 def find_library() -> Path | None:

@@ -25,7 +25,6 @@ from mtpbuild.builder.weights.formats import INT8, Format, Integers
 from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
-from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE
 
@@ -36,9 +35,6 @@ ASKED = (None, "int8", "int4")
 # file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
 # took 1.33 GB (its share of the pages), 0.11 GB of it private.
 MAPPED = 1.1
-# Each session of onnxruntime's own operators (prefill, decode) packs its own copy. Engines of 8.76
-# GB were measured at 19.0 GB (2.17) and 20.4 GB (2.33), one of 1.49 GB at 3.51 GB (2.36).
-PACKED = 2.4
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
-        foresee(request, weights, model, factor(), download, machine)
-        for weights, model in models.items()
+        foresee(request, weights, model, download, machine) for weights, model in models.items()
     ]
     return CpuForecast(
         request=request,
@@ -154,14 +149,9 @@ def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     every = (stored for weight in table for stored in weight.stored)
     integers = scheme is not None or any(isinstance(layout.format(s), Integers) for s in every)
-    if not integers or find_library() is None:
+    if not integers:
         return set()
     return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
-
-
-def factor() -> float:
-    """Return the bytes of memory for each byte of an engine that is built here."""
-    return PACKED if find_library() is None else MAPPED
 
 
 def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
@@ -169,20 +159,19 @@ def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Form
     if scheme is not None:
         return format_by(scheme, layout.config, stored)
     format = layout.format(stored)
-    return format if isinstance(format, Integers) else None
+    return format.kept if isinstance(format, Integers) else None
 
 
 def foresee(
     request: ForecastRequest,
     weights: str | None,
     model: Model,
-    factor: float,
     download: int,
     machine: Machine,
 ) -> CpuEngine:
     file = engine_bytes(model)
     caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]
-    memory = [round(factor * file) + cache for cache in caches]
+    memory = [round(MAPPED * file) + cache for cache in caches]
     load = Load(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
-from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast, cached_bytes
+from mtpbuild.builder.forecast.cpu import MAPPED, CpuEngine, CpuForecast, cached_bytes
 from mtpbuild.builder.forecast.report import size
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.weights.scheme import AS_STORED
@@ -87,8 +87,7 @@ def _engines(console: Console, f: CpuForecast) -> None:
         table.add_row(engine.weights or AS_STORED, *sizes, verdict(engine))
     console.print(table)
     console.print(
-        f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
-        f"measured (docs/plan.md), and caches: "
+        f"memory: {MAPPED:g} times the engine, as measured (docs/plan.md), and caches: "
         f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
         f"{size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
         f"--max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows of ended requests "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.runtime.errors import CheckpointError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 FP8_BLOCK = 128
-BLOCK = 32  # columns of int8 and int4 that share a scale, as in `matmul_nbits`
+BLOCK = 32  # columns of int8 and int4 that share a scale
 GROUP = 16  # columns of NVFP4 that share a scale
 LARGEST = 448.0  # largest e4m3 value
 LEAST = 2.0**-9  # smallest positive e4m3 value
@@ -52,7 +53,7 @@ def entry_of(tensor: Tensor) -> Entry:
     return Entry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
 
-class Format(Protocol):
+class Format(ABC):
     """A number format: it stores a weight [out, in] as one or more tensors, its parts.
 
     Each part is named `X.weight` plus one of `suffixes`.
@@ -60,21 +61,35 @@ class Format(Protocol):
 
     name: str
     suffixes: tuple[str, ...]  # the first part, "", holds the values
-    needs_amax: bool  # whether `encode` needs the largest magnitude
+    needs_amax = False  # whether `encode` needs the largest magnitude
+
+    @property
+    def kept(self) -> Format:
+        """The format in which engines keep such weights."""
+        return self
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of weight `name` in the format `kept`."""
+        return parts
 
     @property
     def most(self) -> float:
         """The largest magnitude that the format can represent."""
+        return inf
 
     def fits(self, shape: Shape) -> bool:
         """Return whether a weight of this shape splits into the format's blocks."""
+        return True
 
+    @abstractmethod
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
 
+    @abstractmethod
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the weight in fp32: values times scales, rounded once."""
 
+    @abstractmethod
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """Encode an fp32 weight, or some of its rows that are whole rows of blocks.
 
@@ -83,7 +98,7 @@ class Format(Protocol):
         """
 
 
-class Fp8:
+class Fp8(Format):
     """DeepSeek's FP8: e4m3 values, and one fp32 scale for each block of 128 x 128.
 
     W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; blocks at the edges may be
@@ -92,11 +107,6 @@ class Fp8:
 
     name = "fp8"
     suffixes: tuple[str, ...] = ("", "_scale_inv")
-    needs_amax = False
-    most = inf
-
-    def fits(self, shape: Shape) -> bool:
-        return True
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // FP8_BLOCK) for size in shape)
@@ -123,7 +133,7 @@ def spread(scales: Tensor, shape: Shape, times: int = FP8_BLOCK) -> Tensor:
     return wide.repeat_interleave(FP8_BLOCK, dim=0)[:rows]
 
 
-class Nvfp4:
+class Nvfp4(Format):
     """ModelOpt's NVFP4: e2m1 values, an e4m3 scale per 16 columns, an fp32 scale per weight.
 
     W = value * weight_scale * weight_scale_2; a byte has two values, the even column in its low
@@ -133,7 +143,6 @@ class Nvfp4:
     name = "nvfp4"
     suffixes: tuple[str, ...] = ("", "_scale", "_scale_2")
     needs_amax = True
-    most = inf
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
@@ -181,21 +190,34 @@ def pack(values: Tensor) -> Tensor:
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
-class Integers:
-    """int8 or int4 in the layout of ONNX Runtime's MatMulNBits: one scale per block of 32 columns.
+class Integers(Format):
+    """int8 or int4 with one scale per block of 32 columns.
 
     W = (value - 2 ** (bits - 1)) * weight_scale; in int4 the low nibble comes first. Scales are
-    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; our older checkpoints have
-    fp32 scales. A scale that is subnormal in fp16 is rounded away from zero, so that no value is
-    clipped. With larger blocks, which would take less space, ONNX Runtime adds up a row in another
-    order alone than among other rows, so a text would depend on how many tokens are drafted.
+    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight. A scale that is subnormal in
+    fp16 is rounded away from zero, so that no value is clipped. Our older checkpoints have fp32
+    scales, which engines do not keep.
     """
 
     suffixes: tuple[str, ...] = ("", "_scale")
-    needs_amax = False
 
     def __init__(self, bits: int, scales: str = "F16") -> None:
         self.name, self.bits, self.zero, self._scales = f"int{bits}", bits, 1 << bits - 1, scales
+
+    @property
+    def kept(self) -> Integers:
+        return {4: INT4, 8: INT8}[self.bits]
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cast fp32 scales to fp16; if one is not exact there, quantise the weight anew."""
+        if self is self.kept:
+            return parts
+        scales = parts["_scale"].half()
+        if scales.is_meta or torch.equal(scales.float(), parts["_scale"]):
+            return parts | {"_scale": scales}
+        weight = self.decode(parts)
+        refuse_too_large(self.kept, name, weight)
+        return self.kept.encode(weight)
 
     @property
     def scales(self) -> torch.dtype:
@@ -214,7 +236,7 @@ class Integers:
         return {"": Entry("U8", packed), "_scale": Entry(self._scales, (rows, blocks))}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        from mtpbuild.plugins.matmul_nbits.op import dequantise
+        from mtpbuild.plugins.cpu.layout import dequantise
 
         return dequantise(parts[""], parts["_scale"], self.bits)
 

@@ -147,10 +147,8 @@ class Weight:
         """The weight's tensors in the engine: name -> suffix of the format's part."""
         if self.format is None:
             return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
-        heads = range(self.slice_shape[0]) if self.per_head and not self.packed else ()
-        names = [f"{self.name}.{h}" for h in heads] or [self.name]
-        parts = [*zip(PARTS, self.format.suffixes, strict=False)]
-        return {f"{name}.{part}": suffix for name in names for part, suffix in parts}
+        parts = zip(PARTS, self.format.suffixes, strict=False)
+        return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
     def scale_group(self, share: Share) -> int:
         """Return how many inputs share a scale after ranks have cut the blocks."""
@@ -161,7 +159,7 @@ class Weight:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.parts(stored.name) for stored in group]
+                parts = [checkpoint.kept_parts(stored.name) for stored in group]
                 for name, suffix in self.tensors.items():
                     found = [each[suffix] for each in parts]
                     yield name, self._joined(suffix, group, found, share).contiguous()
@@ -191,12 +189,8 @@ class Weight:
         """
         refuse_too_large(format, self.stored[0].name, heads)
         encoded = [format.encode(head.T.contiguous()) for head in heads]
-        if self.packed:
-            for name, suffix in self.tensors.items():
-                yield name, torch.stack([self._packed(suffix, each[suffix]) for each in encoded])
-        else:
-            parts = (part for each in encoded for part in each.values())
-            yield from zip(self.tensors, parts, strict=True)
+        for name, suffix in self.tensors.items():
+            yield name, torch.stack([self._packed(suffix, each[suffix]) for each in encoded])
 
     def _joined(
         self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
@@ -207,10 +201,8 @@ class Weight:
 
             if self.rows is not None:
                 return self._packed(suffix, self.rows(*parts))
-            if self.packed:
-                in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
-                return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
-            return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # interleaved
+            in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
+            return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
         rows = (self._rows(suffix, *each, share) for each in zip(group, parts, strict=True))
         return self.transform(*rows)
 

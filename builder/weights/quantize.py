@@ -19,7 +19,7 @@ from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
+from mtpbuild.plugins.cpu.layout import BLOCK
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 

@@ -70,6 +70,12 @@ class Checkpoint:
                 self._refuse_not_finite(name + suffix, part.float())
         return parts
 
+    def kept_parts(self, name: str) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which engines keep it."""
+        format = self.format(name)
+        assert format is not None
+        return format.keep(name, self.parts(name))
+
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
         if self.format(name) is not None or self.tensors[name].part is not None:

@@ -68,13 +68,13 @@ def test_frozen_flags() -> None:
         "--fast-build",
         "--force",
         "--head-weights",
-        "--kernels",
         "--layers",
         "--max-batch",
         "--max-seq-len",
         "--model",
         "--nextn",
         "--out",
+        "--portable",
         "--prefill-chunk",
         "--prefix",
         "--rank",
@@ -101,6 +101,7 @@ def test_frozen_flags() -> None:
         "--model",
         "--mtp",
         "--out",
+        "--portable",
         "--to",
     ]
     group = typer.main.get_command(app)

@@ -11,12 +11,11 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.builder.engine import probe
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import exact, load_target
-from mtpbuild.builder.targets.onnxruntime import OnnxOptions
+from mtpbuild.builder.targets import exact
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.cpu_library import LAYOUT, find_library
+from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
 from tests.support.checkpoints import (
     QUANTIZABLE,
@@ -27,9 +26,6 @@ from tests.support.checkpoints import (
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
-needs_library = pytest.mark.skipif(
-    find_library() is None, reason="there was no C++ compiler to build it"
-)
 KINDS: list[Any] = [  # model, weights, caches
     ("many", "float32", "float32"),
     ("few", "int4", "float32"),
@@ -66,7 +62,6 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [built.folder for each in requests for built in build(each)]
 
 
-@needs_library
 def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
     """Drafts, neighbours, pieces of a prompt and threads change no bit."""
     alone, many = engines
@@ -75,7 +70,6 @@ def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
     assert same(said(many, TEXTS, at_once=False, threads=2), wanted)
 
 
-@needs_library
 def test_prefixes(engines: Sequence[Path]) -> None:
     """A prompt that goes on from rows of another one says what it says from a cold start."""
     _, many = engines
@@ -92,7 +86,6 @@ def test_prefixes(engines: Sequence[Path]) -> None:
             prompt = [*prompt, *one.token_ids, 7]
 
 
-@needs_library
 def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits by plain C++, AVX2 and AVX-512, as far as this machine has them."""
     found = []
@@ -102,21 +95,18 @@ def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPat
     assert all(same(each, found[0]) for each in found[1:])
 
 
-@needs_library
 def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
     builds = [read_manifest(engine).build for engine in engines]
     assert {build.cpu_layout for build in builds} == {LAYOUT}
     assert all(build.exact for build in builds)
 
 
-@needs_library
 def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
     alone, many = (read_manifest(engine).build.probed for engine in engines)
     steps, chunks, batch = probe.CHECKS
     assert (alone, many) == ((steps, chunks), (steps, chunks, batch))
 
 
-@needs_library
 def test_a_probe_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,7 +132,6 @@ def test_a_probe_that_fails(
         build(replace(wanted, exact=True, force=True))
 
 
-@needs_library
 def test_an_operator_that_nobody_has_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,14 +144,12 @@ def test_an_operator_that_nobody_has_probed(
     assert not wanted.out.exists()  # type: ignore[union-attr]
     (built,) = build(wanted)
     assert not built.manifest.build.exact
-    stock = replace(wanted, options={"kernels": "stock"}, exact=True)
     with pytest.raises(UsageError, match="--exact: onnxruntime's products are not"):
-        build(stock)
+        build(replace(wanted, options={"portable": True}, exact=True))
     with pytest.raises(UsageError, match="of target inductor are not; those of onnxruntime may be"):
         build(replace(wanted, target="inductor", exact=True))
 
 
-@needs_library
 def test_caches_in_bfloat16(tmp_path: Path) -> None:
     """They are half as large, and refused where products are not integers or not ours."""
     folder = save(tmp_path / "model", "few")
@@ -171,14 +158,12 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"int8 or int4 weights .* would be one of float32$"):
         build(halved)
-    stock = {"cache_dtype": "bfloat16", "kernels": "stock"}
-    with pytest.raises(UsageError, match=r"would be one of int8 without them$"):
-        build(replace(halved, scheme=build_scheme("int8"), options=stock))
+    with pytest.raises(UsageError, match="--weights int8: a graph of standard operators"):
+        build(replace(halved, scheme=build_scheme("int8"), options={"portable": True}))
     with pytest.raises(UsageError, match="--cache-dtype fp8 is unknown; supported: float32, bf"):
         build(replace(halved, options={"cache_dtype": "fp8"}))
 
 
-@needs_library
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
     with pytest.raises(EngineError, match=r"are panels32.4, .* panels64; build it again, or upgr"):
@@ -187,5 +172,5 @@ def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
     with pytest.raises(MissingDependencyError, match="not built here: install g"):
         Engine.load(engines[0])
-    with pytest.raises(UsageError, match="--kernels own: the library is not built here"):
-        load_target("onnxruntime").check(BuildRequest("x"), OnnxOptions(kernels="own"))
+    with pytest.raises(MissingDependencyError, match=r"not built here: install g.*; or build with"):
+        build(BuildRequest("deepseek-tiny", nextn=(0,), out=engines[0].parent / "none"))

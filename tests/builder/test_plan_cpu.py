@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuForecast, forecast_cpu
+from mtpbuild.builder.forecast.cpu import MAPPED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.host import Disk, Machine, find_disk, read_bandwidth, this_machine
 from mtpbuild.builder.models import family_of, load_config
@@ -19,11 +19,9 @@ from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
-from mtpbuild.runtime import cpu_library
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
-from tests.support.compiler import needs_library
 from tests.support.invoke import invoke
 from tests.support.requests import build_request
 
@@ -71,7 +69,7 @@ def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     """
     plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
     quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))
-    request = build_request(folder, nextn=(0,), out=tmp_path / "e", kernels="stock")
+    request = build_request(folder, nextn=(0,), out=tmp_path / "e")
     (found,) = dry_run(request, Stages()).engines
     sizes = engine_sizes(foretold(folder, 0))
     assert sizes["none"] == found.weights
@@ -83,7 +81,6 @@ def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     assert found.weights - smaller == (more * (64 - 17) // 16 if format in sizes else 0)
 
 
-@needs_library
 def test_gigachat_by_hand() -> None:
     """A value takes 4.5 bits in int4 and 8.5 in int8; eh_proj is int8 with both."""
     E, H, V, r, layers = 1536, 32, 128256, 512, 27
@@ -127,7 +124,6 @@ def test_few_experts_are_all_read() -> None:
     assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
 
 
-@needs_library
 def test_memory_and_caches() -> None:
     found = foretold(GIGACHAT, 0, 1, 3, max_seq_len=1000, max_batch=2)
     for engine in found.engines:
@@ -135,19 +131,6 @@ def test_memory_and_caches() -> None:
         assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
 
 
-@needs_library
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine is packed then, and `kv_b_proj` stays in fp32."""
-    found = engine_sizes(foretold(GIGACHAT, 0))
-    monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
-    packed = foretold(GIGACHAT, 0, max_seq_len=1)
-    assert all(e.memory == [round(PACKED * e.bytes) + 2 * 26 * 576 * 4] for e in packed.engines)
-    heads = 27 * 512 * 32 * 320
-    wider = heads * 4 - heads * 17 // 16
-    assert engine_sizes(packed) == found | {n: found[n] + wider for n in ("int8", "int4")}
-
-
-@needs_library
 def test_what_fits() -> None:
     request = ForecastRequest(GIGACHAT, (0, 1))
     verdicts = [engine.fits for engine in forecast_cpu(request, machine()).engines]
@@ -233,7 +216,6 @@ def test_tables(smallest: Path) -> None:
     assert "copies" not in out
 
 
-@needs_library
 def test_speed_follows_from_bytes_and_bandwidth() -> None:
     """An engine that does not fit has none; --acceptance says how many tokens a step gives."""
     found = foretold(GIGACHAT, 0, 3, acceptance=(1.0, 2.5))

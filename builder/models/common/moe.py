@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import ExpertBlocks, PackedExperts, parts_of
+from mtpbuild.builder.models.common.blocks import PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
@@ -168,9 +168,9 @@ class ExpertRows(nn.Module):
 class GatheredMoE(MoE):
     """Many experts, of which only the chosen ones are read.
 
-    For a CPU an op reads them (`PackedExperts`; else `ExpertRows`, or `ExpertBlocks` if they are
-    integers). For a GPU an op does so after `use_kernels`, unless the number of tokens is
-    unbounded. Otherwise the weights are gathered for each token.
+    For a CPU an op reads them (`PackedExperts`, else `ExpertRows`). For a GPU an op does so after
+    `use_kernels`, unless the number of tokens is unbounded. Otherwise the weights are gathered for
+    each token.
     """
 
     by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
@@ -244,7 +244,7 @@ class GatheredMoE(MoE):
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
         """Put every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
-        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
+        if isinstance(self.gate_up_proj, ExpertRows):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
         gate, up = (x @ gate_up).chunk(2, dim=-1)
