@@ -25,12 +25,12 @@ from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.weights.formats import GROUP, INT4, INT8, Format, Integers
+from mtpbuild.builder.weights.formats import Format
+from mtpbuild.builder.weights.formats.integers import INT4, INT8
 from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 from mtpbuild.builder.weights.requantised import Requantised, see
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
-from mtpbuild.plugins.cpu.layout import BLOCK
 from mtpbuild.runtime.contract.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -156,13 +156,18 @@ class OpenedModel:
     @property
     def weights_type(self) -> WeightsType:
         """The number format of most products."""
-        formats = Counter(format.name for format in self.held.formats.values()).most_common(1)
-        return cast(WeightsType, formats[0][0]) if formats else self.style.dtype
+        return self.style.dtype if self.format is None else cast(WeightsType, self.format.name)
+
+    @property
+    def format(self) -> Format | None:
+        """The quantised format of most products, or None."""
+        formats = Counter(self.held.formats.values()).most_common(1)
+        return formats[0][0] if formats else None
 
     @property
     def block_size(self) -> int | None:
         """The number of columns that share a scale in integer products; None for other formats."""
-        return BLOCK if self.weights_type in ("int8", "int4") else None
+        return self.format.block if self.format is not None and self.format.packs else None
 
     @property
     def by_cpu_kernels(self) -> bool:
@@ -262,7 +267,7 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
     formats = in_pairs(own, formats)
     if style.cpu_kernels:  # attention never expands its cache: it reads per-head products alone
         head = formats.get("lm_head")
-        narrow = INT4 if head is not None and head.name == INT4.name else INT8
+        narrow = INT4 if head is INT4 else INT8
         formats |= dict.fromkeys(quantised_heads(own, formats), narrow)
     packed = {weight.name for weight in own if weight.multiplied} if style.cpu_kernels else set()
     rows = plain_experts(own, formats) - packed if style.expert_rows else set[str]()
@@ -290,14 +295,11 @@ def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> s
 
 
 def can_stay(weight: Weight, share: Share) -> bool:
-    """Return whether programs can compute with the weight's format.
-
-    Integers can't be split over ranks. In other formats at least GROUP inputs must share a scale.
-    """
-    if isinstance(weight.format, Integers):
-        fits = weight.format.name == INT8.name if weight.looked_up else weight.joined is not None
-        return fits and share.ranks.tp == 1
-    return weight.joined is not None and weight.scale_group(share) >= GROUP
+    """Return whether programs can compute with the weight's format."""
+    format = weight.format
+    assert format is not None
+    fits = format.looks_up if weight.looked_up else weight.joined is not None
+    return fits and format.can_split(share.ranks.tp, weight.scale_group(share))
 
 
 def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
@@ -306,9 +308,9 @@ def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Form
 
     def stays(name: str, format: Format) -> bool:
         layer = name.rpartition(".")[0]
-        if layer not in stacks or not isinstance(format, Integers):
-            return True
-        return all(isinstance(formats.get(f"{layer}.{leaf}"), Integers) for leaf in STACKS)
+        others = (formats.get(f"{layer}.{leaf}") for leaf in STACKS)
+        alike = all(other is not None and other.packs for other in others)
+        return layer not in stacks or not format.packs or alike
 
     return {name: format for name, format in formats.items() if stays(name, format)}
 
@@ -320,7 +322,7 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
     """
     for weight in own:
         beside = formats.get(f"{weight.name.rpartition('.')[0]}.o_proj")
-        if weight.wide_heads and isinstance(beside, Integers):
+        if weight.wide_heads and beside is not None and beside.packs:
             _, inputs, outputs = weight.slice_shape
             if INT8.fits((outputs, inputs)):
                 yield weight.name

@@ -12,7 +12,8 @@ from mtpbuild.builder.forecast.weights import TIED, Layout, classes
 from mtpbuild.builder.host import Room
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.formats import INT8, Format
+from mtpbuild.builder.weights.formats import Format
+from mtpbuild.builder.weights.formats.integers import INT8
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme

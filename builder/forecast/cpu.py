@@ -21,7 +21,8 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.weights.formats import INT8, Format, Integers
+from mtpbuild.builder.weights.formats import Format
+from mtpbuild.builder.weights.formats.integers import INT8
 from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
@@ -148,8 +149,8 @@ def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
     """Return the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     every = (stored for weight in table for stored in weight.stored)
-    integers = scheme is not None or any(isinstance(layout.format(s), Integers) for s in every)
-    if not integers:
+    found = (layout.format(stored) for stored in every)
+    if scheme is None and not any(format is not None and format.packs for format in found):
         return set()
     return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
 
@@ -159,7 +160,7 @@ def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Form
     if scheme is not None:
         return format_by(scheme, layout.config, stored)
     format = layout.format(stored)
-    return format.kept if isinstance(format, Integers) else None
+    return format.kept if format is not None and format.packs else None
 
 
 def foresee(

@@ -97,7 +97,7 @@ class Case:
 
 def rounds(manifest: Manifest) -> bool:
     """Return whether a difference in the last digit may be rounded to a larger one."""
-    return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
+    return manifest.build.block_size is not None or manifest.build.dtype == "bfloat16"
 
 
 def greedy_text(case: Case) -> Finding:

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.weights.formats import (
-    FP8_BLOCK,
-    GROUP,
-    Format,
-    Integers,
-    Nvfp4,
-    refuse_too_large,
-    spread,
-)
+from mtpbuild.builder.weights.formats import Format, refuse_too_large
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -152,8 +144,8 @@ class Weight:
 
     def scale_group(self, share: Share) -> int:
         """Return how many inputs share a scale after ranks have cut the blocks."""
-        widths = (share.shape(stored)[1] for stored in self.stored)
-        return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
+        assert self.format is not None
+        return gcd(self.format.block, *(share.shape(stored)[1] for stored in self.stored))
 
     def made(self, checkpoint: Checkpoint, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
@@ -162,7 +154,7 @@ class Weight:
                 parts = [checkpoint.kept_parts(stored.name) for stored in group]
                 for name, suffix in self.tensors.items():
                     found = [each[suffix] for each in parts]
-                    yield name, self._joined(suffix, group, found, share).contiguous()
+                    yield name, self._joined(self.format, suffix, group, found, share).contiguous()
                 continue
             # The stored tensors are bound to no name, so they are freed before the slice is copied.
             slice = self.transform(
@@ -190,40 +182,32 @@ class Weight:
         refuse_too_large(format, self.stored[0].name, heads)
         encoded = [format.encode(head.T.contiguous()) for head in heads]
         for name, suffix in self.tensors.items():
-            yield name, torch.stack([self._packed(suffix, each[suffix]) for each in encoded])
+            yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
 
     def _joined(
-        self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
+        self,
+        format: Format,
+        suffix: str,
+        group: tuple[Stored, ...],
+        parts: list[Tensor],
+        share: Share,
     ) -> Tensor:
         """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
-        if isinstance(self.format, Integers):
+        if not format.packs:
+            inputs = self.scale_group(share)
+            rows = (
+                share.cut(stored, format.rows(suffix, part, stored.shape, inputs))
+                for stored, part in zip(group, parts, strict=True)
+            )
+            return format.finish(suffix, self.transform(*rows), self.joined)
+        if self.rows is not None:
+            joined = self.rows(*parts)
+        else:
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 
-            if self.rows is not None:
-                return self._packed(suffix, self.rows(*parts))
-            in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
-            return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
-        rows = (self._rows(suffix, *each, share) for each in zip(group, parts, strict=True))
-        return self.transform(*rows)
-
-    def _packed(self, suffix: str, part: Tensor) -> Tensor:
-        """Return the values or scales of an integer format, packed if the weight is."""
-        if not self.packed:
-            return part
-        from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
-
-        return packed_values(part) if suffix == "" else packed_scales(part)
-
-    def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
-        """Return a part as [out, ..], so that `transform` can permute and join its outputs."""
-        if suffix == "_scale_2":
-            outputs, inputs = share.shape(stored)
-            return part.expand((1, inputs // GROUP) if self.joined == 1 else (outputs, 1))
-        if suffix == "_scale_inv":
-            (outputs, inputs), group = stored.shape, self.scale_group(share)
-            wide = spread(part, (outputs, inputs // group), FP8_BLOCK // group)
-            return share.cut(stored, wide)
-        return share.cut(stored, part.view(torch.uint8))
+            joined = torch.stack(parts, dim=1).flatten(0, 1)[None]
+            joined = gates_then_ups(joined) if self.paired else joined
+        return format.pack(suffix, joined) if self.packed else joined
 
 
 def made(

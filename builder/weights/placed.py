@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.weights.formats import Entry, coarse_blocks, coarse_note, entry_of
+from mtpbuild.builder.weights.formats import Entry, entry_of
+from mtpbuild.builder.weights.formats.integers import coarse_blocks, coarse_note
 from mtpbuild.builder.weights.made import Share, made
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header

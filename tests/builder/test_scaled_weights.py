@@ -25,7 +25,9 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
-from mtpbuild.builder.weights.formats import FORMATS, FP8, NVFP4
+from mtpbuild.builder.weights.formats import FORMATS
+from mtpbuild.builder.weights.formats.fp8 import FP8
+from mtpbuild.builder.weights.formats.nvfp4 import NVFP4
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize

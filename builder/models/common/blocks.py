@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.weights.formats import GROUP, Integers, Nvfp4
 from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.plugins import (
     dequantise_scaled,
@@ -118,12 +117,11 @@ def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
         if weight.paired:
             outputs = 2 * PANEL * panels(outputs // 2)
         kind = PackedExperts if stack and not weight.per_head else PackedBlocks
-        bits = format.bits if isinstance(format, Integers) else None
-        return kind((*stack, inputs, outputs), bits)
+        return kind((*stack, inputs, outputs), None if format is None else format.bits)
+    assert format is not None
     if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs)
-    second = (shape[-2] // GROUP, 1) if weight.joined == 1 else (1, shape[-1])
-    return Scaled(shape, weight.scale_group(share), second if isinstance(format, Nvfp4) else None)
+    return Scaled(shape, weight.scale_group(share), format.second_scales(shape, weight.joined))
 
 
 def parts_of(weight: Tensor | Scaled) -> Parts:
