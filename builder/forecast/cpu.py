@@ -4,7 +4,7 @@ Whatever its nextn, an engine holds every weight of the main model and of the MT
 weights that `build --weights` quantises are integers, all others fp32.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
@@ -15,22 +15,27 @@ from mtpbuild.builder.forecast.forecast import (
 )
 from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import Load, Model
-from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, find_layout, portions
+from mtpbuild.builder.forecast.weights import (
+    TIED,
+    Layout,
+    Portion,
+    classes,
+    find_layout,
+    in_engine,
+    portions,
+)
 from mtpbuild.builder.host import Machine, read_bandwidth, this_machine
-from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.weights.formats import Format
-from mtpbuild.builder.weights.formats.integers import INT8
-from mtpbuild.builder.weights.made import WHOLE, Stored
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE
 
 # Values of --weights; None: integers as the checkpoint has them, or fp32.
-ASKED = (None, "int8", "int4")
+FORMATS = ("int8", "int4")
+ASKED = (None, *FORMATS)
 
 # Bytes of memory at run time for each byte of the weights file. Our kernels read the memory-mapped
 # file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
@@ -132,35 +137,12 @@ def must_be_fetched(request: ForecastRequest) -> bool:
 
 def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    by_head = weights_by_head(layout, scheme)
-
-    def format(stored: Stored) -> Format | None:
-        return INT8 if stored.name in by_head else engine_format(layout, stored, scheme)
-
-    held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
-    found = classes(held, ALONE)
+    style = GraphStyle(formats=FORMATS, cpu_kernels=True)
+    found = classes(in_engine(layout, scheme, style, ALONE, "F32"), ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # with so few experts all are computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
     return Model(layout.config, found, ALONE, UNKNOWN)
-
-
-def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
-    """Return the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
-    table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    every = (stored for weight in table for stored in weight.stored)
-    found = (layout.format(stored) for stored in every)
-    if scheme is None and not any(format is not None and format.packs for format in found):
-        return set()
-    return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
-
-
-def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
-    """Return the format in which an engine holds a weight of the checkpoint; None: fp32."""
-    if scheme is not None:
-        return format_by(scheme, layout.config, stored)
-    format = layout.format(stored)
-    return format.kept if format is not None and format.packs else None
 
 
 def foresee(

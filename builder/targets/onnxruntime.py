@@ -51,9 +51,6 @@ class OnnxRuntime(Target):
                 "out --portable"
             )
 
-    def kept_formats(self, options: OnnxOptions) -> tuple[str, ...]:
-        return () if options.portable else self.formats
-
     def check_machine(self, plan: "Plan") -> None:
         """Raise MissingDependencyError for kernels without their library, which probes engines."""
         if plan.style.cpu_kernels and find_library() is None:
@@ -72,6 +69,7 @@ class OnnxRuntime(Target):
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(
             cpu_kernels=not options.portable,
+            formats=() if options.portable else self.formats,
             cache_dtype="bfloat16" if options.cache_dtype == "bfloat16" else None,
         )
 

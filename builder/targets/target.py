@@ -56,10 +56,6 @@ class Target:
     def style(self, options: Any, config: "ModelConfig") -> GraphStyle:
         return GraphStyle()
 
-    def kept_formats(self, options: Any) -> tuple[str, ...]:
-        """Return the quantised formats that engines with these options keep."""
-        return self.formats
-
     def embeds_weights(self, options: Any) -> bool:
         """Return whether programs contain their weights, so the engine needs no weights file."""
         return False

@@ -8,9 +8,10 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, groupby
 from math import gcd, prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
@@ -20,8 +21,6 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mtpbuild.builder.weights.stored import Checkpoint
 
 Transform: TypeAlias = "Callable[..., Tensor]"
 PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
@@ -36,6 +35,19 @@ WIDE = 1 << 18
 def stack_rows(*w: Tensor) -> Tensor:
     """Concatenate projections of the same input: [out_i, ..] each -> [sum of out_i, ..]."""
     return torch.cat(w) if len(w) > 1 else w[0]
+
+
+def in_turn(*w: Tensor) -> Tensor:
+    """Interleave the outputs of projections: [out, ..] each -> [1, out * number, ..]."""
+    return torch.stack(w, dim=1).flatten(0, 1)[None]
+
+
+class Layout(Enum):
+    """The order of a weight's numbers in an engine, and the suffix of the tensor's name."""
+
+    PLAIN = ""  # as its transform makes it
+    ROWS = "rows"  # experts by outputs: rows of gate and up alternate
+    PACKED = "values"  # panels of the CPU's kernels
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,23 @@ class Share:
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
         """Return the shape of this rank's part."""
-        return self.cut(stored, torch.empty(stored.shape, device="meta")).shape
+        parts = self.ranks.tp // self.ranks.ep if stored.routed else self.ranks.parts
+        return tuple(
+            size // parts if axis == stored.axis else size for axis, size in enumerate(stored.shape)
+        )
 
 
 WHOLE = Share()
+
+
+class Readable(Protocol):
+    """A checkpoint, as far as weights are made from it."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in fp32."""
+
+    def kept_parts(self, name: str) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which engines keep it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +130,7 @@ class Weight:
     looked_up: bool = False  # an embedding: token ids select its rows
     per_head: tuple[int, ...] = ()  # for a stack of per-head products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
-    packed: bool = False  # in the layout of the CPU's kernels
+    layout: Layout = Layout.PLAIN
 
     @property
     def groups(self) -> Iterator[tuple[Stored, ...]]:
@@ -119,15 +144,14 @@ class Weight:
         return self.slices > 1 and len(self.stored) > self.slices
 
     @property
+    def packed(self) -> bool:
+        """Return whether it is in the layout of the CPU's kernels."""
+        return self.layout is Layout.PACKED
+
+    @property
     def multiplied(self) -> bool:
         """Return whether the weight is a product, or a stack of them, whose outputs fill panels."""
         return self.joined is not None or bool(self.per_head)
-
-    @property
-    def slice_shape(self) -> tuple[int, ...]:
-        """The shape of one slice in floats, before ranks split it."""
-        stored = (torch.empty(each.shape, device="meta") for each in next(self.groups))
-        return self.transform(*stored).shape
 
     @property
     def wide_heads(self) -> bool:
@@ -138,7 +162,7 @@ class Weight:
     def tensors(self) -> dict[str, str]:
         """The weight's tensors in the engine: name -> suffix of the format's part."""
         if self.format is None:
-            return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
+            return {f"{self.name}.{self.layout.value}" if self.layout.value else self.name: ""}
         parts = zip(PARTS, self.format.suffixes, strict=False)
         return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
@@ -147,7 +171,7 @@ class Weight:
         assert self.format is not None
         return gcd(self.format.block, *(share.shape(stored)[1] for stored in self.stored))
 
-    def made(self, checkpoint: Checkpoint, share: Share) -> Iterator[tuple[str, Tensor]]:
+    def made(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
@@ -157,9 +181,8 @@ class Weight:
                     yield name, self._joined(self.format, suffix, group, found, share).contiguous()
                 continue
             # The stored tensors are bound to no name, so they are freed before the slice is copied.
-            slice = self.transform(
-                *[share.cut(stored, checkpoint.read(stored.name)) for stored in group]
-            )
+            join = in_turn if self.layout is Layout.ROWS else self.transform
+            slice = join(*[share.cut(stored, checkpoint.read(stored.name)) for stored in group])
             if self.format is None:
                 (name,) = self.tensors
                 yield name, self._floats(slice).contiguous()
@@ -205,13 +228,12 @@ class Weight:
         else:
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 
-            joined = torch.stack(parts, dim=1).flatten(0, 1)[None]
-            joined = gates_then_ups(joined) if self.paired else joined
+            joined = gates_then_ups(in_turn(*parts)) if self.paired else in_turn(*parts)
         return format.pack(suffix, joined) if self.packed else joined
 
 
 def made(
-    checkpoint: Checkpoint, table: Iterable[Weight], share: Share = WHOLE
+    checkpoint: Readable, table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a rank's table as the engine holds them, one at a time.
 

@@ -153,7 +153,7 @@ class EngineWeights:
         if there is not None:
             done = WrittenWeights(read_places(path), there)
         elif done is None or not shared(done.sha256):
-            table = self.model.weight_table(rank)
+            table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
             tensors = made(self.model.checkpoint, table, Share(ranks, rank))

@@ -73,7 +73,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
-    weights = {s.name: s for weight in checkpoint.check(config) for s in weight.stored}
+    weights = checkpoint.check(config).stored
     for copy, original in family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
             weights.setdefault(copy, Stored(copy, weights[original].shape))

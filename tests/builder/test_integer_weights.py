@@ -89,9 +89,9 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     kinds = (PackedBlocks, PackedExperts, EmbeddingBlocks)
     values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
     floats = {name for name, each in values.items() if each.values.dtype == torch.float32}
-    assert floats == kept.held.packed - kept.held.formats.keys()
+    assert floats == {w.name for w in kept.table if w.packed} - kept.table.formats.keys()
     values = {name: each for name, each in values.items() if name not in floats}
-    assert set(values) == set(kept.held.formats)
+    assert set(values) == set(kept.table.formats)
     # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
     more = 2 * 2 if name.startswith(("many", "mixed")) else 2 * (name in ("ends", "tied"))
     assert len(values) == 3 * 5 + more
@@ -112,18 +112,18 @@ def test_what_stays(
 ) -> None:
     """Only formats that the target runs, and only products that are in one of them as a whole."""
     assert source(plain, BOTH).weights_type == "float32"
-    assert source(folders["int4"], ("int8",)).held.formats == {}
+    assert source(folders["int4"], ("int8",)).table.formats == {}
     kept = source(folders["int4"], BOTH)
     assert kept.weights_type == "int4"
-    assert {each.name for each in kept.held.formats.values()} == {"int4"}
-    assert "layers.0.self_attn.w_uk" not in kept.held.formats
-    assert "layers.1.mlp.experts.down_proj" in kept.held.formats
+    assert {each.name for each in kept.table.formats.values()} == {"int4"}
+    assert "layers.0.self_attn.w_uk" not in kept.table.formats
+    assert "layers.1.mlp.experts.down_proj" in kept.table.formats
     assert source(folders["int8"], BOTH).weights_type == "int8"
     experts = [f"layers.1.mlp.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
-    assert set(experts) <= set(source(folders["many"], BOTH).held.formats)
-    assert not set(experts) & set(source(folders["halves"], BOTH).held.formats), "both or none"
+    assert set(experts) <= set(source(folders["many"], BOTH).table.formats)
+    assert not set(experts) & set(source(folders["halves"], BOTH).table.formats), "both or none"
     modules = source(folders["mtp"], BOTH)
-    assert all(name.startswith("mtp.0.") for name in modules.held.formats)
+    assert all(name.startswith("mtp.0.") for name in modules.table.formats)
     whole = source(folders["int4"], ())
     assert whole.info().parameters == kept.info().parameters == source(plain, ()).info().parameters
     kept.tell_formats()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.models.common.moe import ExpertRows
+from mtpbuild.builder.models.common.blocks import ExpertRows
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.weights.placed import EngineWeights
@@ -92,7 +92,7 @@ def test_the_weights_are_stored_once(engine: Path) -> None:
 def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
     """Experts compute the same by outputs, for a CPU, and by inputs, for a GPU."""
     config = load_config(folder)
-    source = opened(folder, config, expert_rows=True)
+    source = opened(folder, config)
     EngineWeights(source).write(tmp_path, siblings=None)
     source.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     by_inputs = load_model(folder, config)

@@ -26,7 +26,8 @@ from tests.support.invoke import invoke
 from tests.support.requests import build_request
 
 GIGACHAT = "gigachat3-10b-a1.8b-bf16"
-EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+SIZES = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64} | dict.fromkeys(SIZES, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> 
 def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     """Its engine has the size that a dry run finds: integers stay, the rest is fp32.
 
-    Panels of our kernels are filled up, which a forecast does not count.
+    Sizes fill the panels of our kernels; a forecast does not count what fills up others.
     """
     plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
     quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))

@@ -104,7 +104,7 @@ def listing(folder: Path) -> dict[str, Any]:
         options=options,
     )
     assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
-    source = opened(folder, config, formats=TARGET.formats, join_shared=plan.style.fused)
+    source = opened(folder, config, **vars(plan.style))
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)

@@ -1,13 +1,14 @@
-"""Modules that hold quantised weights: `x @ weight` works as with a parameter."""
+"""Modules that hold weights in an engine's form: `x @ weight` works as with a parameter."""
 
 import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.weights.made import Share, Weight
+from mtpbuild.builder.weights.made import Layout, Share, Weight
 from mtpbuild.plugins import (
     dequantise_scaled,
     embedding_nbits,
+    experts,
     experts_packed,
     gated_packed,
     matmul_scaled,
@@ -78,6 +79,22 @@ class PackedExperts(Packed):
         return experts_packed(x, weights, ids, *own)
 
 
+class ExpertRows(nn.Module):
+    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        count, inputs, outputs = weight.shape
+        self.rows = parameter(count, outputs, inputs, dtype=weight.dtype)
+
+    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
+        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
+
+        This module holds the experts' gate and up weights, `down` their down weights.
+        """
+        return experts(x, ids, self.rows, down.rows)
+
+
 class Scaled(nn.Module):
     """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], for `matmul_scaled`.
 
@@ -110,9 +127,12 @@ class Scaled(nn.Module):
         return dequantise_scaled(*chosen)
 
 
-def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
-    """Return a module for a weight in the engine's format, to replace a parameter of this shape."""
-    format, (*stack, inputs, outputs) = weight.format, shape
+def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
+    """Return a module for a weight in the engine's form, to replace a parameter of the model."""
+    format, shape = weight.format, tuple(parameter.shape)
+    *stack, inputs, outputs = shape
+    if weight.layout is Layout.ROWS:
+        return ExpertRows(parameter)
     if weight.packed:
         if weight.paired:
             outputs = 2 * PANEL * panels(outputs // 2)

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import PackedExperts, parts_of
+from mtpbuild.builder.models.common.blocks import ExpertRows, PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.plugins import experts, moe, moe_route, weigh_experts
+from mtpbuild.plugins import moe, moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -147,22 +147,6 @@ class DenseMoE(MoE):
             inner = F.silu(gate) * up
         inner = inner.unflatten(-1, (every.shape[-1], -1))
         return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
-
-
-class ExpertRows(nn.Module):
-    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        experts, inputs, outputs = weight.shape
-        self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
-
-    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
-
-        This module holds the experts' gate and up weights, `down` their down weights.
-        """
-        return experts(x, ids, self.rows, down.rows)
 
 
 class GatheredMoE(MoE):
