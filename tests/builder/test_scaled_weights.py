@@ -81,7 +81,7 @@ def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> OpenedM
 
 def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM:
     """Make the model with the weights that an engine would have."""
-    kept = source(folder, dtype=dtype)
+    kept = source(folder, dtype=dtype, for_gpu=True)  # experts are gathered, as in `load_model`
     EngineWeights(kept).write(to, siblings=None)
     kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
     return kept.model.eval()
@@ -108,7 +108,7 @@ def test_the_dequantised_models_numbers(
 ) -> None:
     """Joined, permuted and stacked, in either precision: what is multiplied is the same."""
     kept = kept_model(folder(name), tmp_path, dtype)
-    whole = load_model(folder(name), kept.config, dtype)
+    whole = load_model(folder(name), kept.config, dtype, for_gpu=True)
     for ours, theirs in zip(logits(kept), logits(whole), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -28,12 +28,14 @@ def opened(
     return open_model(FoundModel("x", "x", folder), config, ids, GraphStyle(**style), **how)
 
 
-def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:
+def load_model(
+    folder: Path, config: ModelConfig, dtype: FloatType = "float32", for_gpu: bool = False
+) -> CausalLM:
     """The program's model with all its weights; raises CheckpointError."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)
-    hold_in(model, FLOATS[dtype])
+    hold_in(model, FLOATS[dtype], for_gpu)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = whole(made(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
