@@ -101,7 +101,6 @@ def test_frozen_flags() -> None:
         "--model",
         "--mtp",
         "--out",
-        "--portable",
         "--to",
     ]
     group = typer.main.get_command(app)
