@@ -2,10 +2,9 @@
 
     python benchmarks/same_text.py [--work runs/same_text] [--texts 12] [--tokens 70]
 
-For fp32, int8 and int4, with our kernels and with onnxruntime's, it builds nextn 0 and 3 and
-continues the same prompts with both. Every third request is greedy; the others are sampled at
-temperature 0.8 with a seed. Besides equal texts it counts texts whose log-probabilities are all
-equal to the bit.
+For fp32, int8 and int4, and for a portable graph in fp32, it builds nextn 0 and 3 and continues the
+same prompts with both. Every third request is greedy; the others are sampled at temperature 0.8
+with a seed. Besides equal texts it counts texts whose log-probabilities are all equal to the bit.
 """
 
 from dataclasses import replace
@@ -21,8 +20,12 @@ from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
 
 NEXTN = 3
-WEIGHTS = (None, "int8", "int4")
-FORMATS = [(weights, kernels) for kernels in ("own", "stock") for weights in WEIGHTS]
+ENGINES: tuple[tuple[str | None, bool], ...] = (  # weights, and whether the graph is portable
+    (None, False),
+    ("int8", False),
+    ("int4", False),
+    (None, True),
+)
 
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
@@ -37,19 +40,20 @@ def results(folder: Path, texts: int, tokens: int) -> list[Result]:
 
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
-    """Build both engines of each format and compares them; return a row for each format."""
-    table = Table("weights", "kernels", "same tokens", "same log-probabilities")
-    for weights, kernels in FORMATS:
-        out = work / f"{weights or 'fp32'}_{kernels}"
+    """Build both engines of each format and compare them; return a row for each format."""
+    table = Table("weights", "same tokens", "same log-probabilities")
+    for weights, portable in ENGINES:
+        name = (weights or "fp32") + ("_portable" if portable else "")
+        out = work / name
         request = BuildRequest("deepseek-tiny", (0, NEXTN), out=out, scheme=build_scheme(weights))
-        build(replace(request, options={"kernels": kernels}))
+        build(replace(request, options={"portable": portable}))
         engines = sorted(path.parent for path in out.glob("*/engine.json"))
         plain, drafted = (results(folder, texts, tokens) for folder in engines)
         pairs = list(zip(plain, drafted, strict=True))
         same = sum(a.token_ids == b.token_ids for a, b in pairs)
         bits = sum(a.logprobs == b.logprobs for a, b in pairs)
         found = f"{same} of {texts}", f"{bits} of {texts}"
-        table.add_row(weights or "fp32", kernels, *found)
+        table.add_row(name, *found)
     return table
 
 

@@ -92,7 +92,7 @@ def print_dry_run(done: DryRun) -> None:
     files = [entry.file for entry in model.stored.tensors.values()]
     console.print(
         f"{model.source.folder}: {len(files):,} tensors in {len(set(files))} files, as "
-        f"config.json demands; {model.parameters:,} parameters"
+        f"config.json demands; {model.table.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
         ends = "would stay" if scheme.head is None else f"to {scheme.head}"

@@ -6,9 +6,8 @@ the configuration that they confirm, the formats that weights stay in, and the m
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,21 +16,21 @@ import torch
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
-from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, holder, put
+from mtpbuild.builder.models.common.blocks import holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Attention, Rope
-from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
-from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_routed, with_shared
+from mtpbuild.builder.models.common.moe import Gate, GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.weights.formats import GROUP, INT4, INT8, Format, Integers
-from mtpbuild.builder.weights.made import WHOLE, Share, Weight
-from mtpbuild.builder.weights.requantised import Requantised, see
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.weights.formats import Format
+from mtpbuild.builder.weights.made import Layout, Share
+from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
-from mtpbuild.runtime.contract.manifest import FloatType, ModelInfo, WeightsType
+from mtpbuild.builder.weights.table import WeightTable, choose_formats
+from mtpbuild.runtime.contract.manifest import ModelInfo, WeightsType
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
@@ -40,37 +39,6 @@ if TYPE_CHECKING:
     from mtpbuild.builder.recipe import FoundModel
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WeightStyle:
-    """The way in which a target's graphs hold weights."""
-
-    formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
-    dtype: FloatType = "float32"  # the type of all other weights
-    expert_rows: bool = False  # unquantised experts are stored by outputs, for the CPU's op
-    join_shared: bool = False  # a shared expert becomes the last routed one if it fits
-    for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
-    cpu_kernels: bool = False  # products are packed for the CPU's library
-
-
-@dataclass(frozen=True)
-class Held:
-    """The weights that an engine holds in another way than its family's table says."""
-
-    formats: Mapping[str, Format]  # by name of a weight that stays quantised
-    by_outputs: Set[str]  # names of experts' weights that are stored by outputs
-    joined: Set[str]  # MoE modules whose shared expert is the last routed one
-    packed: Set[str]  # names of weights that are packed for the CPU's kernels
-
-    def table(self, table: list[Weight]) -> list[Weight]:
-        """Return the engine's table, made from a family's table of a rank or of all experts."""
-        table = with_shared(table, self.joined)
-        found = (
-            replace(weight, format=self.formats.get(weight.name), packed=weight.name in self.packed)
-            for weight in table
-        )
-        return [by_outputs(w) if w.name in self.by_outputs else w for w in found]
 
 
 @dataclass(frozen=True)
@@ -84,32 +52,26 @@ class OpenedModel:
     ids: GenerationIds
     ranks: Ranks  # `model` is the part of one of them; all have the same graph
     scheme: Scheme | None  # how the build quantises weights; None: they stay as stored
-    style: WeightStyle
+    style: GraphStyle
     stored: Checkpoint
     config: ModelConfig  # with the MTP modules that the checkpoint really holds
     checkpoint: Checkpoint  # `stored`, or a view of it as the scheme quantises it
-    held: Held
+    table: WeightTable
     model: CausalLM
-    parameters: int  # of all ranks
 
     @property
     def family(self) -> Family:
         return family_of(self.config)
 
-    @property
-    def table(self) -> list[Weight]:
-        """The table of weights with the experts of all ranks."""
-        return self.held.table(all_experts(self.config, self.ranks))
-
-    def weight_table(self, rank: int = 0) -> list[Weight]:
-        """Return the table of a rank's weights, in the order of use."""
-        return self.held.table(self.family.weight_table(self.config, Share(self.ranks, rank)))
+    def quantised(self) -> Iterator[tuple[Format, Format | None]]:
+        """Yield the format of each quantised weight of the checkpoint, and that in the engine."""
+        for name, held in self.table.stored_formats.items():
+            if (format := self.checkpoint.format(name)) is not None:
+                yield format, held
 
     def dequantised(self) -> Counter[str]:
         """Count, by format, the quantised weights that the engine holds in floats."""
-        names = {stored.name for w in self.table if w.format is None for stored in w.stored}
-        formats = map(self.checkpoint.format, names)
-        return Counter(format.name for format in formats if format is not None)
+        return Counter(format.name for format, held in self.quantised() if held is None)
 
     def tell_copies(self) -> None:
         """Log which MTP modules have an embedding or a head of their own."""
@@ -132,6 +94,9 @@ class OpenedModel:
         if found := ", ".join(f"{count} in {name}" for name, count in counts):
             note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
             logger.warning(note, found, dtype)
+        if count := sum(bool(held) and each.kept is not each for each, held in self.quantised()):
+            note = "note: %d weights with fp32 scales get fp16 ones, quantised anew where inexact"
+            logger.warning(note, count)
         if unfit := self.unfit:
             note = "note: %d weights stay in %s: their columns do not split into blocks (%s, ..)"
             logger.warning(note, len(unfit), dtype, unfit[0])
@@ -144,18 +109,23 @@ class OpenedModel:
     @property
     def weights_type(self) -> WeightsType:
         """The number format of most products."""
-        formats = Counter(format.name for format in self.held.formats.values()).most_common(1)
-        return cast(WeightsType, formats[0][0]) if formats else self.style.dtype
+        return self.style.dtype if self.format is None else cast(WeightsType, self.format.name)
+
+    @property
+    def format(self) -> Format | None:
+        """The quantised format of most products, or None."""
+        formats = Counter(self.table.formats.values()).most_common(1)
+        return formats[0][0] if formats else None
 
     @property
     def block_size(self) -> int | None:
         """The number of columns that share a scale in integer products; None for other formats."""
-        return BLOCK if self.weights_type in ("int8", "int4") else None
+        return self.format.block if self.format is not None and self.format.packs else None
 
     @property
     def by_cpu_kernels(self) -> bool:
         """Return whether the engine's operators are those of the CPU's library."""
-        return bool(self.held.packed)
+        return self.style.cpu_kernels
 
     @property
     def may_halve_caches(self) -> bool:
@@ -163,21 +133,6 @@ class OpenedModel:
         attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         by_ops = all(getattr(module, "by_ops", False) for module in attention)
         return by_ops and self.by_cpu_kernels and self.block_size is not None
-
-    @property
-    def stock_bytes(self) -> int:
-        """The bytes of weights that onnxruntime's own products read, and so pack.
-
-        It packs neither embeddings nor experts in fp32, nor weights that the CPU's library reads.
-        """
-        weights = (weight for weight in self.weight_table() if not weight.looked_up)
-        if self.by_cpu_kernels:
-            packed = [w for w in weights if w.format is not None and not w.packed]
-        else:
-            packed = [w for w in weights if w.format is not None or w.slices == 1]
-        names = (name for weight in packed for name in weight.tensors)
-        matrices = {n: p for n, p in self.model.named_parameters() if p.dim() > 1}
-        return sum(matrices[name].nbytes for name in names if name in matrices)
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -187,7 +142,7 @@ class OpenedModel:
         return ModelInfo(
             name=self.source.name,
             architecture=self.family.name,
-            parameters=self.parameters,
+            parameters=self.table.parameters,
             **config,
             **vars(self.ids),
         )
@@ -197,7 +152,7 @@ def open_model(
     source: "FoundModel",
     config: ModelConfig,
     ids: GenerationIds,
-    style: WeightStyle,
+    style: GraphStyle,
     *,
     ranks: Ranks = ALONE,
     layers: LayersSlice | None = None,
@@ -215,20 +170,14 @@ def open_model(
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
-    checkpoint = see(stored, config, scheme)
-    held = choose(checkpoint, config, style, ranks)
-    model = make_model(config, style, held, ranks, device)
-    parameters = count_parameters(config)
+    table, checkpoint = stored.check(config, ranks), stored
+    if scheme is not None:
+        checkpoint = requantise(stored, config, scheme, table.stored.values())
+    table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
+    model = make_model(table, style, device)
     return OpenedModel(
-        *(source, ids, ranks, scheme, style, stored, config, checkpoint, held, model, parameters)
+        *(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
     )
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Count the checkpoint's parameters; a tied embedding, which makes two weights, counts once."""
-    table = family_of(config).weight_table(config, WHOLE)
-    shapes = {stored.name: stored.shape for weight in table for stored in weight.stored}
-    return sum(map(prod, shapes.values()))
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
@@ -243,139 +192,21 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
         raise CheckpointError(f"{path}: {size} tokens, config.json has vocab_size {limit}")
 
 
-def all_experts(config: ModelConfig, ranks: Ranks) -> list[Weight]:
-    """Return the family's table with the routed experts of all ranks."""
-    share = Share(Ranks(attention_dp=ranks.attention_dp))
-    return family_of(config).weight_table(config, share)
-
-
-def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, ranks: Ranks) -> Held:
-    """Decide how the engine holds weights: alike on all ranks, so that they share their graphs."""
-    share, every = Share(ranks), all_experts(config, ranks)
-    own = family_of(config).weight_table(config, share)
-    joined = fitting(checkpoint, every, like_routed(own, share)) if style.join_shared else set()
-    every, own = with_shared(every, joined), with_shared(own, joined)
-    formats = dict[str, Format]()
-    for weight, of_all in zip(own, every, strict=True):
-        format, *others = stored_formats(checkpoint, of_all)
-        if format is None or others or format.name not in style.formats:
-            continue
-        if can_stay(replace(weight, format=format), share):
-            formats[weight.name] = format
-    formats = in_pairs(own, formats)
-    if style.cpu_kernels:  # attention never expands its cache: it reads per-head products alone
-        head = formats.get("lm_head")
-        narrow = INT4 if head is not None and head.name == INT4.name else INT8
-        formats |= dict.fromkeys(quantised_heads(own, formats), narrow)
-    packed = packable(own, formats, style.dtype) if style.cpu_kernels else set()
-    rows = plain_experts(own, formats) - packed if style.expert_rows else set[str]()
-    return Held(formats, rows, joined, packed)
-
-
-def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]:
-    """Return the formats of the stored tensors that make a weight."""
-    return {checkpoint.format(stored.name) for stored in weight.stored}
-
-
-def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> set[str]:
-    """Return the MoE modules whose shared expert has the same format as all their routed ones."""
-    named = {weight.name: weight for weight in every}
-
-    def formats(weight: str) -> set[Format | None]:
-        return stored_formats(checkpoint, named[weight])
-
-    def fits(module: str) -> bool:
-        own = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
-        return all(formats(routed) == formats(shared) for routed, shared in own)
-
-    return set(filter(fits, modules))
-
-
-def can_stay(weight: Weight, share: Share) -> bool:
-    """Return whether programs can compute with the weight's format.
-
-    Integers can't be split over ranks. In other formats at least GROUP inputs must share a scale.
-    """
-    if isinstance(weight.format, Integers):
-        fits = weight.format.name == INT8.name if weight.looked_up else weight.joined is not None
-        return fits and share.ranks.tp == 1
-    return weight.joined is not None and weight.scale_group(share) >= GROUP
-
-
-def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
-    """Drop integer formats of experts if their two products differ, as QMoE takes both alike."""
-    stacks = {weight.name.rpartition(".")[0] for weight in own if weight.slices > 1}
-
-    def stays(name: str, format: Format) -> bool:
-        layer = name.rpartition(".")[0]
-        if layer not in stacks or not isinstance(format, Integers):
-            return True
-        return all(formats.get(f"{layer}.{leaf}") is format for leaf in STACKS)
-
-    return {name: format for name, format in formats.items() if stays(name, format)}
-
-
-def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterator[str]:
-    """Yield the per-head products to quantise: those of layers whose o_proj is in integers.
-
-    In fp32 the absorbed projections of a 10B model are a third of the bytes that a token reads.
-    """
-    for weight in own:
-        beside = formats.get(f"{weight.name.rpartition('.')[0]}.o_proj")
-        if weight.wide_heads and isinstance(beside, Integers):
-            _, inputs, outputs = weight.slice_shape
-            if INT8.fits((outputs, inputs)):
-                yield weight.name
-
-
-def packable(own: list[Weight], formats: Mapping[str, Format], dtype: FloatType) -> set[str]:
-    """Return the products that the CPU's kernels read: fp32, and integers with fp16 scales."""
-    found = ((weight.name, formats.get(weight.name)) for weight in own if weight.multiplied)
-    return {
-        name
-        for name, format in found
-        if (format is None and dtype == "float32")
-        or (isinstance(format, Integers) and format.scales == torch.float16)
-    }
-
-
-def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
-    """Return the stacked weights of experts in layers where neither product is quantised."""
-    quantised = {name.rpartition(".")[0] for name in formats}
-    stacked = (weight.name for weight in own if weight.slices > 1)
-    return {name for name in stacked if name.rpartition(".")[0] not in quantised}
-
-
-def make_model(
-    config: ModelConfig, style: WeightStyle, held: Held, ranks: Ranks, device: str
-) -> CausalLM:
+def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
-    family, share = family_of(config), Share(ranks)
+    family, share = family_of(table.config), Share(table.ranks)
     with torch.device(device):
-        model = family.make_model(config, ranks)
+        model = family.make_model(table.config, table.ranks)
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
-        join_shared(model, held.joined)
-        model.cpu_kernels = bool(held.packed)
-        hold(model, held.table(family.weight_table(config, share)), share)
+        for name in table.joined:
+            module = model.get_submodule(name)
+            assert isinstance(module, GatheredMoE)
+            module.join_shared()
+        model.cpu_kernels = style.cpu_kernels
         for module in model.modules():
-            if isinstance(module, Gate | EmbeddingBlocks | Rope):
-                module.fused = model.cpu_kernels  # the library has an operator for them
-        for name in held.by_outputs:
-            put(model, name, ExpertRows(model.get_parameter(name)))
+            if isinstance(module, Gate | Rope):
+                module.fused = style.cpu_kernels  # the library has an operator for them
+        for weight in table.of_rank(0):
+            if weight.format is not None or weight.layout is not Layout.PLAIN:
+                put(model, weight.name, holder(weight, model.get_parameter(weight.name), share))
     return model
-
-
-def join_shared(model: CausalLM, modules: Set[str]) -> None:
-    """Make the shared expert of these modules the last of their routed experts."""
-    for name in modules:
-        module = model.get_submodule(name)
-        assert isinstance(module, GatheredMoE)
-        module.join_shared()
-
-
-def hold(model: CausalLM, table: Iterable[Weight], share: Share) -> None:
-    """Replace the weights that stay quantised, or are packed, by parameters of their own form."""
-    for weight in table:
-        if weight.format is not None or weight.packed:
-            shape = model.get_parameter(weight.name).shape
-            put(model, weight.name, holder(weight, shape, share))

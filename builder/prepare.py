@@ -68,22 +68,14 @@ class Job:
         device: "meta" if values are never read. Raises CheckpointError, and UsageError if the
         target's engines can't hold the model.
         """
-        from mtpbuild.builder.opened_model import WeightStyle, open_model
+        from mtpbuild.builder.opened_model import open_model
 
         plan = next(iter(self.plans.values()))
-        style = WeightStyle(
-            formats=self.target.formats,
-            dtype=plan.dtype,
-            expert_rows=not plan.style.for_gpu,
-            join_shared=plan.style.fused,
-            for_gpu=plan.style.for_gpu,
-            cpu_kernels=plan.style.cpu_kernels,
-        )
         model = open_model(
             self.source,
             self.config,
             self.ids,
-            style,
+            plan.style,
             ranks=self.request.ranks,
             layers=self.request.layers,
             drafts=any(plan.nextn for plan in self.plans.values()),

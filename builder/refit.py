@@ -16,13 +16,14 @@ from mtpbuild.builder.engine.manifest_of import describe_files
 from mtpbuild.builder.engine.staged import staged_folder
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.opened_model import OpenedModel, WeightStyle
+from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.opened_model import open_model as open_checked
 from mtpbuild.builder.prefixes import remake_prefixes
 from mtpbuild.builder.prepare import find_source
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.contract.manifest import (
@@ -35,6 +36,7 @@ from mtpbuild.runtime.contract.manifest import (
 )
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.safetensors_header import Header, read_header
+from mtpbuild.runtime.targets import find_target
 
 SHOWN = 6  # differences in one line
 
@@ -56,7 +58,8 @@ def refit(
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
     target = load_target(old.target.name)
-    if target.embeds_weights(target.Options()):
+    options = target.Options(**find_target(target.name).build_flags(old))
+    if target.embeds_weights(options):
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
@@ -64,7 +67,7 @@ def refit(
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
-    new = open_model(engine, old, model, target.formats)
+    new = open_model(engine, old, model, target, options)
     new.tell_formats()
 
     with staged_folder(engine) as building:
@@ -96,26 +99,19 @@ def refit(
     return old, read_manifest(engine)
 
 
-def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> OpenedModel:
+def open_model(
+    engine: Path, old: Manifest, model: str, target: Target, options: Any
+) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
     whole = find_model(model)
     refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
     found, config = find_source(BuildRequest(model, layers=layers))
-    for_gpu = bool(old.target.compute_capabilities)
-    style = WeightStyle(
-        formats=formats,
-        dtype=old.build.dtype,
-        expert_rows=not for_gpu,
-        join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
-        for_gpu=for_gpu,
-        cpu_kernels=old.build.cpu_layout is not None,
-    )
     new = open_checked(
         found,
         config,
         generation_ids(found.folder, config),
-        style,
+        target.style(options, config),
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),

@@ -7,14 +7,11 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.readable import stored_as
 from mtpbuild.builder.dry_run import size_of
-from mtpbuild.builder.forecast.cpu import MAPPED, weights_by_head
-from mtpbuild.builder.forecast.weights import TIED, Layout, count_classes
+from mtpbuild.builder.forecast.cpu import MAPPED
+from mtpbuild.builder.forecast.weights import TIED, Layout, count_classes, in_engine
 from mtpbuild.builder.host import Room
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.formats import INT8, Format
-from mtpbuild.builder.weights.made import Stored
-from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
 from mtpbuild.runtime.errors import DownloadError
 
@@ -62,7 +59,7 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
     """Return a hint at the smallest format that the target keeps, if the engine is larger."""
     sizes = {
         name: weights_bytes(target, replace(plan, scheme=build_scheme(name)), folder)
-        for name in target.formats
+        for name in plan.style.formats
     }
     if not sizes or min(sizes.values()) >= weights_bytes(target, plan, folder):
         return ""
@@ -73,16 +70,9 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
 def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file."""
     stored, config = SCHEMES[stored_as(folder)], plan.config
-    scheme = plan.scheme or stored
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
-
-    def kept(weight: Stored) -> Format | None:
-        format = format_by(scheme, config, weight)
-        return None if format is None or format.name not in target.formats else format
-
-    layout = Layout("", config, kept, lambda _: dtype, repeated=False)
-    by_head = weights_by_head(layout, plan.scheme) if plan.style.cpu_kernels else set[str]()
-    held = replace(layout, format=lambda weight: INT8 if weight.name in by_head else kept(weight))
+    layout = Layout("", config, lambda _: None, lambda _: dtype, repeated=False)
+    held = in_engine(layout, plan.scheme or stored, plan.style, plan.ranks, dtype)
     found = count_classes(held, plan.ranks)
     return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in found))
 

@@ -46,10 +46,10 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     The error names the first weight of another shape.
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
-    shapes = {stored.name: stored.shape for weight in model.table for stored in weight.stored}
+    shapes = {name: stored.shape for name, stored in model.table.stored.items()}
     checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, 0, shapes)
     for rank in ranks:
-        share, table = Share(model.ranks, rank), model.weight_table(rank)
+        share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         for name, weight in whole(made(checkpoint, table, share)):
             if weight.shape != wanted[name]:
                 is_to_be = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"

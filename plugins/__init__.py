@@ -21,7 +21,6 @@ from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
 from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits
 from mtpbuild.plugins.experts.op import experts as experts
-from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
 from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed
 from mtpbuild.plugins.gated_packed.op import gated_packed as gated_packed
 from mtpbuild.plugins.gated_product.op import gated_product as gated_product
@@ -32,7 +31,6 @@ from mtpbuild.plugins.grouped_rows.op import (
 from mtpbuild.plugins.grouped_rows.op import grouped_rows as grouped_rows
 from mtpbuild.plugins.grouped_rows.op import grouped_rows_write as grouped_rows_write
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write
-from mtpbuild.plugins.matmul_nbits.op import matmul_nbits as matmul_nbits
 from mtpbuild.plugins.matmul_scaled.op import (
     dequantise_scaled as dequantise_scaled,
 )

@@ -81,7 +81,8 @@ def _architectures(manifest: "Manifest") -> str:
 
 def _onnx_flags(manifest: "Manifest") -> Mapping[str, Any]:
     halved = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
-    return {"cache_dtype": "bfloat16"} if halved else {}
+    flags: dict[str, Any] = {"cache_dtype": "bfloat16"} if halved else {}
+    return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
 
 
 def _inductor_flags(manifest: "Manifest") -> Mapping[str, Any]:

@@ -1,24 +1,19 @@
 """A rank's model of random weights, in the dtypes and formats of `mtpbuild build`."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
-from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.rope import inverse_frequencies
-from mtpbuild.builder.opened_model import can_stay, hold, join_shared
-from mtpbuild.builder.weights.made import Share, Weight
+from mtpbuild.builder.opened_model import make_model
+from mtpbuild.builder.targets.style import GraphStyle, Kernels
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES
+from mtpbuild.builder.weights.table import WeightTable, choose_formats, family_table
 from mtpbuild.runtime.group.channel import use_in_programs
 from mtpbuild.runtime.group.start import GROUP
 from on_gpu.slices import Slice
@@ -30,12 +25,7 @@ SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 
 
 def meta_model(case: Slice) -> CausalLM:
     """Make the model without memory for its weights."""
-    with torch.device("meta"):
-        model = family_of(case.config).make_model(case.config, case.ranks)
-        set_dtype(model, FLOATS[case.dtype], for_gpu=True)
-        join_shared(model, joined(case))
-        hold(model, quantised_weights(case), Share(case.ranks))
-    return model
+    return make_model(table_of(case), style_of(case), "meta")
 
 
 def empty_model(case: Slice, device: str) -> CausalLM:
@@ -75,26 +65,15 @@ def random_model(case: Slice, device: str) -> CausalLM:
     return with_frequencies(model, case, device)
 
 
-def quantised_weights(case: Slice) -> Iterator[Weight]:
-    """Yield the weights that stay quantised in an engine of the published checkpoint.
-
-    case.weights names the checkpoint's format.
-    """
-    scheme = SCHEMES[case.weights]
-    for weight in with_shared(table_of(case), joined(case)):
-        format, *others = {format_by(scheme, case.config, stored) for stored in weight.stored}
-        held = replace(weight, format=format)
-        if format is not None and not others and can_stay(held, Share(case.ranks)):
-            yield held
+def table_of(case: Slice) -> WeightTable:
+    """Return the weights as a GPU engine holds them, of a checkpoint in the format case.weights."""
+    table, scheme = family_table(case.config, case.ranks), SCHEMES[case.weights]
+    return choose_formats(table, lambda w: format_by(scheme, case.config, w), style_of(case))
 
 
-def table_of(case: Slice) -> list[Weight]:
-    return family_of(case.config).weight_table(case.config, Share(case.ranks))
-
-
-def joined(case: Slice) -> set[str]:
-    """Return the MoE modules whose shared expert a GPU engine appends to the routed ones."""
-    return like_routed(table_of(case), Share(case.ranks))
+def style_of(case: Slice) -> GraphStyle:
+    formats = ("fp8", "nvfp4")
+    return GraphStyle(for_gpu=True, kernels=Kernels.FUSED, formats=formats, dtype=case.dtype)
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.weights.formats import SIZES, Entry, Format
+from mtpbuild.builder.weights.formats import Entry, Format
+from mtpbuild.builder.weights.formats.format import SIZES
 from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.quantize import quantization_config

@@ -79,7 +79,7 @@ def print_quantized(done: "Quantized") -> None:
             soft_wrap=True,
         )
     if done.coarse:
-        from mtpbuild.builder.weights.formats import coarse_note
+        from mtpbuild.builder.weights.formats.integers import coarse_note
 
         console.print(coarse_note(done.coarse), soft_wrap=True)
     console.print(f"wrote {done.folder}", soft_wrap=True)

@@ -4,7 +4,7 @@ Whatever its nextn, an engine holds every weight of the main model and of the MT
 weights that `build --weights` quantises are integers, all others fp32.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
@@ -19,30 +19,25 @@ from mtpbuild.builder.forecast.weights import (
     CheckpointPortion,
     Layout,
     count_classes,
+    in_engine,
     sum_portions,
 )
 from mtpbuild.builder.host import Machine, measure_bandwidth, measure_machine
-from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.weights.formats import INT8, Format, Integers
-from mtpbuild.builder.weights.made import WHOLE, Stored
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
-from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE
 
 # Values of --weights; None: integers as the checkpoint has them, or fp32.
-ASKED = (None, "int8", "int4")
+FORMATS = ("int8", "int4")
+ASKED = (None, *FORMATS)
 
 # Bytes of memory at run time for each byte of the weights file. Our kernels read the memory-mapped
 # file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
 # took 1.33 GB (its share of the pages), 0.11 GB of it private.
 MAPPED = 1.1
-# Each session of onnxruntime's own operators (prefill, decode) packs its own copy. Engines of 8.76
-# GB were measured at 19.0 GB (2.17) and 20.4 GB (2.33), one of 1.49 GB at 3.51 GB (2.36).
-PACKED = 2.4
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
-        forecast_engine(request, weights, model, factor(), download, machine)
+        forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
     ]
     return CpuForecast(
@@ -136,53 +131,24 @@ def needs_download(request: ForecastRequest) -> bool:
 
 def engine_model(layout: Layout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    by_head = weights_by_head(layout, scheme)
-
-    def format(stored: Stored) -> Format | None:
-        return INT8 if stored.name in by_head else engine_format(layout, stored, scheme)
-
-    held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
-    found = count_classes(held, ALONE)
+    style = GraphStyle(formats=FORMATS, cpu_kernels=True)
+    found = count_classes(in_engine(layout, scheme, style, ALONE, "F32"), ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # with so few experts all are computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
     return CostModel(layout.config, found, ALONE, UNKNOWN)
 
 
-def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
-    """Return the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
-    table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    every = (stored for weight in table for stored in weight.stored)
-    integers = scheme is not None or any(isinstance(layout.format(s), Integers) for s in every)
-    if not integers or find_library() is None:
-        return set()
-    return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
-
-
-def factor() -> float:
-    """Return the bytes of memory for each byte of an engine that is built here."""
-    return PACKED if find_library() is None else MAPPED
-
-
-def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
-    """Return the format in which an engine holds a weight of the checkpoint; None: fp32."""
-    if scheme is not None:
-        return format_by(scheme, layout.config, stored)
-    format = layout.format(stored)
-    return format if isinstance(format, Integers) else None
-
-
 def forecast_engine(
     request: ForecastRequest,
     weights: str | None,
     model: CostModel,
-    factor: float,
     download: int,
     machine: Machine,
 ) -> CpuEngine:
     file = count_engine_bytes(model)
     caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
-    memory = [round(factor * file) + cache for cache in caches]
+    memory = [round(MAPPED * file) + cache for cache in caches]
     load = StepLoad(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)

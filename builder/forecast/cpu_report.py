@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
-from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast, count_cache_bytes
+from mtpbuild.builder.forecast.cpu import MAPPED, CpuEngine, CpuForecast, count_cache_bytes
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.weights.scheme import AS_STORED
@@ -102,7 +102,7 @@ def _room(f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
     shared = ", of which the download takes its part" if f.shares_disk else ""
     print_lines(
-        f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
+        f"memory: {MAPPED:g} times the engine, as "
         f"measured (docs/plan.md), and caches: "
         f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
         f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -10,11 +10,13 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.recipe import find_model, find_recipe
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.formats import Entry, Format, Shape
-from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.table import choose_formats, family_table
 from mtpbuild.runtime.ranks import Ranks
 
 KINDS = (  # of a layer's weights; the first entry whose text the name contains decides
@@ -106,11 +108,28 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
     )
 
 
+def in_engine(
+    layout: Layout, scheme: Scheme | None, style: GraphStyle, ranks: Ranks, dtype: str
+) -> Layout:
+    """Return the layout of an engine's weights; dtype: of those that are not quantised."""
+    config = layout.config
+
+    def quantised(stored: Stored) -> Format | None:
+        return layout.format(stored) if scheme is None else format_by(scheme, config, stored)
+
+    formats = choose_formats(family_table(config, ranks), quantised, style).stored_formats
+    return replace(
+        layout,
+        format=lambda stored: formats[stored.name],
+        plain=lambda stored: dtype,
+        repeated=False,
+    )
+
+
 def count_classes(layout: Layout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights of every class, the main model's first."""
     found: dict[tuple[str, bool], WeightClass] = {}
-    table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    for stored in {s.name: s for weight in table for s in weight.stored}.values():
+    for stored in family_table(layout.config).stored.values():
         key = classify(layout.config, stored.name)
         one = found.setdefault(key, WeightClass(*key))
         one.parameters += prod(stored.shape)

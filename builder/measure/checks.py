@@ -87,7 +87,7 @@ class Case:
 
 def rounds_inputs(manifest: Manifest) -> bool:
     """Return whether a difference in the last digit may be rounded to a larger one."""
-    return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
+    return manifest.build.block_size is not None or manifest.build.dtype == "bfloat16"
 
 
 def check_chunks(case: Case) -> Finding:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.weights.formats import FORMATS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
-
-BLOCKS = {"fp8": 128, "nvfp4": 16, "int8": 32, "int4": 32}  # columns that a split must not cut
 
 
 def check_ranks(
@@ -30,7 +29,8 @@ def check_ranks(
 def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
     """Describe the first size that does not split into its parts; "" if all do."""
     for split in family_of(config).split_sizes(config, ranks):
-        block = BLOCKS.get(formats.get(split.weights, ""), 1) if split.parts > 1 else 1
+        format = FORMATS.get(formats.get(split.weights, "")) if split.parts > 1 else None
+        block = 1 if format is None else format.block  # a split must not cut one
         if split.size % (block * split.parts):
             into = f" (into tp / ep = {split.parts})" if split.parts not in (1, ranks.tp) else ""
             blocks = f" into blocks of {block}" if block > 1 else ""

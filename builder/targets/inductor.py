@@ -96,11 +96,12 @@ class Inductor(Target):
 
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
         if options.device == "cpu":
-            return GraphStyle(dtype=options.dtype)  # type: ignore[arg-type]
+            return GraphStyle(formats=self.formats, dtype=options.dtype)  # type: ignore[arg-type]
         return GraphStyle(
             for_gpu=True,
             sizes=Sizes.WHOLE_CACHES,
             kernels=Kernels.FUSED,
+            formats=self.formats,
             overlap=True,
             dtype=options.dtype,  # type: ignore[arg-type]
         )

@@ -42,7 +42,8 @@ class GraphStyle:
     kernels: Kernels = Kernels.NONE
     cpu_kernels: bool = False  # the CPU's library of kernels multiplies weights
     overlap: bool = False  # a step is launched before the tokens of the previous one are read
-    dtype: "FloatType" = "float32"  # of weights, caches and hidden states
+    formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
+    dtype: "FloatType" = "float32"  # of other weights, caches and hidden states
     cache_dtype: "FloatType | None" = None  # of caches, if it differs from dtype
 
     @property

@@ -69,6 +69,7 @@ class TensorRt(Target):
             for_gpu=True,
             sizes=Sizes.FIXED,
             kernels=Kernels.FUSED,
+            formats=self.formats,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
 

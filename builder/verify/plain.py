@@ -10,7 +10,7 @@ from mtpbuild.builder.measure.compare import LEAST, MOST, TIE, Finding, largest_
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.weights.requantised import see
+from mtpbuild.builder.weights.requantised import requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import open_slice
 
@@ -27,7 +27,9 @@ def load_plain(
         config = layers.of(config)
     stored, family = open_slice(folder, layers), family_of(config)
     config = stored.settle(config)
-    checkpoint = see(stored, config, scheme)
+    table, checkpoint = stored.check(config), stored
+    if scheme is not None:
+        checkpoint = requantise(stored, config, scheme, table.stored.values())
     model, same = family.reference(config), family.duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)

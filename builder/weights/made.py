@@ -8,28 +8,19 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, groupby
 from math import gcd, prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.weights.formats import (
-    FP8_BLOCK,
-    GROUP,
-    Format,
-    Integers,
-    Nvfp4,
-    refuse_too_large,
-    spread,
-)
+from mtpbuild.builder.weights.formats import Format, refuse_too_large
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mtpbuild.builder.weights.stored import Checkpoint
 
 Transform: TypeAlias = "Callable[..., Tensor]"
 PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
@@ -44,6 +35,19 @@ WIDE = 1 << 18
 def stack_rows(*w: Tensor) -> Tensor:
     """Concatenate projections of the same input: [out_i, ..] each -> [sum of out_i, ..]."""
     return torch.cat(w) if len(w) > 1 else w[0]
+
+
+def in_turn(*w: Tensor) -> Tensor:
+    """Interleave the outputs of projections: [out, ..] each -> [1, out * number, ..]."""
+    return torch.stack(w, dim=1).flatten(0, 1)[None]
+
+
+class Layout(Enum):
+    """The order of a weight's numbers in an engine, and the suffix of the tensor's name."""
+
+    PLAIN = ""  # as its transform makes it
+    ROWS = "rows"  # experts by outputs: rows of gate and up alternate
+    PACKED = "values"  # panels of the CPU's kernels
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,23 @@ class Share:
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
         """Return the shape of this rank's part."""
-        return self.cut(stored, torch.empty(stored.shape, device="meta")).shape
+        parts = self.ranks.tp // self.ranks.ep if stored.routed else self.ranks.parts
+        return tuple(
+            size // parts if axis == stored.axis else size for axis, size in enumerate(stored.shape)
+        )
 
 
 WHOLE = Share()
+
+
+class Readable(Protocol):
+    """A checkpoint, as far as weights are made from it."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in fp32."""
+
+    def kept_parts(self, name: str) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which engines keep it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,7 @@ class Weight:
     looked_up: bool = False  # an embedding: token ids select its rows
     per_head: tuple[int, ...] = ()  # for a stack of per-head products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
-    packed: bool = False  # in the layout of the CPU's kernels
+    layout: Layout = Layout.PLAIN
 
     @property
     def groups(self) -> Iterator[tuple[Stored, ...]]:
@@ -127,15 +144,14 @@ class Weight:
         return self.slices > 1 and len(self.stored) > self.slices
 
     @property
+    def packed(self) -> bool:
+        """Return whether it is in the layout of the CPU's kernels."""
+        return self.layout is Layout.PACKED
+
+    @property
     def multiplied(self) -> bool:
         """Return whether the weight is a product, or a stack of them, whose outputs fill panels."""
         return self.joined is not None or bool(self.per_head)
-
-    @property
-    def slice_shape(self) -> tuple[int, ...]:
-        """The shape of one slice in floats, before ranks split it."""
-        stored = (torch.empty(each.shape, device="meta") for each in next(self.groups))
-        return self.transform(*stored).shape
 
     @property
     def wide_heads(self) -> bool:
@@ -146,30 +162,27 @@ class Weight:
     def tensors(self) -> dict[str, str]:
         """The weight's tensors in the engine: name -> suffix of the format's part."""
         if self.format is None:
-            return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
-        heads = range(self.slice_shape[0]) if self.per_head and not self.packed else ()
-        names = [f"{self.name}.{h}" for h in heads] or [self.name]
-        parts = [*zip(PARTS, self.format.suffixes, strict=False)]
-        return {f"{name}.{part}": suffix for name in names for part, suffix in parts}
+            return {f"{self.name}.{self.layout.value}" if self.layout.value else self.name: ""}
+        parts = zip(PARTS, self.format.suffixes, strict=False)
+        return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
     def scale_group(self, share: Share) -> int:
         """Return how many inputs share a scale after ranks have cut the blocks."""
-        widths = (share.shape(stored)[1] for stored in self.stored)
-        return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
+        assert self.format is not None
+        return gcd(self.format.block, *(share.shape(stored)[1] for stored in self.stored))
 
-    def made(self, checkpoint: Checkpoint, share: Share) -> Iterator[tuple[str, Tensor]]:
+    def made(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.parts(stored.name) for stored in group]
+                parts = [checkpoint.kept_parts(stored.name) for stored in group]
                 for name, suffix in self.tensors.items():
                     found = [each[suffix] for each in parts]
-                    yield name, self._joined(suffix, group, found, share).contiguous()
+                    yield name, self._joined(self.format, suffix, group, found, share).contiguous()
                 continue
             # The stored tensors are bound to no name, so they are freed before the slice is copied.
-            slice = self.transform(
-                *[share.cut(stored, checkpoint.read(stored.name)) for stored in group]
-            )
+            join = in_turn if self.layout is Layout.ROWS else self.transform
+            slice = join(*[share.cut(stored, checkpoint.read(stored.name)) for stored in group])
             if self.format is None:
                 (name,) = self.tensors
                 yield name, self._floats(slice).contiguous()
@@ -191,51 +204,36 @@ class Weight:
         """
         refuse_too_large(format, self.stored[0].name, heads)
         encoded = [format.encode(head.T.contiguous()) for head in heads]
-        if self.packed:
-            for name, suffix in self.tensors.items():
-                yield name, torch.stack([self._packed(suffix, each[suffix]) for each in encoded])
-        else:
-            parts = (part for each in encoded for part in each.values())
-            yield from zip(self.tensors, parts, strict=True)
+        for name, suffix in self.tensors.items():
+            yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
 
     def _joined(
-        self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
+        self,
+        format: Format,
+        suffix: str,
+        group: tuple[Stored, ...],
+        parts: list[Tensor],
+        share: Share,
     ) -> Tensor:
         """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
-        if isinstance(self.format, Integers):
+        if not format.packs:
+            inputs = self.scale_group(share)
+            rows = (
+                share.cut(stored, format.rows(suffix, part, stored.shape, inputs))
+                for stored, part in zip(group, parts, strict=True)
+            )
+            return format.finish(suffix, self.transform(*rows), self.joined)
+        if self.rows is not None:
+            joined = self.rows(*parts)
+        else:
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 
-            if self.rows is not None:
-                return self._packed(suffix, self.rows(*parts))
-            if self.packed:
-                in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
-                return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
-            return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # interleaved
-        rows = (self._rows(suffix, *each, share) for each in zip(group, parts, strict=True))
-        return self.transform(*rows)
-
-    def _packed(self, suffix: str, part: Tensor) -> Tensor:
-        """Return the values or scales of an integer format, packed if the weight is."""
-        if not self.packed:
-            return part
-        from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
-
-        return packed_values(part) if suffix == "" else packed_scales(part)
-
-    def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
-        """Return a part as [out, ..], so that `transform` can permute and join its outputs."""
-        if suffix == "_scale_2":
-            outputs, inputs = share.shape(stored)
-            return part.expand((1, inputs // GROUP) if self.joined == 1 else (outputs, 1))
-        if suffix == "_scale_inv":
-            (outputs, inputs), group = stored.shape, self.scale_group(share)
-            wide = spread(part, (outputs, inputs // group), FP8_BLOCK // group)
-            return share.cut(stored, wide)
-        return share.cut(stored, part.view(torch.uint8))
+            joined = gates_then_ups(in_turn(*parts)) if self.paired else in_turn(*parts)
+        return format.pack(suffix, joined) if self.packed else joined
 
 
 def made(
-    checkpoint: Checkpoint, table: Iterable[Weight], share: Share = WHOLE
+    checkpoint: Readable, table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a rank's table as the engine holds them, one at a time.
 

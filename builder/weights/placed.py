@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.weights.formats import Entry, coarse_blocks, coarse_note, entry_of
+from mtpbuild.builder.weights.formats import Entry, entry_of
+from mtpbuild.builder.weights.formats.integers import coarse_blocks, coarse_note
 from mtpbuild.builder.weights.made import Share, made
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
@@ -156,7 +157,7 @@ class EngineWeights:
         if there is not None:
             done = WrittenWeights(read_places(path), there)
         elif done is None or not shared(done.sha256):
-            table = self.model.weight_table(rank)
+            table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
             tensors = made(self.model.checkpoint, table, Share(ranks, rank))

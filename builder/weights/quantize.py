@@ -13,13 +13,13 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.engine.staged import is_taken, staged_folder
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, coarse_blocks, entry_of
+from mtpbuild.builder.weights.formats import FORMATS, Format, entry_of
+from mtpbuild.builder.weights.formats.integers import coarse_blocks
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 
@@ -73,7 +73,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
-    weights = {s.name: s for weight in checkpoint.check(config) for s in weight.stored}
+    weights = checkpoint.check(config).stored
     for copy, original in family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
             weights.setdefault(copy, Stored(copy, weights[original].shape))
@@ -124,7 +124,7 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
         quantization = {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": None,
-            "group_size": GROUP,
+            "group_size": FORMATS[scheme.main].block,
             "exclude_modules": scheme.exclude_modules(config),
         }
         algorithm = {"producer": {"name": "mtpbuild"}, "quantization": quantization}
@@ -135,12 +135,14 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    assert scheme.main is not None
+    block = FORMATS[scheme.main].block
     if scheme.main == "fp8":
-        blocks = [FP8_BLOCK, FP8_BLOCK]
+        blocks = [block, block]
         rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {"quant_method": "fp8"} | rest
     head = {} if scheme.head is None else {"head": scheme.head}
-    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": BLOCK} | head
+    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": block} | head
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

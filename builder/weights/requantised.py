@@ -115,15 +115,6 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | N
     return format if format is not None and format.fits(stored.shape) else None
 
 
-def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
-    """Check a checkpoint, and return it as `scheme` quantises it; None leaves it as it is."""
-    table = checkpoint.check(config)
-    if scheme is None:
-        return checkpoint
-    weights = {stored.name: stored for weight in table for stored in weight.stored}
-    return requantise(checkpoint, config, scheme, weights.values())
-
-
 def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
     """Return the tensors that store a weight, by suffix; a dequantised weight becomes bf16."""
     if format is not None:

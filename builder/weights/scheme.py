@@ -3,7 +3,7 @@
 This module needs no torch: formats are names, and None means that a weight stays as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import get_args
@@ -37,9 +37,8 @@ JOINS = {"int8": "int8", "int4": "int8"}
 class Scheme:
     """The formats of the main model, of the MTP modules, and of embedding and head.
 
-    exclude: globs of modules that are not quantised; None means each format's own list. With an
-    int4 head the embedding is int8, since a step reads only a few of its rows. join: the format of
-    the projection that joins an MTP module's inputs; only drafts depend on it.
+    exclude: globs of modules that are not quantised; None means each format's own list. join: the
+    format of the projection that joins an MTP module's inputs; only drafts depend on it.
     """
 
     main: str | None
@@ -50,24 +49,25 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; the caller checks that blocks fit."""
-        format = self._asked(config, name)
-        place = family_of(config).place(config, name)
-        if place is not None:  # globs see modules as layers after the trunk's
-            name = f"model.layers.{place[0]}.{place[1]}"
-        module = name.removesuffix(".weight")
-        return None if any(fnmatchcase(module, glob) for glob in self.globs(format)) else format
+        names = f"{weight_role(config, name)} {module_of(config, name)}"
+        return next((format for glob, format in self.rules() if fnmatchcase(names, glob)), None)
 
-    def _asked(self, config: ModelConfig, name: str) -> str | None:
-        family = family_of(config)
-        if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
-            looked_up = name.endswith(EMBEDDING.removeprefix("model."))
-            return "int8" if looked_up and self.head == "int4" else self.head
-        if family.joins(config, name):
-            return self.join
-        layer = family.may_be_quantised(config, name)
-        if layer is None:
-            return None
-        return self.main if layer < config.num_hidden_layers else self.mtp
+    def rules(self) -> Iterator[tuple[str, str | None]]:
+        """Yield globs over roles and modules, each with a format; the first that matches wins.
+
+        One is "main model.layers.*.self_attn.kv_b_proj": None, as attention absorbs this weight.
+        """
+        roles = {
+            # Beside an int4 head the embedding is int8, since a step reads only a few of its rows.
+            "embedding": "int8" if self.head == "int4" else self.head,
+            "head": self.head,
+            "join": self.join,
+            "mtp": self.mtp,
+            "main": self.main,
+        }
+        for role, format in roles.items():
+            yield from ((f"{role} {glob}", None) for glob in self.globs(format))
+            yield f"{role} *", format
 
     def exclude_modules(self, config: ModelConfig) -> list[str]:
         """Return the list of excluded modules as ModelOpt writes it."""
@@ -81,6 +81,26 @@ class Scheme:
         if format is None:
             return ()
         return EXCLUDED[format] if self.exclude is None else self.exclude
+
+
+def weight_role(config: ModelConfig, name: str) -> str:
+    """Return what a weight is to a scheme; "" for one that is never quantised."""
+    family = family_of(config)
+    if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
+        return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
+    if family.joins(config, name):
+        return "join"
+    layer = family.may_be_quantised(config, name)
+    if layer is None:
+        return ""
+    return "main" if layer < config.num_hidden_layers else "mtp"
+
+
+def module_of(config: ModelConfig, name: str) -> str:
+    """Return the module of a weight; those of MTP modules are in layers after the trunk's."""
+    place = family_of(config).place(config, name)
+    name = name if place is None else f"model.layers.{place[0]}.{place[1]}"
+    return name.removesuffix(".weight")
 
 
 # The published checkpoints' layouts, and our own, as recipes name them.

@@ -19,8 +19,10 @@ from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.weights.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
-from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
+from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +72,12 @@ class Checkpoint:
                 self._refuse_not_finite(name + suffix, part.float())
         return parts
 
+    def kept_parts(self, name: str) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which engines keep it."""
+        format = self.format(name)
+        assert format is not None
+        return format.keep(name, self.parts(name))
+
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
         if self.format(name) is not None or self.tensors[name].part is not None:
@@ -108,15 +116,14 @@ class Checkpoint:
     def _wrong(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors[name].file}: tensor {name} {what}")
 
-    def check(self, config: ModelConfig) -> list[Weight]:
+    def check(self, config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
         """Check the name, shape and dtype of every tensor, and return the model's weight table.
 
         config: the result of `settle`. Raises CheckpointError, which names the first missing,
         left-over or wrong-shaped tensor.
         """
-        family = family_of(config)
-        table, same = family.weight_table(config, WHOLE), family.duplicates(config)
-        wanted = {stored.name: stored for weight in table for stored in weight.stored}
+        table, same = family_table(config, ranks), family_of(config).duplicates(config)
+        wanted = table.stored
         self._refuse(set(wanted) - set(self.tensors), "missing tensor")
         known = set(wanted) | set(same)
         for stored in wanted.values():

@@ -1,12 +1,27 @@
-"""Packing of weights in the layout of the CPU's kernels: panels of 32 adjacent outputs."""
+"""Integers in blocks of 32 inputs, and the layout of the CPU's kernels: panels of 32 outputs."""
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.matmul_nbits.op import bits_of
-
+BLOCK = 32  # inputs that share a scale
 PANEL = 32  # adjacent outputs; the last panel is padded with zeros
 VECTOR = 16  # outputs in a line, with four bytes of each
+
+
+def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Convert values [.., blocks, bytes] and scales [.., blocks] to fp32 [.., K].
+
+    A block of 32 bytes holds int8 with zero at 128; a block of 16 bytes holds int4 with zero at 8,
+    the low nibble first.
+    """
+    if bits == 4:
+        values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
+    return ((values.float() - (1 << bits - 1)) * scales.float()[..., None]).flatten(-2)
+
+
+def bits_of(width: int) -> int:
+    """Return the bits per weight for blocks of `width` bytes."""
+    return width * 8 // BLOCK
 
 
 def panels(outputs: int) -> int:

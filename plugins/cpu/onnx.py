@@ -8,7 +8,7 @@ from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op
 
-from mtpbuild.plugins.matmul_nbits.onnx import BFLOATS, FLOATS, INTS, ROWS, contrib
+from mtpbuild.plugins.contrib import BFLOATS, FLOATS, INTS, ROWS, contrib
 
 DOMAIN = "mtpbuild"
 aten = torch.ops.aten

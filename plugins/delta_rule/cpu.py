@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import BOOLS, FLOATS, INTS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BOOLS, FLOATS, INTS
 
 OPERANDS = dict.fromkeys(("mixed", "ba", "rate", "bias", "state"), FLOATS)
 BEGINS = {"begins": BOOLS}  # added by the pass `FuseAround`

@@ -5,8 +5,8 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
+from mtpbuild.plugins.contrib import FLOATS, contrib
 from mtpbuild.plugins.delta_rule.op import EPSILON
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
 from mtpbuild.plugins.mla_attention.onnx import ints
 
 NAMES = ("query", "key", "value", "past_state", "decay", "beta")

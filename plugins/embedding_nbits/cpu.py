@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import BYTES, HALVES, INTS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, HALVES, INTS
 
 Embedding = operator("Embedding", {"tokens": INTS, "values": BYTES, "scales": HALVES})
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.matmul_nbits.op import dequantise
+from mtpbuild.plugins.cpu.layout import dequantise
 
 
 @torch.library.custom_op("mtpbuild::embedding_nbits", mutates_args=())

@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
+from mtpbuild.plugins.contrib import FLOATS, contrib
 
 ATTRIBUTES = {
     "k": 1,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import BYTES, FLOATS, HALVES
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
 
 IDS = "tensor(int32)"
 Experts = operator(

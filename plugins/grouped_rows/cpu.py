@@ -4,9 +4,9 @@ from typing import Any
 
 from onnxscript import ir
 
+from mtpbuild.plugins.contrib import FLOATS
 from mtpbuild.plugins.cpu.onnx import Attention, row_operators
 from mtpbuild.plugins.grouped_attention.cpu import sizes
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 GROUPED_ROWS = row_operators(
     "GroupedRows",

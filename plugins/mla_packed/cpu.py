@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import FLOATS, HALVES, INTS, ROWS, WEIGHT
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, INTS, ROWS, WEIGHT
 from mtpbuild.plugins.mla_attention.cpu import sizes
 
 LatentAttention = operator(

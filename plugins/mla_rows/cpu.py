@@ -4,8 +4,8 @@ from typing import Any
 
 from onnxscript import ir
 
+from mtpbuild.plugins.contrib import FLOATS
 from mtpbuild.plugins.cpu.onnx import row_operators
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 LATENT_ROWS = row_operators(
     "LatentRows",

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import FLOATS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 Route = operator(
     "Route",

@@ -1,10 +1,14 @@
-"""product_packed: `matmul_nbits`, with a weight in the layout of the CPU's kernels."""
+"""product_packed: x @ W for a weight in the layout of the CPU's kernels."""
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.cpu.layout import unpacked_floats, unpacked_scales, unpacked_values
-from mtpbuild.plugins.matmul_nbits.op import dequantise
+from mtpbuild.plugins.cpu.layout import (
+    dequantise,
+    unpacked_floats,
+    unpacked_scales,
+    unpacked_values,
+)
 
 
 @torch.library.custom_op("mtpbuild::product_packed", mutates_args=())

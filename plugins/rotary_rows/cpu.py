@@ -4,8 +4,8 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
+from mtpbuild.plugins.contrib import FLOATS, INTS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
 
 Places = operator(
     "Places",

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import FLOATS, INTS, ROWS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS, ROWS
 
 IndexKeys = operator(
     "IndexKeys",

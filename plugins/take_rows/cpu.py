@@ -4,8 +4,8 @@ from typing import Any
 
 from onnxscript import ir
 
+from mtpbuild.plugins.contrib import FLOATS, INTS
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
 
 Take = operator("Take", {"x": FLOATS, "start": INTS}, {"count": 0})
 TakeInts = operator("TakeInts", {"x": INTS, "start": INTS}, {"count": 0}, outputs=(INTS,))

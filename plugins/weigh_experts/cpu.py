@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from mtpbuild.plugins.contrib import FLOATS
 from mtpbuild.plugins.cpu.onnx import operator
 from mtpbuild.plugins.experts_packed.cpu import IDS
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 Weigh = operator("Weigh", {"x": FLOATS, "weights": FLOATS, "ids": IDS}, {"experts": 0, "always": 0})
 

@@ -230,11 +230,16 @@ def load(
             f"--provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
             f"pip uninstall onnxruntime; {install('onnxruntime-gpu')}"
         )
-    on_host, state = provider == "cpu", manifest.state
-    if manifest.build.cpu_layout is not None and not on_host:
+    on_host, state, build = provider == "cpu", manifest.state, manifest.build
+    if build.cpu_layout is not None and not on_host:
         raise EngineError(
-            f"{folder}: its operators are for CPUs: build it with --kernels stock "
+            f"{folder}: its operators are for CPUs: build it with --portable "
             f"for --provider {provider}"
+        )
+    if build.cpu_layout is None and build.block_size is not None:
+        raise EngineError(
+            f"{folder}: its {build.weights} products are by operators of onnxruntime, which this "
+            "mtpbuild does not use: build it again"
         )
     caches = PackedCaches(state) if on_host else DeviceCaches(state, provider)
     return OnnxPrograms(folder, manifest, caches, threads, provider)

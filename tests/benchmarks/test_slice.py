@@ -104,7 +104,7 @@ def test_weights_of_a_published_checkpoint(
 ) -> None:
     """Experts and MLPs stay in its format, as in an engine, and the parts make up a step."""
     case = replace(on_gpu("slices").small((2,)), weights=weights)
-    kept = {weight.name for weight in on_gpu("random_model").quantised_weights(case)}
+    kept = on_gpu("random_model").table_of(case).formats.keys()
     assert {f"layers.{i}.mlp.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")} <= kept
     assert ("mtp.0.mlp.down_proj" in kept) == module
     bench = on_gpu("slice_bench").Bench(case, on_gpu("machine").Machine("cpu"), False, tmp_path)

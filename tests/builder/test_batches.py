@@ -128,22 +128,21 @@ def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "cleared"),
+    ("portable", "cleared"),
     [
-        ("auto", True),
-        pytest.param("stock", True, marks=pytest.mark.full),
-        pytest.param("stock", False, marks=pytest.mark.full),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.full),
+        pytest.param(True, False, marks=pytest.mark.full),
     ],
 )
 def test_nan_ends_in_its_slot(
-    kernels: str, cleared: bool, predictable_folder: Path, build_engine: EngineBuilder
+    portable: bool, cleared: bool, predictable_folder: Path, build_engine: EngineBuilder
 ) -> None:
     """A slot says so, and others go on.
 
     Once it is cleared it can be used again. Our kernels read no row that is masked, others do.
     """
-    flags: dict[str, Any] = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
-    flags |= {} if kernels == "auto" else {"kernels": kernels}
+    flags: dict[str, Any] = {"prefill_chunk": CHUNK, "max_batch": SLOTS, "portable": portable}
     vanilla = load(build_engine(predictable_folder, 3, "mtp-vanilla", **flags))
     asked = prompt(2, 14)
     for slot in (0, 1):

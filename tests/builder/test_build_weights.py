@@ -104,14 +104,14 @@ def test_the_weights(scheme: Scheme, stored: str, plain: Path, tmp_path: Path) -
         model = quantised(plain, SCHEMES[stored], tmp_path / "source")
     anew = source(quantised(model, scheme, tmp_path / "checkpoint"))
     ours = source(model, scheme)
-    assert ours.held.formats.keys() == anew.held.formats.keys()
+    assert ours.table.formats.keys() == anew.table.formats.keys()
     assert ours.weights_type == anew.weights_type == scheme.main
     assert ours.dequantised() == anew.dequantised()
     assert parameters(ours) == parameters(anew)  # of which, with places, programs are made
     assert written(ours, tmp_path / "a") == written(anew, tmp_path / "b")
     assert (
-        ("embed_tokens" in ours.held.formats)
-        == ("lm_head" in ours.held.formats)
+        ("embed_tokens" in ours.table.formats)
+        == ("lm_head" in ours.table.formats)
         == (scheme is ENDS)
     )
 
@@ -142,7 +142,7 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     folder = random_checkpoint(tmp_path / "model", **SMALLEST | {"hidden_size": 40})
     model = source(folder, ENDS)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(model.unfit)
-    assert not {"embed_tokens", "lm_head"} & set(model.held.formats)
+    assert not {"embed_tokens", "lm_head"} & set(model.table.formats)
     model.tell_formats()
     assert f"note: {len(model.unfit)} weights stay in float32: their columns do" in caplog.text
 

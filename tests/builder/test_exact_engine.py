@@ -11,14 +11,12 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.builder.measure import checks
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import exact, load_target
-from mtpbuild.builder.targets.onnxruntime import OnnxOptions
+from mtpbuild.builder.targets import exact
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
-from mtpbuild.runtime.programs import onnxruntime as programs
 from tests.support.checkpoints import (
     QUANTIZABLE,
     make_predictable,
@@ -97,16 +95,6 @@ def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPat
     assert all(same(each, found[0]) for each in found[1:])
 
 
-@pytest.mark.full
-def test_the_other_compiler(
-    engines: Sequence[Path], zig_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library that zig's compiler makes says the same."""
-    wanted = said(engines[1], 4, at_once=True)
-    monkeypatch.setattr(programs, "library_for", lambda *_: zig_library)
-    assert same(said(engines[1], 4, at_once=True), wanted)
-
-
 def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
     builds = [read_manifest(engine).build for engine in engines]
     assert {build.cpu_layout for build in builds} == {LAYOUT}
@@ -156,9 +144,8 @@ def test_an_operator_that_nobody_has_probed(
     assert not wanted.out.exists()  # type: ignore[union-attr]
     (built,) = build(wanted)
     assert not built.manifest.build.exact
-    stock = replace(wanted, options={"kernels": "stock"}, exact=True)
     with pytest.raises(UsageError, match="--exact: onnxruntime's products are not"):
-        build(stock)
+        build(replace(wanted, options={"portable": True}, exact=True))
     with pytest.raises(UsageError, match="of target inductor are not; those of onnxruntime may be"):
         build(replace(wanted, target="inductor", exact=True))
 
@@ -171,9 +158,8 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"int8 or int4 weights .* would be one of float32$"):
         build(halved)
-    stock = {"cache_dtype": "bfloat16", "kernels": "stock"}
-    with pytest.raises(UsageError, match=r"would be one of int8 without them$"):
-        build(replace(halved, scheme=build_scheme("int8"), options=stock))
+    with pytest.raises(UsageError, match="--weights int8: a graph of standard operators"):
+        build(replace(halved, scheme=build_scheme("int8"), options={"portable": True}))
     with pytest.raises(UsageError, match="--cache-dtype fp8 is unknown; supported: float32, bf"):
         build(replace(halved, options={"cache_dtype": "fp8"}))
 
@@ -186,5 +172,5 @@ def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
     with pytest.raises(MissingDependencyError, match="not built here: install m"):
         Engine.load(engines[0])
-    with pytest.raises(UsageError, match="--kernels own: the library is not built here"):
-        load_target("onnxruntime").check(BuildRequest("x"), OnnxOptions(kernels="own"))
+    with pytest.raises(MissingDependencyError, match=r"not built here: install g.*; or build with"):
+        build(BuildRequest("deepseek-tiny", nextn=(0,), out=engines[0].parent / "none"))

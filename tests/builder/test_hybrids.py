@@ -255,9 +255,9 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
         assert torch.equal(read.mtp(1, tokens, main), wanted.mtp(1, tokens, main))
     for ranks in (Ranks(), Ranks(2)):
         model = opened(folder, formats=("fp8",), ranks=ranks)
-        assert {at.rpartition(".")[2] for at in model.held.formats} >= {"in_proj", "out_proj"}
+        assert {at.rpartition(".")[2] for at in model.table.formats} >= {"in_proj", "out_proj"}
         for rank in range(ranks.tp):
-            share, table = Share(ranks, rank), model.weight_table(rank)
+            share, table = Share(ranks, rank), model.table.of_rank(rank)
             kept = dict(whole(made(model.checkpoint, table, share)))
             floats = [replace(weight, format=None) for weight in table]
             for at, weight in whole(made(opened(plain).checkpoint, floats, share)):

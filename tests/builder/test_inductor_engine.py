@@ -260,7 +260,7 @@ def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("quick", "quick_inductor")
 def test_engines_of_both_targets_share_weights(smallest: Path, tmp_path: Path) -> None:
     """They do where the weights are not packed for our kernels."""
-    names: dict[str, dict[str, str]] = {"onnxruntime": {"kernels": "stock"}, "inductor": {}}
+    names: dict[str, dict[str, bool]] = {"onnxruntime": {"portable": True}, "inductor": {}}
     built = [
         build(BuildRequest(str(smallest), (0,), out=tmp_path / name, target=name, options=own))[0]
         for name, own in names.items()

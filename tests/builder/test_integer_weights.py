@@ -1,18 +1,18 @@
 """int8 and int4 weights that stay as they are: in the model, in the weights file, in an engine."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.blocks import (
-    Blocks,
     EmbeddingBlocks,
-    ExpertBlocks,
     PackedBlocks,
     PackedExperts,
 )
@@ -23,9 +23,9 @@ from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import layer_rows
-from mtpbuild.runtime.cpu_library import find_library
+from mtpbuild.runtime.errors import EngineError
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import plain_with_rounding
 from tests.support.opened import load_model, opened
@@ -46,7 +46,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model in int8, int4, with modules in int4 alone; one with many experts.
 
-    ends, tied: embedding and head are in int8 too, in one they are the same tensor.
+    ends, tied: embedding and head are in int8 too, in one they are the same tensor. mixed: one of
+    the experts' products is in int8, the other in int4.
     """
     place = tmp_path_factory.mktemp("integers")
     many = save_checkpoint(place / "many-plain", make_predictable(**MANY), **MANY)
@@ -65,34 +66,34 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
     for name, (source, scheme) in schemes.items():
         quantize(QuantizeRequest(str(source), scheme, place / name))
-    return {name: place / name for name in schemes}
+    downs = [place / name / "model.safetensors" for name in ("many-int8", "many")]
+    shutil.copytree(place / "many", place / "mixed")
+    eights, fours = map(load_file, downs)
+    mixed = fours | {n: w for n, w in eights.items() if ".mlp.experts." in n and "down_proj" in n}
+    save_file(mixed, place / "mixed" / "model.safetensors")
+    return {name: place / name for name in (*schemes, "mixed")}
 
 
-def source(folder: Path, formats: tuple[str, ...], packed: bool = False) -> OpenedModel:
-    return opened(folder, formats=formats, cpu_kernels=packed)
+def source(folder: Path, formats: tuple[str, ...]) -> OpenedModel:
+    return opened(folder, formats=formats, cpu_kernels=True)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8"])
-def test_products_in_blocks(
-    name: str, packed: bool, folders: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8", "mixed"])
+def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted, split in blocks and packed, the weights are the dequantised model's."""
-    kept = source(folders[name], BOTH, packed)
-    assert kept.by_cpu_kernels == packed
+    kept = source(folders[name], BOTH)
     EngineWeights(kept).write(tmp_path, siblings=tmp_path / "none")
     stored = load_file(tmp_path / WEIGHTS)
     kept.model.load_state_dict(stored, assign=True)
     whole = load_model(folders[name], kept.config)
-    products = (PackedBlocks, PackedExperts) if packed else (Blocks, ExpertBlocks)
-    kinds = (*products, EmbeddingBlocks)
+    kinds = (PackedBlocks, PackedExperts, EmbeddingBlocks)
     values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
     floats = {name for name, each in values.items() if each.values.dtype == torch.float32}
-    assert floats == kept.held.packed - kept.held.formats.keys()
+    assert floats == {w.name for w in kept.table if w.packed} - kept.table.formats.keys()
     values = {name: each for name, each in values.items() if name not in floats}
-    assert set(values) == set(kept.held.formats)
+    assert set(values) == set(kept.table.formats)
     # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
-    more = 2 * 2 if name.startswith("many") else 2 * (name in ("ends", "tied"))
+    more = 2 * 2 if name.startswith(("many", "mixed")) else 2 * (name in ("ends", "tied"))
     assert len(values) == 3 * 5 + more
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
@@ -111,18 +112,18 @@ def test_what_stays(
 ) -> None:
     """Only formats that the target runs, and only products that are in one of them as a whole."""
     assert source(plain, BOTH).weights_type == "float32"
-    assert source(folders["int4"], ("int8",)).held.formats == {}
+    assert source(folders["int4"], ("int8",)).table.formats == {}
     kept = source(folders["int4"], BOTH)
     assert kept.weights_type == "int4"
-    assert {each.name for each in kept.held.formats.values()} == {"int4"}
-    assert "layers.0.self_attn.w_uk" not in kept.held.formats
-    assert "layers.1.mlp.experts.down_proj" in kept.held.formats
+    assert {each.name for each in kept.table.formats.values()} == {"int4"}
+    assert "layers.0.self_attn.w_uk" not in kept.table.formats
+    assert "layers.1.mlp.experts.down_proj" in kept.table.formats
     assert source(folders["int8"], BOTH).weights_type == "int8"
     experts = [f"layers.1.mlp.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
-    assert set(experts) <= set(source(folders["many"], BOTH).held.formats)
-    assert not set(experts) & set(source(folders["halves"], BOTH).held.formats), "QMoE takes both"
+    assert set(experts) <= set(source(folders["many"], BOTH).table.formats)
+    assert not set(experts) & set(source(folders["halves"], BOTH).table.formats), "both or none"
     modules = source(folders["mtp"], BOTH)
-    assert all(name.startswith("mtp.0.") for name in modules.held.formats)
+    assert all(name.startswith("mtp.0.") for name in modules.table.formats)
     whole = source(folders["int4"], ())
     assert whole.info().parameters == kept.info().parameters == source(plain, ()).info().parameters
     kept.tell_formats()
@@ -132,26 +133,12 @@ def test_what_stays(
     assert f"note: quantised weights ({count} in int4) are dequantised" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels"),
-    [
-        pytest.param("int4", "stock", marks=pytest.mark.full),
-        pytest.param("int4", "own", marks=pytest.mark.full),
-        ("many", "stock"),
-        ("many", "own"),
-    ],
-)
-def test_an_engine(name: str, kernels: str, folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.full), "many", "mixed"])
+def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
-    if kernels == "own" and find_library() is None:
-        pytest.skip("there was no C++ compiler to build the library")
-    options = {"kernels": kernels}
-    request = BuildRequest(
-        str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e", options=options
-    )
+    request = BuildRequest(str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
     (built,) = build(request)
     manifest = read_manifest(tmp_path / "e")
-    assert (manifest.build.cpu_layout is None) == (kernels == "stock")
     assert manifest.build.weights == "int4"
     assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
@@ -163,3 +150,42 @@ def test_an_engine(name: str, kernels: str, folders: dict[str, Path], tmp_path: 
     # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
     assert not judge_texts(load_plain(folders[name]), PROMPTS, played, ROUNDED).passed
     assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0
+
+
+def test_scales_in_fp32(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine of a checkpoint with such scales has the same weights in fp16; one line says so."""
+    older = shutil.copytree(folders["int4"], tmp_path / "older")
+    stored = load_file(older / "model.safetensors")
+    scales = {n: w.float() for n, w in stored.items() if n.endswith("weight_scale")}
+    save_file(stored | scales, older / "model.safetensors")
+    written = []
+    for name, folder in (("new", folders["int4"]), ("old", older)):
+        (tmp_path / name).mkdir()
+        model = source(folder, BOTH)
+        model.tell_formats()
+        written.append(EngineWeights(model).write(tmp_path / name, siblings=None).sha256)
+    assert written[0] == written[1]
+    (line,) = caplog.messages
+    assert line.startswith(f"note: {len(scales)} weights with fp32 scales get fp16 ones")
+
+
+def test_a_portable_engine(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is dequantised, which a line says. One with integers, as once, is refused."""
+    request = BuildRequest(str(folders["many"]), (1,), max_seq_len=64, out=tmp_path / "e")
+    (built,) = build(replace(request, options={"portable": True}))
+    assert (built.manifest.build.cpu_layout, built.manifest.build.weights) == (None, "float32")
+    assert "in int4) are dequantised: the engine holds them in float32" in caplog.text
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)] * len(PROMPTS)
+    with Engine.load(built.folder, threads=1) as engine:
+        played = run_prompts(engine, PROMPTS, params)
+    found = judge_texts(load_plain(folders["many"]), PROMPTS, played, ROUNDED)
+    assert found.passed, found.detail
+    older = built.manifest.build.model_copy(update={"weights": "int4", "block_size": 32})
+    manifest = built.manifest.model_copy(update={"build": older})
+    (built.folder / MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(EngineError, match=r"its int4 products are by operators .* build it again$"):
+        Engine.load(built.folder)

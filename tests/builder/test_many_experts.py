@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.models.common.moe import ExpertRows
+from mtpbuild.builder.models.common.blocks import ExpertRows
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
-from mtpbuild.runtime.cpu_library import find_library
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.cpu_chains import apart
@@ -45,11 +44,10 @@ def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
 
 
-@pytest.fixture(scope="module", params=["stock", "own"])
+@pytest.fixture(scope="module", params=["portable", "own"])
 def engine(request: pytest.FixtureRequest, folder: Path, build_engine: EngineBuilder) -> Path:
-    if request.param == "own" and find_library() is None:
-        pytest.skip("there was no C++ compiler to build the library")
-    return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, kernels=request.param)
+    portable = request.param == "portable"
+    return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, portable=portable)
 
 
 def test_tokens(engine: Path, model: PlainDeepseek, folder: Path) -> None:
@@ -64,8 +62,8 @@ def test_tokens(engine: Path, model: PlainDeepseek, folder: Path) -> None:
 def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> None:
     """One node of each layer reads them, whatever the tokens: nothing gathers them for a token."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
-    stock = read_manifest(engine).build.cpu_layout is None
-    axes, node_type = (3, "MoE") if stock else (4, "FloatExperts")
+    portable = read_manifest(engine).build.cpu_layout is None
+    axes, node_type = (3, "MoE") if portable else (4, "FloatExperts")
     weights = {i.name for i in graph.initializer if len(i.dims) == axes and i.dims[0] == EXPERTS}
     apart(graph)
     readers = [node for node in graph.node if weights & set(node.input)]
@@ -94,7 +92,7 @@ def test_the_weights_are_stored_once(engine: Path) -> None:
 def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
     """Experts compute the same by outputs, for a CPU, and by inputs, for a GPU."""
     config = load_config(folder)
-    source = opened(folder, config, expert_rows=True)
+    source = opened(folder, config)
     EngineWeights(source).write(tmp_path, siblings=None)
     source.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     by_inputs = load_model(folder, config)

@@ -38,10 +38,11 @@ WRITE = """
 import re, sys
 from pathlib import Path
 from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.opened_model import WeightStyle, open_model
+from mtpbuild.builder.opened_model import open_model
 from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.ranks import Ranks
 
@@ -52,7 +53,7 @@ source = open_model(
     FoundModel("x", "x", folder),
     config,
     generation_ids(folder, config),
-    WeightStyle(formats=("int4", "int8")),
+    GraphStyle(formats=("int4", "int8"), cpu_kernels=tp == 1),
     ranks=Ranks(tp),
     scheme=engine_scheme(weights, head),
 )

@@ -7,22 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.weights.formats import (
-    FORMATS,
-    FP8,
-    INT4,
-    INT8,
-    MAGNITUDES,
-    NVFP4,
-    WIDE,
-    Entry,
-    Integers,
-    coarse_blocks,
-    pack,
-    refuse_too_large,
-    stored_format,
-    unpack,
-)
+from mtpbuild.builder.weights.formats import FORMATS, Entry, refuse_too_large, stored_format
+from mtpbuild.builder.weights.formats.fp8 import FP8
+from mtpbuild.builder.weights.formats.integers import INT4, INT8, WIDE, Integers, coarse_blocks
+from mtpbuild.builder.weights.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
 from mtpbuild.runtime.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
@@ -133,7 +121,26 @@ def test_older_integers(bits: int, width: int) -> None:
     assert format is WIDE[bits]
     assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
     stored["w_scale"] = Entry("F16", (3, 2))
-    assert stored_format("w", stored) is (INT4 if bits == 4 else INT8)
+    assert stored_format("w", stored) is format.kept is (INT4 if bits == 4 else INT8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_older_integers_in_an_engine(bits: int) -> None:
+    """Scales that fp16 has are cast, and values stay; else the weight is quantised anew."""
+    torch.manual_seed(bits)
+    older, kept = WIDE[bits], WIDE[bits].kept
+    weight = torch.randn(3, 64)
+    exact = kept.encode(weight)
+    as_older = exact | {"_scale": exact["_scale"].float()}
+    found = older.keep("w", as_older)
+    assert found["_scale"].dtype == torch.float16
+    assert all(torch.equal(found[suffix], exact[suffix]) for suffix in kept.suffixes)
+    fine = older.encode(weight)
+    anew, wanted = older.keep("w", fine), kept.encode(older.decode(fine))
+    assert all(torch.equal(anew[suffix], wanted[suffix]) for suffix in kept.suffixes)
+    torch.testing.assert_close(kept.decode(anew), older.decode(fine), rtol=2.0**-10, atol=1e-6)
+    with pytest.raises(CheckpointError, match=f"w holds .*, but int{bits} ends at"):
+        older.keep("w", fine | {"_scale": fine["_scale"] * 1e9})
 
 
 @pytest.mark.parametrize("format", [INT4, INT8])

@@ -131,8 +131,8 @@ def test_graphs(
     build_engine: EngineBuilder,
     tmp_path: Path,
 ) -> None:
-    """Stock operators only, one write per cache, no weight inside, nothing of the build machine."""
-    built = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK, kernels="stock")
+    """Standard operators, one write per cache, no weight inside, nothing of the build machine."""
+    built = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK, portable=True)
     engine = shutil.copytree(built, tmp_path / "engine")  # onnx refuses hard-linked weights
     caches = [s.name for s in read_manifest(engine).state if s.role == "rows"]
     for file in ("prefill.onnx", "decode.onnx"):
@@ -172,7 +172,7 @@ def test_threads_stop_with_a_run(predictable_folder: Path, build_engine: EngineB
 
 def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """Every softmax over rows is of a maximum, `floored_softmax`, in prompts as in steps."""
-    folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK, kernels="stock")
+    folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK, portable=True)
     for program in ("prefill", "decode"):
         graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph
         made = {name: node.op_type for node in graph.node for name in node.output}
@@ -214,7 +214,7 @@ def test_providers_that_are_not_there(
     build_engine: EngineBuilder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = build_engine(predictable_folder, 0, prefill_chunk=CHUNK, kernels="stock")
+    engine = build_engine(predictable_folder, 0, prefill_chunk=CHUNK, portable=True)
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: available)
     with pytest.raises(error, match=re.escape(says)):
         Engine.load(engine, provider=provider)

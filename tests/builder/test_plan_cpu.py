@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuForecast, forecast_cpu
+from mtpbuild.builder.forecast.cpu import MAPPED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.host import Disk, Machine, find_disk, measure_bandwidth, measure_machine
 from mtpbuild.builder.models import family_of, load_config
@@ -19,7 +19,6 @@ from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
-from mtpbuild.runtime import cpu_library
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
@@ -27,7 +26,8 @@ from tests.support.invoke import invoke
 from tests.support.requests import build_request
 
 GIGACHAT = "gigachat3-10b-a1.8b-bf16"
-EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+SIZES = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64} | dict.fromkeys(SIZES, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +66,11 @@ def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> 
 def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     """Its engine has the size that a dry run finds: integers stay, the rest is fp32.
 
-    Panels of our kernels are filled up, which a forecast does not count.
+    Sizes fill the panels of our kernels; a forecast does not count what fills up others.
     """
     plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
     quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))
-    request = build_request(folder, nextn=(0,), out=tmp_path / "e", kernels="stock")
+    request = build_request(folder, nextn=(0,), out=tmp_path / "e")
     (found,) = dry_run(request, Stages()).engines
     sizes = engine_sizes(foretold(folder, 0))
     assert sizes["none"] == found.weights
@@ -130,17 +130,6 @@ def test_memory_and_caches() -> None:
     for engine in found.engines:
         caches = [2 * 4 * 576 * n for n in (26 * 1001, 27 * 1002, 27 * 1004)]
         assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine is packed then, and `kv_b_proj` stays in fp32."""
-    found = engine_sizes(foretold(GIGACHAT, 0))
-    monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
-    packed = foretold(GIGACHAT, 0, max_seq_len=1)
-    assert all(e.memory == [round(PACKED * e.bytes) + 2 * 26 * 576 * 4] for e in packed.engines)
-    heads = 27 * 512 * 32 * 320
-    wider = heads * 4 - heads * 17 // 16
-    assert engine_sizes(packed) == found | {n: found[n] + wider for n in ("int8", "int4")}
 
 
 def test_what_fits() -> None:

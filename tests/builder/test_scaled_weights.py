@@ -25,7 +25,9 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.formats import FORMATS, FP8, NVFP4
+from mtpbuild.builder.weights.formats import FORMATS
+from mtpbuild.builder.weights.formats.fp8 import FP8
+from mtpbuild.builder.weights.formats.nvfp4 import NVFP4
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
@@ -79,7 +81,7 @@ def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> OpenedM
 
 def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM:
     """Make the model with the weights that an engine would have."""
-    kept = source(folder, dtype=dtype)
+    kept = source(folder, dtype=dtype, for_gpu=True)  # experts are gathered, as in `load_model`
     EngineWeights(kept).write(to, siblings=None)
     kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
     return kept.model.eval()
@@ -106,7 +108,7 @@ def test_the_dequantised_models_numbers(
 ) -> None:
     """Joined, permuted and stacked, in either precision: what is multiplied is the same."""
     kept = kept_model(folder(name), tmp_path, dtype)
-    whole = load_model(folder(name), kept.config, dtype)
+    whole = load_model(folder(name), kept.config, dtype, for_gpu=True)
     for ours, theirs in zip(logits(kept), logits(whole), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -117,12 +119,12 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     attention = {"qkv_a_proj", "q_b_proj", "o_proj"}
     mlp = {"gate_up_proj", "down_proj"}
     names = {f"self_attn.{leaf}" for leaf in attention} | {f"mlp.{leaf}" for leaf in mlp}
-    assert {n for n in fp8.held.formats if n.startswith("layers.0.")} == {
+    assert {n for n in fp8.table.formats if n.startswith("layers.0.")} == {
         f"layers.0.{n}" for n in names
     }
     experts = {f"layers.1.mlp.{at}{leaf}" for at in ("", "shared_experts.") for leaf in mlp}
-    assert set(nvfp4.held.formats) == experts | {f"layers.0.mlp.{leaf}" for leaf in mlp}
-    assert source(folder("fp8"), ("nvfp4",)).held.formats == {}
+    assert set(nvfp4.table.formats) == experts | {f"layers.0.mlp.{leaf}" for leaf in mlp}
+    assert source(folder("fp8"), ("nvfp4",)).table.formats == {}
     assert caplog.text == ""
     fp8.tell_formats()
     assert "note: quantised weights (3 in fp8) are dequantised" in caplog.text  # kv_b_proj
@@ -139,12 +141,12 @@ def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> N
     for rank in range(ranks.tp):
         share = Share(ranks, rank)
         kept = source(folder(name), ranks=ranks)
-        table, checkpoint = kept.weight_table(rank), kept.checkpoint
+        table, checkpoint = kept.table.of_rank(rank), kept.checkpoint
         floats = [replace(weight, format=None) for weight in table]
         plain = dict(whole(made(checkpoint, floats, share)))
         stored = dict(whole(made(checkpoint, table, share)))
-        assert kept.held.formats
-        for weight in kept.held.formats:
+        assert kept.table.formats
+        for weight in kept.table.formats:
             parts = (stored.get(f"{weight}.{part}") for part in ("values", "scales", "scales_2"))
             assert torch.equal(dequantise(*parts), plain[weight])  # type: ignore[arg-type]
         parameters = dict(kept.model.named_parameters())
@@ -155,7 +157,7 @@ def test_what_does_not_split(folder: MakeFolder) -> None:
     """A rank of 4 has 48 of a dense MLP's 192 columns, and 16 of an expert's 64; of 8 but 8."""
     places = {"gate_up_proj", "down_proj"}
     for tp, there in ((4, places), (8, {"gate_up_proj"})):
-        names = source(folder("nvfp4"), ranks=Ranks(tp)).held.formats
+        names = source(folder("nvfp4"), ranks=Ranks(tp)).table.formats
         assert {n.rpartition(".")[2] for n in names if ".experts." in n} == there
 
 

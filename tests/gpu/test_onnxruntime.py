@@ -21,7 +21,7 @@ PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
 def test_parity(
     nextn: int, batch: int, params: dict[str, float], build_engine: EngineBuilder
 ) -> None:
-    engine = build_engine("deepseek-tiny", nextn, max_batch=batch)
+    engine = build_engine("deepseek-tiny", nextn, max_batch=batch, portable=True)
     asked = SamplingParams(max_tokens=96, **params)  # type: ignore[arg-type]
     said = []
     for provider in ("cpu", "cuda"):

@@ -20,19 +20,15 @@ from mtpbuild.plugins import (
     accept_rewind,
     choose_rows,
     experts,
-    experts_nbits,
     facets,
     grouped_attention,
     index_keys,
     kv_write,
-    matmul_nbits,
     mla_attention,
     rope,
 )
-from mtpbuild.plugins.experts_nbits.op import _chosen
 from mtpbuild.plugins.mla_attention.op import FLOOR, floored_softmax
 from tests.support.choosers import operands
-from tests.support.numbers import in_int8_blocks
 
 GARBAGE = 1e20  # in every row that must not count: it weighs 1e-32 (`floored_softmax`)
 Op = Callable[..., Any]
@@ -362,23 +358,6 @@ def test_accept_rewind(K: int, V: int) -> None:
     assert seen == set(range(T + 1))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_matmul_nbits(bits: int) -> None:
-    """The product of rounded rows; each row's result is its own, to the bit."""
-    torch.manual_seed(bits)
-    values = torch.randint(0, 256, (24, 3, 4 * bits), dtype=torch.uint8)
-    scales = torch.randn(24, 3)  # of either sign
-    rows = torch.randn(2, 7, 96)
-    facet = Facet(lambda x: matmul_nbits(x, values, scales), (rows,), {0: {1: Dim("rows")}})
-    assert facet.ops == ["MatMulNBits"]
-    (got,) = facet.run(rows)
-    wanted = matmul_nbits(in_int8_blocks(rows), values, scales)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2)
-    assert (got - matmul_nbits(rows, values, scales)).norm() < 0.02 * got.norm()
-    for i in range(7):
-        assert torch.equal(facet.run(rows[:, i : i + 1])[0], got[:, i : i + 1])
-
-
 @pytest.mark.parametrize(("X", "E", "inner"), [(9, 96, 64), (20, 40, 24), (3, 200, 136)])
 def test_experts(X: int, E: int, inner: int) -> None:
     """One node reads the weights; a row's result is its own, to the bit, however threads share."""
@@ -401,32 +380,3 @@ def test_experts(X: int, E: int, inner: int) -> None:
             (one,) = facet.run(rows[i : i + 1], ids[i : i + 1], gate_up, down)
             assert torch.equal(one, got[0][i : i + 1])
     assert torch.equal(*got)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_experts_nbits(bits: int, threads: int) -> None:
-    """Products of rounded rows, one expert each; a row's result is its own, but for its last bits.
-
-    With AVX-512 it is to the bit, without it onnxruntime's QMoE adds up several rows otherwise.
-    """
-    torch.manual_seed(bits)
-    X, E, inner, N = 9, 96, 64, 11
-    weights = []
-    for outputs, inputs in ((2 * inner, E), (E, inner)):
-        weights.append(torch.randint(0, 256, (X, outputs, inputs * bits // 8), dtype=torch.uint8))
-        weights.append(torch.randn(X, outputs, inputs // 32) / (1 << bits) / inputs**0.5 * 4)
-    rows, ids = torch.randn(N, E), torch.randint(0, X, (N,))
-    ids[:5] = 3  # an expert of several rows
-    varying = {0: {0: Dim("rows")}, 1: {0: Dim("rows")}}
-    facet = Facet(lambda x, ids: experts_nbits(x, ids, *weights), (rows, ids), varying, threads)
-    assert [op for op in facet.ops if op != "Constant"] == ["OneHot", "QMoE"]
-    (got,) = facet.run(rows, ids)
-    h = torch.einsum("ne,noe->no", in_int8_blocks(rows), _chosen(ids, *weights[:2]))
-    inner_rows = in_int8_blocks(torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2])
-    wanted = torch.einsum("ni,noi->no", inner_rows, _chosen(ids, *weights[2:]))
-    assert (got - wanted).norm() < 0.003 * got.norm()  # of a rounding that falls the other way
-    assert (got - experts_nbits(rows, ids, *weights)).norm() < 0.03 * got.norm()
-    for i in range(N):
-        (one,) = facet.run(rows[i : i + 1], ids[i : i + 1])
-        torch.testing.assert_close(one, got[i : i + 1], rtol=1e-5, atol=1e-6)

@@ -7,18 +7,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.opened_model import join_shared
+from mtpbuild.builder.opened_model import make_model
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.style import Kernels
-from mtpbuild.builder.weights.made import Share
+from mtpbuild.builder.targets.style import GraphStyle, Kernels
+from mtpbuild.builder.weights.table import choose_formats, family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import lower_family, make_family
 from tests.support.steps import CHUNK, begin
@@ -30,17 +28,14 @@ MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace
 
 def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     """Makes the program's model with shared experts in the stacks, through the weight table."""
-    table = weight_table(reference.config, Share())
-    modules = like_routed(table, Share())
-    assert len(modules) == 2, "the layer with experts and the module"
-    model, tensors = lower(reference), reference.state_dict()
-    join_shared(model, modules)
-    weights = {
-        w.name: made_of(w, {s.name: tensors[s.name] for s in w.stored})
-        for w in with_shared(table, modules)
-    }
+    style = GraphStyle(for_gpu=True, kernels=Kernels.FUSED)
+    table = choose_formats(family_table(reference.config), lambda stored: None, style)
+    assert len(table.joined) == 2, "the layer with experts and the module"
+    model, tensors = make_model(table, style, "cpu"), reference.state_dict()
+    weights = {w.name: made_of(w, {s.name: tensors[s.name] for s in w.stored}) for w in table}
     model.load_state_dict(weights, assign=True)
-    return model
+    assert isinstance(model, DeepseekV3)
+    return model.eval()
 
 
 def graph_of(traced: Traced) -> Any:

@@ -10,7 +10,7 @@ from mtpbuild.builder.weights.stored import open_checkpoint
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:
-    """Rounds x as MatMulNBits rounds its rows: to int8, with a scale for each block of 32."""
+    """Rounds x as our kernels round inputs: to int8, with a scale for each block of 32."""
     blocks = x.unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((blocks / scales).round() * scales).flatten(-2)

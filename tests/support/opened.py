@@ -8,8 +8,9 @@ from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.opened_model import OpenedModel, WeightStyle, open_model
+from mtpbuild.builder.opened_model import OpenedModel, open_model
 from mtpbuild.builder.recipe import FoundModel
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.made import made, whole
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.contract.manifest import FloatType
@@ -21,18 +22,20 @@ NO_IDS = GenerationIds(None, (), None)
 def opened(
     folder: Path, config: ModelConfig | None = None, ids: GenerationIds = NO_IDS, **how: Any
 ) -> OpenedModel:
-    """Open a folder; how: fields of WeightStyle, and what else `open_model` takes."""
-    style = {f.name: how.pop(f.name) for f in fields(WeightStyle) if f.name in how}
+    """Open a folder; how: fields of GraphStyle, and what else `open_model` takes."""
+    style = {f.name: how.pop(f.name) for f in fields(GraphStyle) if f.name in how}
     config = load_config(folder) if config is None else config
-    return open_model(FoundModel("x", "x", folder), config, ids, WeightStyle(**style), **how)
+    return open_model(FoundModel("x", "x", folder), config, ids, GraphStyle(**style), **how)
 
 
-def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:
+def load_model(
+    folder: Path, config: ModelConfig, dtype: FloatType = "float32", for_gpu: bool = False
+) -> CausalLM:
     """The program's model with all its weights; raises CheckpointError."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)
-    set_dtype(model, FLOATS[dtype])
+    set_dtype(model, FLOATS[dtype], for_gpu)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = whole(made(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)

@@ -10,7 +10,6 @@ recipe of R1 it lists four layers' share of one of 8 ranks, and compiles nothing
 patches internals of Torch-TensorRT 2.13.0, so it needs a process of its own.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -104,7 +103,7 @@ def listing(folder: Path) -> dict[str, Any]:
         options=options,
     )
     assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
-    source = opened(folder, config, formats=TARGET.formats, join_shared=plan.style.fused)
+    source = opened(folder, config, **vars(plan.style))
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
@@ -139,18 +138,17 @@ def r1_listing(name: str) -> dict[str, Any]:
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.models import family_of, load_config
-    from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
-    from mtpbuild.builder.opened_model import can_stay, hold, join_shared
+    from mtpbuild.builder.models import load_config
+    from mtpbuild.builder.opened_model import make_model
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.recipe import find_recipe
     from mtpbuild.builder.targets.lower_tensorrt import convert
     from mtpbuild.builder.targets.tensorrt import TARGET
-    from mtpbuild.builder.weights.made import Share
     from mtpbuild.builder.weights.requantised import format_by
     from mtpbuild.builder.weights.scheme import SCHEMES
+    from mtpbuild.builder.weights.table import choose_formats, family_table
     from mtpbuild.runtime.ranks import Ranks
 
     recipe = find_recipe(name)
@@ -158,18 +156,10 @@ def r1_listing(name: str) -> dict[str, Any]:
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
     style = TARGET.style(TARGET.Options(dtype="float32"), config)
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
-    share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
-    family = family_of(config)
-    model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
-    joined = like_routed(table, share)
-    join_shared(model, joined)
-    held = []
-    for weight in with_shared(table, joined):
-        formats = {format_by(scheme, config, stored) for stored in weight.stored}
-        format = formats.pop() if len(formats) == 1 else None
-        if format is not None and format.name in TARGET.formats:
-            held.append(dataclasses.replace(weight, format=format))
-    hold(model, [weight for weight in held if can_stay(weight, share)], share)
+    scheme = SCHEMES[recipe.layout]
+    table = family_table(config, plan.ranks)
+    table = choose_formats(table, lambda stored: format_by(scheme, config, stored), style)
+    model = make_model(table, style, "cpu")
     weights = {
         name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
         for name, weight in model.named_parameters()

@@ -1,40 +1,22 @@
-"""Modules that hold quantised weights: `x @ weight` works as with a parameter."""
+"""Modules that hold weights in an engine's form: `x @ weight` works as with a parameter."""
 
 import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.weights.formats import GROUP, Integers, Nvfp4
-from mtpbuild.builder.weights.made import Share, Weight
+from mtpbuild.builder.weights.made import Layout, Share, Weight
 from mtpbuild.plugins import (
     dequantise_scaled,
     embedding_nbits,
-    experts_nbits,
+    experts,
     experts_packed,
     gated_packed,
-    matmul_nbits,
     matmul_scaled,
     product_packed,
 )
-from mtpbuild.plugins.cpu.layout import PANEL, panels
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
+from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, panels
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-class Blocks(nn.Module):
-    """An integer weight [in, out], stored as [out, in / 32] blocks of 32 inputs.
-
-    scales: the dtype of the blocks' scales.
-    """
-
-    def __init__(self, inputs: int, outputs: int, bits: int, scales: torch.dtype) -> None:
-        super().__init__()
-        self.values = parameter(outputs, inputs // BLOCK, BLOCK * bits // 8, dtype=torch.uint8)
-        self.scales = parameter(outputs, inputs // BLOCK, dtype=scales)
-
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        return matmul_nbits(x, self.values, self.scales)
 
 
 class Packed(nn.Module):
@@ -65,31 +47,17 @@ class PackedBlocks(Packed):
         return gated_packed(x, self.values, self.scales, self.outputs)
 
 
-class HeadBlocks(nn.ModuleList):
-    """Int8 weights [H, in, out] as one product per head, as no op takes a stack."""
-
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        """Multiply x [B, H, T, in] head by head, with one Split and one Concat: [B, H, T, out]."""
-        rows = x.transpose(1, 2).flatten(2).split(x.shape[-1], dim=-1)
-        products = [row @ head for row, head in zip(rows, self, strict=True)]
-        return torch.cat(products, dim=-1).unflatten(-1, (len(self), -1)).transpose(1, 2)
-
-
 class EmbeddingBlocks(nn.Module):
     """An int8 embedding [V, E] in blocks of 32; a lookup dequantises the rows."""
 
-    fused = False  # whether an op replaces PyTorch's operators
-
-    def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
+    def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
-        self.scales = parameter(vocabulary, width // BLOCK, dtype=scales)
+        self.scales = parameter(vocabulary, width // BLOCK, dtype=torch.float16)
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens [..] in fp32 [.., E]."""
-        look_up = embedding_nbits if self.fused else embedding_nbits._init_fn
-        rows: Tensor = look_up(tokens, self.values, self.scales)
-        return rows
+        return embedding_nbits(tokens, self.values, self.scales)
 
 
 def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
@@ -97,24 +65,6 @@ def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
     if isinstance(weight, EmbeddingBlocks):
         return weight.rows(tokens)
     return nn.functional.embedding(tokens, weight)
-
-
-class ExpertBlocks(nn.Module):
-    """Integer weights [X, in, out] of experts, in the blocks that `experts_nbits` takes."""
-
-    def __init__(
-        self, experts: int, inputs: int, outputs: int, bits: int, scales: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.values = parameter(experts, outputs, inputs * bits // 8, dtype=torch.uint8)
-        self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=scales)
-
-    def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
-        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
-
-        This module holds the experts' gate and up weights, `down` their down weights.
-        """
-        return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
 class PackedExperts(Packed):
@@ -127,6 +77,22 @@ class PackedExperts(Packed):
         """
         own = self.values, self.scales, down.values, down.scales
         return experts_packed(x, weights, ids, *own)
+
+
+class ExpertRows(nn.Module):
+    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        count, inputs, outputs = weight.shape
+        self.rows = parameter(count, outputs, inputs, dtype=weight.dtype)
+
+    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
+        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
+
+        This module holds the experts' gate and up weights, `down` their down weights.
+        """
+        return experts(x, ids, self.rows, down.rows)
 
 
 class Scaled(nn.Module):
@@ -161,29 +127,21 @@ class Scaled(nn.Module):
         return dequantise_scaled(*chosen)
 
 
-def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
-    """Return a module for a weight in the engine's format, to replace a parameter of this shape."""
-    format, (*stack, inputs, outputs) = weight.format, shape
+def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
+    """Return a module for a weight in the engine's form, to replace a parameter of the model."""
+    format, shape = weight.format, tuple(parameter.shape)
+    *stack, inputs, outputs = shape
+    if weight.layout is Layout.ROWS:
+        return ExpertRows(parameter)
     if weight.packed:
         if weight.paired:
             outputs = 2 * PANEL * panels(outputs // 2)
         kind = PackedExperts if stack and not weight.per_head else PackedBlocks
-        bits = format.bits if isinstance(format, Integers) else None
-        return kind((*stack, inputs, outputs), bits)
-    if not isinstance(format, Integers):
-        second = (shape[-2] // GROUP, 1) if weight.joined == 1 else (1, shape[-1])
-        return Scaled(
-            shape, weight.scale_group(share), second if isinstance(format, Nvfp4) else None
-        )
+        return kind((*stack, inputs, outputs), None if format is None else format.bits)
+    assert format is not None
     if weight.looked_up:  # its rows are tokens
-        return EmbeddingBlocks(inputs, outputs, format.scales)
-    if stack and not weight.per_head:
-        return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
-
-    def product() -> nn.Module:
-        return Blocks(inputs, outputs, format.bits, format.scales)
-
-    return HeadBlocks(product() for _ in range(stack[0])) if stack else product()
+        return EmbeddingBlocks(inputs, outputs)
+    return Scaled(shape, weight.scale_group(share), format.second_scales(shape, weight.joined))
 
 
 def parts_of(weight: Tensor | Scaled) -> Parts:

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import ExpertBlocks, PackedExperts, parts_of
+from mtpbuild.builder.models.common.blocks import ExpertRows, PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.plugins import experts, moe, moe_route, weigh_experts
+from mtpbuild.plugins import moe, moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -149,28 +149,12 @@ class DenseMoE(MoE):
         return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
-class ExpertRows(nn.Module):
-    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        experts, inputs, outputs = weight.shape
-        self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
-
-    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
-
-        This module holds the experts' gate and up weights, `down` their down weights.
-        """
-        return experts(x, ids, self.rows, down.rows)
-
-
 class GatheredMoE(MoE):
     """Many experts, of which only the chosen ones are read.
 
-    For a CPU an op reads them (`PackedExperts`; else `ExpertRows`, or `ExpertBlocks` if they are
-    integers). For a GPU an op does so after `use_kernels`, unless the number of tokens is
-    unbounded. Otherwise the weights are gathered for each token.
+    For a CPU an op reads them (`PackedExperts`, else `ExpertRows`). For a GPU an op does so after
+    `use_kernels`, unless the number of tokens is unbounded. Otherwise the weights are gathered for
+    each token.
     """
 
     by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
@@ -244,7 +228,7 @@ class GatheredMoE(MoE):
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
         """Put every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
-        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
+        if isinstance(self.gate_up_proj, ExpertRows):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
         gate, up = (x @ gate_up).chunk(2, dim=-1)

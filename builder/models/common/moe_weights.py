@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -78,16 +78,7 @@ def stacked(*w: Tensor) -> Tensor:
     return torch.cat(w).T[None]
 
 
-def in_turn(*w: Tensor) -> Tensor:
-    return torch.stack(w, dim=1).flatten(0, 1)[None]
-
-
-def by_outputs(weight: Weight) -> Weight:
-    """Return experts' weights as `ExpertRows` holds them: rows of gate and up alternate."""
-    return replace(weight, name=f"{weight.name}.rows", transform=in_turn)
-
-
-def with_shared(table: list[Weight], modules: Set[str]) -> list[Weight]:
+def with_shared(table: Iterable[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
     named, found = {weight.name: weight for weight in table}, list[Weight]()
     gone = {f"{module}.shared_experts" for module in modules}
@@ -101,7 +92,7 @@ def with_shared(table: list[Weight], modules: Set[str]) -> list[Weight]:
     return found
 
 
-def like_routed(table: list[Weight], share: Share) -> set[str]:
+def like_routed(table: Iterable[Weight], share: Share) -> set[str]:
     """Name the MoE modules whose shared expert has a routed one's shape in this share."""
     named, found = {weight.name: weight for weight in table}, set[str]()
 

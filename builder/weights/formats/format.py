@@ -1,0 +1,137 @@
+"""What a number format is, and the tensors that store a weight in one."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, prod
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.late_torch import torch
+from mtpbuild.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+LEAST_GROUP = 16  # inputs that must share a scale after ranks have cut a weight
+SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element
+NAMES = {  # torch dtype -> its name in safetensors
+    "float8_e4m3fn": "F8_E4M3",
+    "uint8": "U8",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+}
+DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a safetensors header: a tensor's dtype, by its name there, and its shape."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return SIZES[self.dtype] * prod(self.shape)
+
+    @property
+    def type(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, TYPES[self.dtype])
+        return dtype
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    return Entry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+
+
+class Format(ABC):
+    """A number format: it stores a weight [out, in] as one or more tensors, its parts.
+
+    Each part is named `X.weight` plus one of `suffixes`.
+    """
+
+    name: str
+    bits: int  # of a value
+    block: int  # columns that share a scale
+    suffixes: tuple[str, ...]  # the first part, "", holds the values
+    needs_amax = False  # whether `encode` needs the largest magnitude
+    packs = False  # whether engines hold it in the layout of the CPU's kernels
+    looks_up = False  # whether an engine's embedding may have it
+
+    @abstractmethod
+    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+        """Return whether these tensors of a checkpoint store weight `name` in this format."""
+
+    @property
+    def kept(self) -> Format:
+        """The format in which engines keep such weights."""
+        return self
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of weight `name` in the format `kept`."""
+        return parts
+
+    @property
+    def most(self) -> float:
+        """The largest magnitude that the format can represent."""
+        return inf
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether a weight of this shape splits into the format's blocks."""
+        return True
+
+    @abstractmethod
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        """Return the tensors that store a weight of this shape, by suffix."""
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight in fp32: values times scales, rounded once."""
+
+    @abstractmethod
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        """Encode an fp32 weight, or some of its rows that are whole rows of blocks.
+
+        amax (0-dim): the largest magnitude of the weight, or of all weights that share its second
+        scale.
+        """
+
+    def can_split(self, ranks: int, group: int) -> bool:
+        """Return whether that many ranks can share a weight; group: inputs that share a scale."""
+        return group >= LEAST_GROUP
+
+    def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
+        """Return a part of a weight of this shape as [out, ..], to be cut and joined by outputs.
+
+        group: the number of inputs that share a scale in the engine.
+        """
+        return part.view(torch.uint8)
+
+    def finish(self, suffix: str, part: Tensor, joined: int | None) -> Tensor:
+        """Return the engine's tensor [.., in, out] of parts that were joined along this axis."""
+        return part
+
+    def pack(self, suffix: str, part: Tensor) -> Tensor:
+        """Return a part [.., out, ..] in the layout of the CPU's kernels, which read the format."""
+        raise NotImplementedError
+
+    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
+        """Return the shape of an engine weight's second scales, None if the format has none."""
+        return None
+
+
+def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
+    """Raise CheckpointError if a weight has values that are too large for the format's scales."""
+    if weight.is_meta or not weight.numel():
+        return  # a dry run knows no values
+    largest = weight.abs().max().item()
+    if largest > format.most:
+        raise CheckpointError(
+            f"{name} holds {largest:,.0f}, but {format.name} ends at {format.most:,.0f}: "
+            "keep this weight in floats, or scale it down"
+        )

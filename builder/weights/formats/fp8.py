@@ -1,0 +1,62 @@
+"""DeepSeek's FP8."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.weights.formats.format import Entry, Format, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 128
+LARGEST = 448.0  # largest e4m3 value
+
+
+class Fp8(Format):
+    """DeepSeek's FP8: e4m3 values, and one fp32 scale for each block of 128 x 128.
+
+    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; blocks at the edges may be
+    smaller.
+    """
+
+    name, bits, block = "fp8", 8, BLOCK
+    suffixes: tuple[str, ...] = ("", "_scale_inv")
+
+    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+        return entries[name].dtype == "F8_E4M3" and f"{name}_scale_inv" in entries
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        scales = tuple(-(-size // BLOCK) for size in shape)
+        return {"": Entry("F8_E4M3", shape), "_scale_inv": Entry("F32", scales)}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = parts[""].float()
+        return values.mul_(spread(parts["_scale_inv"], values.shape))
+
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        rows, columns = (-size % BLOCK for size in weight.shape)
+        padded = torch.nn.functional.pad(weight, (0, columns, 0, rows))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        largest = blocks.abs().amax(dim=(1, 3))
+        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        values = (weight / spread(scales, weight.shape)).to(torch.float8_e4m3fn)
+        return {"": values, "_scale_inv": scales}
+
+    def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
+        """Return values as bytes, and scales repeated for each output and `group` inputs."""
+        if suffix == "":
+            return part.view(torch.uint8)
+        return spread(part, (shape[0], shape[1] // group), BLOCK // group)
+
+
+def spread(scales: Tensor, shape: Shape, times: int = BLOCK) -> Tensor:
+    """Expand scales of blocks to `shape`: each is repeated for 128 rows and `times` columns."""
+    rows, columns = shape
+    wide = scales.repeat_interleave(times, dim=1)[:, :columns]
+    return wide.repeat_interleave(BLOCK, dim=0)[:rows]
+
+
+FORMATS = (FP8,) = (Fp8(),)

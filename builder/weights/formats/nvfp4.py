@@ -1,0 +1,96 @@
+"""ModelOpt's NVFP4."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.weights.formats.format import Entry, Format, Shape
+from mtpbuild.builder.weights.formats.fp8 import LARGEST
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 16
+LEAST = 2.0**-9  # smallest positive e4m3 value
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 codes 0..7; bit 3 is the sign
+
+
+class Nvfp4(Format):
+    """ModelOpt's NVFP4: e2m1 values, an e4m3 scale per 16 columns, an fp32 scale per weight.
+
+    W = value * weight_scale * weight_scale_2; a byte has two values, the even column in its low
+    nibble.
+    """
+
+    name, bits, block = "nvfp4", 4, GROUP
+    suffixes: tuple[str, ...] = ("", "_scale", "_scale_2")
+    needs_amax = True
+
+    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+        scale = entries.get(f"{name}_scale")
+        return entries[name].dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3"
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[1] % GROUP == 0
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, columns = shape
+        return {
+            "": Entry("U8", (rows, columns // 2)),
+            "_scale": Entry("F8_E4M3", (rows, columns // GROUP)),
+            "_scale_2": Entry("F32", ()),
+        }
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = unpack(parts[""]).unflatten(1, (-1, GROUP))
+        scaled = values * parts["_scale"].float()[..., None]  # exact: 2 times 4 bits
+        return (scaled * parts["_scale_2"]).flatten(1)
+
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        assert amax is not None
+        second = torch.where(amax > 0, amax / (MAGNITUDES[-1] * LARGEST), 1.0)
+        groups = weight.unflatten(1, (-1, GROUP))
+        largest = groups.abs().amax(-1)
+        scales = (largest / (MAGNITUDES[-1] * second)).clamp(LEAST, LARGEST)
+        scales = torch.where(largest > 0, scales, 1.0).to(torch.float8_e4m3fn)
+        values = (groups / (scales.float() * second)[..., None]).flatten(1)
+        return {"": pack(values), "_scale": scales, "_scale_2": second}
+
+    def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
+        """Return values and scales as bytes, the weight's scale repeated for each scale."""
+        if suffix == "_scale_2":
+            return part.expand(shape[0], shape[1] // GROUP)
+        return part.view(torch.uint8)
+
+    def finish(self, suffix: str, part: Tensor, joined: int | None) -> Tensor:
+        """Keep one second scale for each output, or for each group of inputs."""
+        if suffix != "_scale_2":
+            return part
+        return part[..., :1] if joined == 1 else part[..., :1, :]
+
+    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
+        return (shape[-2] // GROUP, 1) if joined == 1 else (1, shape[-1])
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Decode uint8 codes [N, K/2] to fp32 values [N, K]."""
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    return values[codes.int()].flatten(1)
+
+
+def pack(values: Tensor) -> Tensor:
+    """Round fp32 values [N, K] to the nearest codes, ties to even codes: uint8 [N, K/2]."""
+    steps = torch.tensor(MAGNITUDES)
+    middles = (steps[1:] + steps[:-1]) / 2
+    size = values.abs()
+    codes = torch.bucketize(size, middles)  # a tie goes to the lower code, even or odd
+    codes += torch.isin(size, middles[1::2])
+    codes += 8 * values.signbit()
+    pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+FORMATS = (NVFP4,) = (Nvfp4(),)

@@ -1,0 +1,156 @@
+"""How an engine holds its weights: the family's table, with a format and a layout for each weight.
+
+The table is made once. The model, the writer, `refit`, `plan` and the checks of memory read it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.weights.formats import Format
+from mtpbuild.builder.weights.formats.integers import INT4, INT8
+from mtpbuild.builder.weights.made import Layout, Share, Stored, Weight
+from mtpbuild.runtime.ranks import ALONE, Ranks
+
+FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the checkpoint
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """The weights of an engine, in the order of use.
+
+    All ranks hold a weight alike, so that they share their graphs.
+    """
+
+    config: ModelConfig
+    ranks: Ranks
+    weights: tuple[Weight, ...]  # with the experts of all ranks
+    joined: Set[str] = frozenset()  # MoE modules whose shared expert is the last routed one
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.weights)
+
+    def of_rank(self, rank: int) -> list[Weight]:
+        """Return the weights of one rank."""
+        if self.ranks == ALONE:
+            return [*self.weights]
+        held = {weight.name: weight for weight in self.weights}
+        table = family_of(self.config).weight_table(self.config, Share(self.ranks, rank))
+        return [
+            replace(weight, format=held[weight.name].format, layout=held[weight.name].layout)
+            for weight in with_shared(table, self.joined)
+        ]
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """The formats of weights that stay quantised, by name."""
+        return {weight.name: weight.format for weight in self.weights if weight.format is not None}
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """The checkpoint's weights, by name."""
+        return {stored.name: stored for weight in self.weights for stored in weight.stored}
+
+    @property
+    def stored_formats(self) -> dict[str, Format | None]:
+        """The format in which the engine holds each weight of the checkpoint, by name."""
+        return {stored.name: each.format for each in self.weights for stored in each.stored}
+
+    @property
+    def parameters(self) -> int:
+        """The parameters of the checkpoint; an embedding that is tied to the head counts once."""
+        return sum(prod(stored.shape) for stored in self.stored.values())
+
+
+def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
+    """Return a family's weights as floats, with the experts of all ranks."""
+    share = Share(Ranks(attention_dp=ranks.attention_dp))
+    return WeightTable(config, ranks, tuple(family_of(config).weight_table(config, share)))
+
+
+def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
+    """Return a family's table with the format and the layout of each weight in an engine."""
+    share = Share(table.ranks)
+    found = {weight.name: _formats(weight, format_of) for weight in table.weights}
+    joined = _fitting(found, like_routed(table.weights, share)) if style.fused else set[str]()
+    weights = with_shared(table.weights, joined)
+    formats = {
+        weight.name: format
+        for weight in weights
+        for format, *others in (found[weight.name],)
+        if format is not None and not others and format.name in style.formats
+        if _can_stay(replace(weight, format=format), share)
+    }
+    formats = _in_pairs(weights, formats)
+    if style.cpu_kernels:
+        formats |= per_head_formats(weights, formats)
+    held = (
+        replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
+        for each in weights
+    )
+    return replace(table, weights=tuple(held), joined=joined)
+
+
+def per_head_formats(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
+    """Return the formats of `kv_b_proj`, which attention reads as a product for each head.
+
+    It is int8 in layers whose o_proj is in integers, int4 beside a head in int4. In fp32 these
+    products of a 10B model are a third of the bytes that a token reads.
+    """
+    narrow = INT4 if formats.get("lm_head") is INT4 else INT8
+    found = dict[str, Format]()
+    for weight in weights:
+        beside = formats.get(f"{_module(weight.name)}.o_proj")
+        if weight.wide_heads and beside is not None and beside.packs:
+            _, inputs, outputs = weight.per_head
+            if narrow.fits((outputs, inputs)):
+                found[weight.name] = narrow
+    return found
+
+
+def _formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
+    """Return the formats in which engines keep the stored tensors that make a weight."""
+    formats = set(map(format_of, weight.stored))
+    return {None if format is None else format.kept for format in formats}
+
+
+def _fitting(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
+    """Return the MoE modules whose shared expert has the same format as all their routed ones."""
+
+    def fits(module: str) -> bool:
+        own = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
+        return all(formats[routed] == formats[shared] for routed, shared in own)
+
+    return set(filter(fits, modules))
+
+
+def _can_stay(weight: Weight, share: Share) -> bool:
+    """Return whether programs can compute with the weight's format."""
+    format = weight.format
+    assert format is not None
+    fits = format.looks_up if weight.looked_up else weight.joined is not None
+    return fits and format.can_split(share.ranks.tp, weight.scale_group(share))
+
+
+def _in_pairs(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
+    """Drop integer formats of experts if only one of their two products is in integers."""
+    stacks = (weight for weight in weights if weight.slices > 1)
+    odd = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}
+    return {n: format for n, format in formats.items() if not format.packs or _module(n) not in odd}
+
+
+def _layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:
+    """Return the layout of a weight."""
+    if style.cpu_kernels:
+        return Layout.PACKED if weight.multiplied else Layout.PLAIN
+    quantised = any(f"{_module(weight.name)}.{leaf}" in formats for leaf in STACKS)
+    rows = not style.for_gpu and weight.slices > 1 and not quantised
+    return Layout.ROWS if rows else Layout.PLAIN
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

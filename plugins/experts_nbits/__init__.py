@@ -1,1 +1,0 @@
-"""Routed experts with int8 or int4 weights in blocks, which stay quantised in memory."""
