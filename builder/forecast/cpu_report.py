@@ -11,7 +11,7 @@ from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuEngine, CpuForecast
 from mtpbuild.builder.forecast.report import size
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.weights.scheme import AS_STORED
-from mtpbuild.runtime.prefix_pool import SHARE
+from mtpbuild.runtime.prefix_cache.cache import SHARE
 
 
 def as_json(f: CpuForecast) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def _engines(console: Console, f: CpuForecast) -> None:
         f"measured (docs/plan.md), and caches: "
         f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
         f"{size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
-        f"--max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows of ended requests "
-        f"besides, in at most 1/{SHARE} of what is then free (--prefix-cache-bytes)"
+        f"--max-seq-len {request.max_seq_len}; `mtpbuild serve` saves rows of prompts "
+        f"besides, in about 1/{SHARE} of what is then free (--prefix-cache-bytes)"
     )
     shared = ", of which the download takes its part" if f.shares_disk else ""
     console.print(f"disk of this folder: {size(f.machine.engines.free)} free{shared}")

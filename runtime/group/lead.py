@@ -78,7 +78,7 @@ class LeadingPrograms:
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
-        known = {Feature.KEEP, Feature.POOL, Feature.OVERLAP}
+        known = {Feature.PREFIX_CACHE, Feature.OVERLAP}
         self.features = own.features & known | {Feature.SHARE}
         self._channel, self._calls = channel, Calls(own, channel)
         self._numbers = itertools.count()
@@ -104,17 +104,11 @@ class LeadingPrograms:
     def clear(self, slot: int) -> None:
         self._call("clear", slot)
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        self._call("copy", source, target, rows)
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        return bool(self._call("save_rows", slot, start, pieces))
 
-    def swap(self, source: int, target: int) -> None:
-        self._call("swap", source, target)
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        self._call("save_rows", number, slot, start, stop)
-
-    def save_states(self, number: int, slot: int) -> None:
-        self._call("save_states", number, slot)
+    def save_states(self, slot: int, number: int) -> bool:
+        return bool(self._call("save_states", slot, number))
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
         self._call("load_rows", slot, pieces)

@@ -34,10 +34,10 @@ class ReplicaFlags:
     )
     no_prefix_cache: bool = flag(False, "Fill in every prompt from its beginning.")
     prefix_cache_bytes: int | None = flag(
-        None, "Memory for what ended requests leave beyond the slots; default: 1/8 of the free one."
+        None, "Memory for rows of earlier prompts; default: about 1/8 of what is free."
     )
     prefix_cache_dir: Path | None = flag(
-        None, "Folder where it is kept for the next server, too; of this server alone."
+        None, "Folder that keeps them for the next server, too; of this server alone."
     )
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
