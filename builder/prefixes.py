@@ -14,12 +14,6 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.staged import staged_folder
-from mtpbuild.runtime.compiled_prefixes import (
-    STATES,
-    open_prefixes,
-    prefix_file,
-    prefix_names,
-)
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -30,10 +24,11 @@ from mtpbuild.runtime.contract.manifest import (
     hash_file,
     read_manifest,
 )
-from mtpbuild.runtime.contract.programs import Pooling
+from mtpbuild.runtime.contract.programs import PrefixCaching
 from mtpbuild.runtime.errors import EngineError, UsageError
-from mtpbuild.runtime.prefix_files import PRIVATE, TOKENS, identity, write_rows
-from mtpbuild.runtime.prefixes import common
+from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
+from mtpbuild.runtime.prefix_cache.files import PRIVATE, STATES, PrefixFiles
+from mtpbuild.runtime.prefix_cache.tree import Span, common, root_key
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.targets import find_target, targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -117,7 +112,7 @@ def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginni
     Raises UsageError for files that can't be read, and if the target's engines of so many ranks
     have no prefixes.
     """
-    if files and (tp > 1 or Feature.POOL not in find_target(target).features):
+    if files and (tp > 1 or Feature.PREFIX_CACHE not in find_target(target).features):
         raise UsageError(f"--prefix is for engines of {_having()}")
     for file in files:
         _check_name(file.stem)
@@ -133,7 +128,7 @@ def list_prefixes(engine: Path) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "tokens": len(file.tokens),
+            "tokens": len(file.span.tokens),
             "bytes": manifest.files[prefix_file(name)].size,
         }
         for name, file in open_prefixes(engine, manifest)
@@ -142,7 +137,7 @@ def list_prefixes(engine: Path) -> list[dict[str, Any]]:
 
 def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
     """Compute an engine's prefixes again, from their tokens, for an engine with other weights."""
-    known = {name: file.tokens for name, file in open_prefixes(old, before)}
+    known = {name: file.span.tokens for name, file in open_prefixes(old, before)}
     if not known:
         return
     manifest = read_manifest(folder)
@@ -154,8 +149,8 @@ def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
 
 def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
     """Load an engine's programs; return a function that computes rows and states of tokens."""
-    programs = cast(Pooling, load_programs(folder, manifest, threads=threads))
-    if Feature.POOL not in programs.features:
+    programs = cast(PrefixCaching, load_programs(folder, manifest, threads=threads))
+    if Feature.PREFIX_CACHE not in programs.features:
         raise UsageError(f"{folder}: prefixes are for engines of {_having()}")
     recurrent = any(s.role == "recurrent" for s in manifest.state)
 
@@ -167,14 +162,15 @@ def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed
             programs.prefill(0, at, np.array(tokens[at : stop + ahead], np.int64))
             at = stop
             if recurrent:
-                programs.save_states(0, 0)
+                check(programs.save_states(0, 0))
                 found = programs.saved(0)
                 arrays |= {STATES.format(name, at): array for name, array in found.items()}
-        programs.save_rows(0, 0, 0, end)
-        arrays |= programs.saved(0)
-        if not all(_finite(array) for array in arrays.values()):
+        check(programs.save_rows(0, 0, [(0, end)]))
+        return arrays | programs.saved(0)
+
+    def check(finite: bool) -> None:
+        if not finite:
             raise EngineError(f"{folder}: the model's numbers for this prefix are not finite")
-        return arrays
 
     return compute
 
@@ -186,11 +182,9 @@ def write_prefix(
     tokens: Sequence[int],
     arrays: dict[str, NDArray[Any]],
 ) -> None:
-    path, types = folder / prefix_file(name), {s.name: s.dtype for s in manifest.state}
+    path = folder / prefix_file(name)
     path.parent.mkdir(exist_ok=True)
-    named = {tensor: types[tensor.partition("@")[0]] for tensor in arrays}
-    tensors = arrays | {TOKENS: np.array(tokens, np.int64)}
-    write_rows(path, tensors, named, {"engine": identity(manifest)})
+    PrefixFiles(manifest).write(path, Span(root_key(""), 0, tuple(tokens)), arrays)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -239,7 +233,7 @@ def _checked(engine: Path) -> Manifest:
 
 
 def _having() -> str:
-    return f"{targets_with(Feature.POOL)}, of one rank"
+    return f"{targets_with(Feature.PREFIX_CACHE)}, of one rank"
 
 
 def _check_name(name: str) -> None:
@@ -260,9 +254,3 @@ def _chat_ids(
 ) -> list[int]:
     text = tokenizer.chat_prompt(messages, **options)
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _finite(array: NDArray[Any]) -> bool:
-    if array.dtype == np.uint16:  # bfloat16
-        return bool(((array & 0x7F80) != 0x7F80).all())
-    return bool(np.isfinite(array).all())

@@ -156,8 +156,8 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.compiled_prefixes import check_prefixes
     from mtpbuild.runtime.contract.manifest import check_files, engine_folders, read_manifest
+    from mtpbuild.runtime.prefix_cache.built_in import check_prefixes
 
     manifest = read_manifest(engine)
     for folder, part in engine_folders(engine, manifest):

@@ -11,7 +11,6 @@ from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.checks import format_value
-from mtpbuild.runtime.compiled_prefixes import open_pool
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
@@ -26,7 +25,7 @@ from mtpbuild.runtime.errors import (
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
@@ -51,13 +50,12 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         overlap: bool = True,
-        prefix_cache: bool = False,
-        pool: PrefixPool | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self._grammars = Grammars(manifest, tokenizer, programs.features)
-        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache, pool=pool)
+        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
         self._driver = Driver(self._loop)
 
     @classmethod
@@ -81,9 +79,10 @@ class Engine:
         target can; False is for measurements. prefix_cache: reuse the rows of earlier prompts with
         the same beginning, if the target can. Tokens stay the same (except at near-ties if the
         engine is not exact), but the time to the first token depends on earlier requests.
-        prefix_cache_bytes: memory for the rows of ended requests outside the slots; None: an eighth
-        of the free memory. prefix_cache_dir: a folder that keeps these rows after this process, up
-        to the same number of bytes. Prefixes that the engine was built with are always used. warm:
+        prefix_cache_bytes: memory of the host for these rows; None: an eighth of what is free, or
+        what one conversation of max_seq_len tokens takes if that is more, but at most half.
+        prefix_cache_dir: a folder that keeps these rows after this process, up to the same number
+        of bytes. Prefixes that the engine was built with are always used. warm:
         settings of later requests, whose programs are loaded and run once now; statistics ignore
         these runs. options: those of the engine's target, such as provider="cuda" (target
         onnxruntime) or no_cuda_graphs=True (target inductor: slower, easier to debug);
@@ -106,10 +105,8 @@ class Engine:
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
             kept = prefix_cache_dir if prefix_cache else None
-            pool = open_pool(programs, manifest, folder, limit, kept)
-            return cls(
-                programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache, pool=pool
-            )
+            cache = open_prefix_cache(programs, manifest, folder, limit, kept)
+            return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:
@@ -289,8 +286,7 @@ class Engine:
         admitted, build = self._loop.scheduler.admitted, self.manifest.build
         running = sum(not request.cancelled for request in admitted)
         rows = build.slots * build.max_seq_len
-        acceptance, prefixes = self._loop.acceptance, self._loop.prefixes
-        pool = prefixes.pool
+        acceptance, prefixes = self._loop.acceptance, self._loop.prefix_cache
         return EngineStats(
             requests_running=running,
             requests_waiting=len(self._loop.scheduler.waiting),
@@ -298,10 +294,10 @@ class Engine:
             prompt_tokens=self._loop.prompt_tokens,
             output_tokens=acceptance.tokens,
             speculative_decoding=acceptance.report(),
-            prefix_queries=prefixes.queries,
-            prefix_hits=prefixes.hits,
-            prefix_bytes=pool.used if pool else 0,
-            prefix_limit=pool.limit if pool else 0,
+            prefix_queries=prefixes.queries if prefixes else 0,
+            prefix_hits=prefixes.hits if prefixes else 0,
+            prefix_bytes=prefixes.tree.used if prefixes else 0,
+            prefix_limit=prefixes.tree.limit if prefixes else 0,
             num_drafts=acceptance.drafts,
             cache_usage=sum(request.length for request in admitted) / rows,
             step_tokens=dict(self._loop.step_tokens),

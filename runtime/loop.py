@@ -26,8 +26,7 @@ from mtpbuild.runtime.contract.programs import (
 )
 from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
 from mtpbuild.runtime.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
-from mtpbuild.runtime.prefix_cache import PrefixCache
-from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.request import Request, TokenLogprobs, first_line
 from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import AcceptanceCounter, AcceptanceWatch
@@ -59,13 +58,12 @@ class Loop:
         manifest: Manifest,
         *,
         overlap: bool = True,
-        prefix_cache: bool = False,
-        pool: PrefixPool | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         build = manifest.build
         self.programs = programs
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
-        self.prefixes = PrefixCache(programs, manifest, slots=prefix_cache, pool=pool)
+        self.prefix_cache = prefix_cache
         self.acceptance = AcceptanceCounter(build.nextn)
         self.requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
@@ -99,50 +97,42 @@ class Loop:
             self._tokens_now = 0
 
     def forget(self) -> None:
-        """Forget the rows of all slots without a running request."""
+        """Forget the rows of earlier prompts."""
         self.release()
-        self.prefixes.forget()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def close(self, error: EngineError) -> None:
-        """Keep the rows of ended requests, and end all others with an error."""
+        """Save the rows of ended requests, and end all others with an error."""
         if self._launched is None:
             self.release()
         self.fail(error)
-        self.prefixes.close()
+        if self.prefix_cache is not None:
+            self.prefix_cache.close()
 
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
         self._launched = None
-        self.prefixes.forget_slots()
         self.scheduler.fail(error)
 
     def release(self) -> None:
-        """Free the slots of ended requests and keep their rows."""
+        """Free the slots of ended requests and save their rows."""
         for slot, request, rows in self.scheduler.release():
-            with self._losing_rows():
-                self._store(slot, request, rows)
+            with _losing_rows():
+                self._save(slot, request, rows)
 
-    @contextlib.contextmanager
-    def _losing_rows(self) -> Iterator[None]:
-        """Lose the rows that the block stores if it raises; no request fails."""
-        try:
-            yield
-        except RankError:
-            raise
-        except Exception:
-            log.exception("the rows of a prompt could not be kept")
-            self.prefixes.forget_slots()
-
-    def _store(self, slot: int, request: Request, rows: int) -> None:
-        """Keep an ended request's rows, unless it failed or they are not finite."""
+    def _save(self, slot: int, request: Request, rows: int) -> None:
+        """Save an ended request's rows, unless it failed or they are not finite."""
         finite = not isinstance(request.error, NotFiniteError)
         if finite and not request.token_ids and rows:  # no step has checked them yet
             finite = self.programs.finite(slot, rows)
         if not finite:
             self.programs.clear(slot)
-            self.prefixes.forget()  # other prompts may have begun with these rows
-        elif request.error is None:
-            self.prefixes.release(slot, request, rows)
+        if self.prefix_cache is not None:
+            if not finite:
+                self.prefix_cache.clear()  # other prompts may have begun with these rows
+            elif request.error is None:
+                self.prefix_cache.save_request(slot, request, rows)
 
     def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
         """Launch a step. `last` is the step before it, if its tokens are not read yet."""
@@ -205,7 +195,9 @@ class Loop:
 
     def _fill_chunk(self, filling: Filling) -> None:
         request, slot, at = filling.request, filling.slot, filling.at
-        end = self.prefixes.end_of_chunk(filling, self._chunk)
+        end = min(at + self._chunk, filling.end)
+        if self.prefix_cache is not None:
+            end = self.prefix_cache.end_of_chunk(filling, end)
         tokens = self._tokens(request.prompt, at, end)
         if (count := request.params.prompt_logprobs) is None:
             _run(self.programs.prefill, slot, at, tokens)
@@ -218,8 +210,9 @@ class Loop:
             request.prompt_logprobs += _scored(scores, following, count)
         self._tokens_now += end - at
         filling.at = end
-        with self._losing_rows():
-            self.prefixes.filled(filling)
+        if self.prefix_cache is not None:
+            with _losing_rows():
+                self.prefix_cache.save_chunk(filling)
 
     def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
         """Return a chunk and its lookahead tokens, padded with 0 after the prompt's end."""
@@ -232,13 +225,14 @@ class Loop:
         filling.request.start()
         self.requests += 1
         self.prompt_tokens += len(filling.request.prompt)
-        self.prefixes.place(filling, self.scheduler)
+        if self.prefix_cache is not None:
+            self.prefix_cache.load(filling)
 
     def _close_gaps(self) -> None:
         moved = list[Request]()
         for source, target, request in self.scheduler.close_gaps():
             with request.contain():
-                self.prefixes.move(source, target)
+                self.programs.move(source, target)
             moved.append(request)
         if any(request.ended for request in moved):  # their slots are free again
             self.release()
@@ -251,6 +245,17 @@ def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         return program(*given, **named)
     except Exception as error:
         raise step_failure(error) from error
+
+
+@contextlib.contextmanager
+def _losing_rows() -> Iterator[None]:
+    """Lose the rows that the block saves if it raises; no request fails."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception:
+        log.exception("the rows of a prompt could not be saved")
 
 
 def step_failure(error: BaseException) -> EngineError:

@@ -131,16 +131,6 @@ class Scheduler:
         """Return the free slots of a rank."""
         return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
 
-    def held(self, salt: str, *, besides: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the other slots of requests with this salt, and the tokens of their rows."""
-        filled = {f.slot: f.at for f in self._filling if f}
-        for slot, request in enumerate(self.slots):
-            if request is None or slot == besides:
-                continue
-            if (request.params.cache_salt or "") == salt:
-                rows = filled.get(slot, request.length)
-                yield slot, (request.prompt + request.token_ids)[:rows]
-
     def _admit(self, rank: int) -> Filling | None:
         """Give the next waiting request the lowest free slot of a rank."""
         free = self.free(rank)

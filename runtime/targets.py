@@ -107,9 +107,15 @@ BUILT_IN = (
         LoadOptions=OnnxLoadOptions,
         build_flags=_onnx_flags,
         features=dict.fromkeys(
-            (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE, Feature.SCORE), ""
-        )
-        | {Feature.POOL: "on a CPU"},
+            (
+                Feature.PREFIX_CACHE,
+                Feature.ADAPT,
+                Feature.CONSTRAIN,
+                Feature.PENALISE,
+                Feature.SCORE,
+            ),
+            "",
+        ),
     ),
     TargetRecord(
         name="inductor",
@@ -119,8 +125,7 @@ BUILT_IN = (
         LoadOptions=InductorLoadOptions,
         build_flags=_inductor_flags,
         features={
-            Feature.KEEP: "without attention-DP",
-            Feature.POOL: "on a CPU without attention-DP",
+            Feature.PREFIX_CACHE: "without attention-DP",
             Feature.OVERLAP: "on a GPU",
             Feature.CONSTRAIN: "on a CPU with one rank",
             Feature.PENALISE: "on a CPU",
@@ -134,14 +139,17 @@ BUILT_IN = (
         builder=f"{BUILD}tensorrt",
         install="pip install torch (one for CPUs will do)",
         build_flags=lambda manifest: {"dtype": manifest.build.dtype},
-        features={Feature.KEEP: "without attention-DP", Feature.SHARE: "with several ranks"},
+        features={
+            Feature.PREFIX_CACHE: "without attention-DP",
+            Feature.SHARE: "with several ranks",
+        },
     ),
     TargetRecord(
         name="tensorrt-rtx",
         programs=f"{RUN}tensorrt",
         builder=f"{BUILD}tensorrt_rtx",
         build_flags=lambda manifest: {"compute_capability": _architectures(manifest)},
-        features={Feature.KEEP: ""},
+        features={Feature.PREFIX_CACHE: ""},
     ),
 )
 _targets = Registry[TargetRecord]("target", "mtpbuild.targets", BUILT_IN)

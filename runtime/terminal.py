@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
-from mtpbuild.runtime.compiled_prefixes import prefix_names
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     HASH_LIMIT,
     PREFIXES,
@@ -31,7 +31,8 @@ from mtpbuild.runtime.driver import Stream
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.input_file import generate_all, read_requests
-from mtpbuild.runtime.prefix_pool import kept_sizes
+from mtpbuild.runtime.prefix_cache.built_in import prefix_names
+from mtpbuild.runtime.prefix_cache.cache import saved_sizes
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.trace.recorder import Trace
@@ -226,9 +227,9 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 def _prefixes(manifest: Manifest) -> str:
     """Describe the engine's own prefixes, and the memory of those of earlier prompts."""
     has = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
-    if manifest.target.compute_capabilities or not manifest.pools:
+    if Feature.PREFIX_CACHE not in manifest.features:
         return has
-    row, states = kept_sizes(manifest)
+    row, states = saved_sizes(manifest)
     more = f", and {states:,} for recurrent states" if states else ""
     return f"{has}; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
 

@@ -10,7 +10,7 @@ from mtpbuild.builder.forecast.cpu import MAPPED, CpuEngine, CpuForecast, count_
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.weights.scheme import AS_STORED
-from mtpbuild.runtime.prefix_pool import SHARE
+from mtpbuild.runtime.prefix_cache.cache import SHARE
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from enum import StrEnum
 class Feature(StrEnum):
     """An optional feature; programs that declare it implement the protocol named beside it."""
 
-    KEEP = "keep"  # slots keep their rows for later prompts: `Keeping`
-    POOL = "pool"  # rows and states are copied to memory outside the slots: `Pooling`
+    PREFIX_CACHE = "prefix_cache"  # prompts reuse the rows of earlier ones: `PrefixCaching`
     OVERLAP = "overlap"  # a step is launched before the last one's output is read: `Overlapping`
     ADAPT = "adapt"  # a step may draft fewer than nextn tokens: `Adaptive`
     CONSTRAIN = "constrain"  # a grammar limits the tokens that steps emit: `Constraining`

@@ -193,19 +193,14 @@ class Manifest(_Record):
         """The features that the engine's graphs and states allow; its programs may have more."""
         mixed = self.programs.get(MIXED)
         has = {
-            Feature.KEEP: self.build.ranks.serving == 1 and all(s.kept for s in self.state),
+            Feature.PREFIX_CACHE: self.build.ranks.serving == 1
+            and all(s.kept or s.role == "recurrent" for s in self.state),
             Feature.ADAPT: self.build.adaptive,
             Feature.CONSTRAIN: mixed is not None and any(t.name == ALLOWED for t in mixed.inputs),
             Feature.PENALISE: any(s.role == "history" for s in self.state),
             Feature.SCORE: SCORE in self.programs,
         }
         return frozenset(feature for feature, there in has.items() if there)
-
-    @property
-    def pools(self) -> bool:
-        """Whether a prompt can begin with copies of an earlier prompt's rows and states."""
-        known = all(s.kept or s.role == "recurrent" for s in self.state)
-        return self.build.ranks.serving == 1 and known
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"

@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Words = NDArray[np.int32]
-Piece: TypeAlias = tuple[int, int, int]  # number of saved rows, first row, count
+Piece: TypeAlias = tuple[int, int]  # number under which rows are saved, and how many
 
 PREFILL = "prefill"  # the program of a prompt's chunk
 SCORE = "score"  # the same, with log-probabilities of the tokens that follow
@@ -157,40 +157,32 @@ class Scoring(Programs, Protocol):
         ...
 
 
-class Keeping(Programs, Protocol):
-    """Programs whose free slots keep their cache rows for later prompts.
-
-    A prompt can be filled in from any position whose earlier rows its slot has, minus `lookahead`.
-    """
-
-    def copy(self, source: int, target: int, rows: int) -> None:
-        """Copy the first rows of slot `source`'s caches to slot `target`."""
-
-    def swap(self, source: int, target: int) -> None:
-        """Do the work of `move`, and give slot `source` the cache rows that `target` had."""
-
-
-class Pooling(Programs, Protocol):
+class PrefixCaching(Programs, Protocol):
     """Programs that save copies of rows and recurrent states outside their slots, by number.
 
     A prompt can be filled in from any position whose rows, and states if there are any, were loaded
     into its slot, minus the rows that the drafter's carried states need.
     """
 
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        """Save a copy of rows start .. stop - 1 of a slot under an unused number."""
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        """Save copies of a slot's rows from `start` on, in pieces, under unused numbers.
 
-    def save_states(self, number: int, slot: int) -> None:
-        """Save a copy of a slot's recurrent states under an unused number."""
+        Returns False and saves nothing if they are not finite.
+        """
+        ...
+
+    def save_states(self, slot: int, number: int) -> bool:
+        """Save a copy of a slot's recurrent states under an unused number, if they are finite."""
+        ...
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Fill a slot without a running request with the rows of all pieces, in order."""
+        """Fill a slot without a running request with the first rows of saved pieces, in order."""
 
     def load_states(self, slot: int, number: int) -> None:
         """Set a slot's recurrent states to those that were saved under a number."""
 
     def discard(self, number: int) -> None:
-        """Delete what was saved under a number."""
+        """Delete what was saved under a number, if anything."""
 
     def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
         """Return the rows [rows, width] or the states that were saved under a number, by name.

@@ -82,7 +82,7 @@ class LeadingPrograms:
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
-        known = {Feature.KEEP, Feature.POOL, Feature.OVERLAP}
+        known = {Feature.PREFIX_CACHE, Feature.OVERLAP}
         self.features = own.features & known | {Feature.SHARE}
         self._channel, self._calls = channel, Calls(own, channel)
         self._numbers = itertools.count()
@@ -95,10 +95,9 @@ class LeadingPrograms:
 
     prefill, step = _forward("prefill"), _forward("step")
     begin, move, clear = _forward("begin"), _forward("move"), _forward("clear")
-    finite, copy, swap = _forward("finite"), _forward("copy"), _forward("swap")
+    finite, discard = _forward("finite"), _forward("discard")
     save_rows, save_states = _forward("save_rows"), _forward("save_states")
     load_rows, load_states = _forward("load_rows"), _forward("load_states")
-    discard = _forward("discard")
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Launch a step on all ranks; the result reads it on all of them."""

@@ -32,6 +32,9 @@ class DeviceArray:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def reshape(self, shape: tuple[int, ...]) -> "DeviceArray":
+        return DeviceArray(self.address, shape, self.dtype)
+
     def __getitem__(self, slots: slice) -> "DeviceArray":
         """Return a view [last - first, ..] of entries of the first dimension."""
         first, last, _ = slots.indices(self.shape[0])

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import ALLOWED
-from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
     PREFILL,
@@ -17,7 +16,6 @@ from mtpbuild.runtime.contract.programs import (
     Bools,
     Constraint,
     Ints,
-    Piece,
     Scores,
     host_type,
 )
@@ -51,9 +49,6 @@ class HostSlots(Slots):
 
     def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
         super().__init__(manifest, HostMemory(), caches, copies)
-        if manifest.pools and caches.device == "cpu":
-            self.features |= {Feature.POOL}
-        self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
@@ -87,31 +82,6 @@ class HostSlots(Slots):
         asked = {"following": following[None]}
         found = self._run_chunk(SCORE, slot, self._prompt_inputs(start, tokens) | asked)
         return Scores(**{name: array[0] for name, array in found.items()})
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        self._saved[number] = self._caches.rows_of(slot, start, stop)
-
-    def save_states(self, number: int, slot: int) -> None:
-        carries = self._carries[self._now]
-        self._saved[number] = {name: carries[name][slot].copy() for name in self._recurrent}
-
-    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        found = [(self._saved[number], first, count) for number, first, count in pieces]
-        self._caches.fill(slot, found)
-
-    def load_states(self, slot: int, number: int) -> None:
-        for carries in self._carries:
-            for name, array in self._saved[number].items():
-                carries[name][slot] = array
-
-    def discard(self, number: int) -> None:
-        self._saved.pop(number, None)  # absent if it was never read from its file
-
-    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
-        return self._saved[number]
-
-    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._saved[number] = arrays
 
     def _run_chunk(
         self, program: str, slot: int, given: dict[str, NDArray[Any]]
@@ -163,7 +133,7 @@ class PackedCaches(Caches):
     device = "cpu"
 
     def __init__(self, state: Sequence[StateSpec]) -> None:
-        specs = [s for s in state if s.role == "rows"]
+        specs, self._memory = [s for s in state if s.role == "rows"], HostMemory()
         self._batch = max(s.sizes["batch"] for s in specs)
         self._capacity = max(s.sizes["rows"] for s in specs)
         self.rows = self.packed = 0
@@ -195,7 +165,6 @@ class PackedCaches(Caches):
         }
 
     def start(self, slot: int) -> int:
-        """Return the row of the allocations at which a slot begins."""
         return slot * (self.rows if slot < self.packed else self._capacity)
 
     def pointers(self) -> dict[str, int]:
@@ -232,19 +201,11 @@ class PackedCaches(Caches):
         self._parked[slot] = rows
 
     def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
-        self.copy(source, target, int(lengths[source]))
-
-    def copy(self, source: int, slot: int, rows: int) -> None:
-        if slot < self.packed <= source:
-            self._unpack(slot)
-        self._relocate([(self.start(source), self.start(slot))], rows)
-        self._parked[slot] = rows
-
-    def finite(self, slot: int, rows: int) -> bool:
-        start = self.start(slot)
-        end = start + min(rows, self.rows if slot < self.packed else self._capacity)
-        with self._on_host():
-            return all(finite(flat[start:end]).all() for flat in self._flat.values())
+        if target < self.packed <= source:
+            self._unpack(target)
+        rows = int(lengths[source])
+        self._relocate([(self.start(source), self.start(target))], rows)
+        self._parked[target] = rows
 
     def clear(self, slot: int) -> None:
         """Empty a slot and remove NaNs outside all slots' rows, as masked rows are still read.
@@ -262,33 +223,10 @@ class PackedCaches(Caches):
                         if not finite(block).all():
                             block[~finite(block)] = 0
 
-    def rows_of(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
-        """Return copies of rows start .. stop - 1 of a slot."""
-        at = self.start(slot)
-        return {name: flat[at + start : at + stop].copy() for name, flat in self._flat.items()}
-
-    def fill(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
-        """Park a slot and fill its first rows with pieces: (arrays, first row, number of rows)."""
-        self.park(slot, sum(count for _, _, count in pieces))
-        start = self.start(slot)
-        for arrays, first, count in pieces:
-            for name, flat in self._flat.items():
-                flat[start : start + count] = arrays[name][first : first + count]
-            start += count
-
-    def swap(self, first: int, second: int) -> None:
-        low, high = sorted((first, second))
-        rows = self.rows
-        if high >= self.packed:
-            self._unpack(low)
-            rows = max(self._parked[first], self._parked[second])
+    def write(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+        self.park(slot, sum(count for _, count in pieces))
         with self._on_host():
-            for flat in self._flat.values():
-                a, b = (flat[self.start(s) : self.start(s) + rows] for s in (first, second))
-                held = a.copy()
-                a[:], b[:] = b, held
-        parked = self._parked
-        parked[first], parked[second] = parked[second], parked[first]
+            super().write(slot, pieces)
 
     def _lay_out(self, rows: int) -> None:
         """Change the number of rows of packed slots; all slots are parked until the next step."""

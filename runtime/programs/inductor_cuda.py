@@ -112,6 +112,9 @@ class CudaPrograms(DeviceSlots):
     def _wait(self, mark: Wait) -> None:
         mark()
 
+    def _settle(self) -> None:
+        self._wait(self._gpu.mark())
+
     def _work(self, program: str, slots: int) -> Work:
         """Return a function that queues a step of the first slots and fills in its report."""
         package, report = self._packages[program], self._reports[program]

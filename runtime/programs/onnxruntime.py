@@ -35,8 +35,9 @@ class DeviceCaches(PackedCaches):
     """Caches on a device, with arrays on the host in which slots are moved.
 
     onnxruntime's Python API copies whole tensors between host and device, and can't copy on the
-    device. So moving a slot takes all caches through the host. With one slot this never happens;
-    with several, when a request begins or ends beside another one, or outgrows the layout.
+    device. So moving a slot takes all caches through the host: with several slots, when a request
+    begins or ends beside another one, or outgrows the layout; with a prefix cache, whenever rows
+    are saved or loaded.
     """
 
     def __init__(self, state: Sequence[StateSpec], device: str) -> None:
@@ -60,6 +61,10 @@ class DeviceCaches(PackedCaches):
     def arrays(self) -> dict[str, NDArray[Any]]:
         self._download()
         return super().arrays()
+
+    def read(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        self._download()
+        return super().read(slot, start, stop)
 
     def _reserve(self, rows: int) -> None:
         """Do nothing: a step does not write to the host's arrays."""

@@ -19,6 +19,7 @@ from mtpbuild.runtime.contract.programs import (
     PLAIN,
     Bools,
     Ints,
+    Piece,
     StepOutput,
     host_type,
     program_name,
@@ -36,6 +37,10 @@ def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     if numbers.dtype == np.uint16:
         return (numbers & 0x7F80) != 0x7F80
     return np.isfinite(numbers)
+
+
+def all_finite(arrays: Mapping[str, NDArray[Any]]) -> bool:
+    return all(finite(array).all() for array in arrays.values())
 
 
 class Memory(Protocol):
@@ -58,10 +63,14 @@ class Caches:
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
-        self._memory = memory
-        self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
-        self._dtypes = {s.name: s.dtype for s in specs}
-        self._spare: dict[str, Array] = {}  # one slot's rows, while two slots are swapped
+        self._memory, self._dtypes = memory, {s.name: s.dtype for s in specs}
+        sizes = [s.sizes for s in specs]
+        self._capacity = max((size["rows"] for size in sizes), default=0)
+        self._flat = {
+            s.name: memory.zeros((s.sizes["batch"] * self._capacity, s.sizes["width"]), s.dtype)
+            for s in specs
+        }
+        self.tensors = {s.name: self._flat[s.name].reshape(s.shape) for s in specs}
 
     def fit(self, rows: int) -> bool:
         """Make room for `rows` rows per slot; return whether the layout, so every view, changed."""
@@ -75,31 +84,28 @@ class Caches:
         for array in self.tensors.values():
             self._memory.copy(array[source : source + 1], array[target : target + 1])
 
-    def copy(self, source: int, slot: int, rows: int) -> None:
-        """Copy the first `rows` rows of slot `source` to `slot`; this class copies all rows."""
-        for array in self.tensors.values():
-            self._memory.copy(array[source : source + 1], array[slot : slot + 1])
+    def start(self, slot: int) -> int:
+        """Return the row of the allocations at which a slot begins."""
+        return slot * self._capacity
 
-    def finite(self, slot: int, rows: int) -> bool:
-        """Return whether a slot's first rows are finite."""
-        own = (self._memory.host(array[slot : slot + 1]) for array in self.tensors.values())
-        return all(finite(array[:, :, :rows]).all() for array in own)
+    def read(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        """Return rows of a slot on the host; they share its memory if it is there."""
+        first, last = self.start(slot) + start, self.start(slot) + stop
+        return {name: self._memory.host(flat[first:last]) for name, flat in self._flat.items()}
+
+    def write(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+        """Write a slot's first rows, in pieces: arrays, and how many of their rows."""
+        at = self.start(slot)
+        for arrays, count in pieces:
+            for name, flat in self._flat.items():
+                self._memory.copy(arrays[name][:count], flat[at : at + count])
+            at += count
 
     def clear(self, slot: int) -> None:
         """Set the slot's rows to zero."""
         for name, array in self.tensors.items():
             zeros = np.zeros((1, *array.shape[1:]), host_type(self._dtypes[name]))
             self._memory.copy(zeros, array[slot : slot + 1])
-
-    def swap(self, first: int, second: int) -> None:
-        """Swap the contents of two slots."""
-        for name, array in self.tensors.items():
-            one, other = array[first : first + 1], array[second : second + 1]
-            if name not in self._spare:
-                self._spare[name] = self._memory.zeros((1, *array.shape[1:]), self._dtypes[name])
-            self._memory.copy(one, self._spare[name])
-            self._memory.copy(other, one)
-            self._memory.copy(self._spare[name], other)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return each cache [B, 1, rows, C] on the host; it shares memory if it is there."""
@@ -135,6 +141,7 @@ class Slots:
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that need the mixed program
         self._bindings: dict[Any, Any] = {}  # programs' inputs; cleared when the layout changes
         self._most = self._nextn = manifest.build.nextn
+        self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # the prefix cache's
 
     @property
     def state(self) -> dict[str, NDArray[Any]]:
@@ -165,9 +172,8 @@ class Slots:
         self._carry(source, target)
 
     def finite(self, slot: int, rows: int) -> bool:
-        carries = self._carries[self._now]
-        own = (self._memory.host(carries[name][slot : slot + 1]) for name in self._recurrent)
-        return self._caches.finite(slot, rows) and all(finite(array).all() for array in own)
+        self._settle()
+        return all_finite(self._caches.read(slot, 0, rows)) and all_finite(self._states(slot))
 
     def clear(self, slot: int) -> None:
         self._caches.clear(slot)
@@ -176,12 +182,49 @@ class Slots:
             for copy in self._carries:
                 self._memory.copy(zeros, copy[name][slot : slot + 1])
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        self._caches.copy(source, target, rows)
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        at, saved = 0, dict[int, Mapping[str, NDArray[Any]]]()
+        self._settle()
+        rows = self._caches.read(slot, start, start + sum(count for _, count in pieces))
+        for number, count in pieces:
+            saved[number] = {name: array[at : at + count].copy() for name, array in rows.items()}
+            if not all_finite(saved[number]):
+                return False
+            at += count
+        self._saved |= saved
+        return True
 
-    def swap(self, source: int, target: int) -> None:
-        self._caches.swap(source, target)
-        self._carry(source, target)
+    def save_states(self, slot: int, number: int) -> bool:
+        self._settle()
+        states = {name: array.copy() for name, array in self._states(slot).items()}
+        if finite := all_finite(states):
+            self._saved[number] = states
+        return finite
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        self._caches.write(slot, [(self._saved[number], count) for number, count in pieces])
+
+    def load_states(self, slot: int, number: int) -> None:
+        for name, array in self._saved[number].items():
+            for copy in self._carries:
+                self._memory.copy(array[None], copy[name][slot : slot + 1])
+
+    def discard(self, number: int) -> None:
+        self._saved.pop(number, None)
+
+    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
+        return self._saved[number]
+
+    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._saved[number] = arrays
+
+    def _settle(self) -> None:
+        """Wait for queued work, before the host reads what it writes."""
+
+    def _states(self, slot: int) -> dict[str, NDArray[Any]]:
+        """Return a slot's recurrent states on the host."""
+        carries = self._carries[self._now]
+        return {n: self._memory.host(carries[n][slot : slot + 1])[0] for n in self._recurrent}
 
     def _carry(self, source: int, target: int) -> None:
         """Copy a slot's carried state and controls to another slot."""

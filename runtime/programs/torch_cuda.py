@@ -60,7 +60,7 @@ class Gpu:
     def copy(self, source: Tensor | NDArray[Any], target: Tensor) -> None:
         """Queue a copy between equal shapes; a source in pageable memory is read at once."""
         with torch.cuda.stream(self._stream):
-            target.copy_(torch.as_tensor(source), non_blocking=True)
+            target.copy_(from_host(source, target), non_blocking=True)
 
     def host(self, array: Tensor) -> NDArray[Any]:
         """Return a copy after all queued work is done; bfloat16 as bits."""
@@ -120,6 +120,13 @@ class Gpu:
 
 def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def from_host(source: Tensor | NDArray[Any], target: Tensor) -> Tensor:
+    """Return the source of a copy as a tensor; uint16 is taken as bits of a bfloat16 target."""
+    tensor = torch.as_tensor(source)
+    bits = tensor.dtype == torch.uint16 and target.dtype == torch.bfloat16
+    return tensor.view(torch.bfloat16) if bits else tensor
 
 
 def as_host(tensor: Tensor) -> NDArray[Any]:

@@ -123,7 +123,7 @@ class EngineCollector(Collector):
             "num_requests_running": ("Requests in slots.", s.requests_running),
             "num_requests_waiting": ("Requests that wait for a slot.", s.requests_waiting),
             "kv_cache_usage_perc": ("Share of all cache rows that are in use.", s.cache_usage),
-            "prefix_pool_bytes": ("Memory of rows that ended requests have left.", s.prefix_bytes),
+            "prefix_pool_bytes": ("Memory of rows of earlier prompts.", s.prefix_bytes),
             "prefix_pool_limit_bytes": ("Memory that these may have.", s.prefix_limit),
         }
         counters = {

@@ -17,11 +17,12 @@ import pytest
 
 from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.builder.refit import refit
-from mtpbuild.runtime import Engine, SamplingParams, prefix_folder
-from mtpbuild.runtime.compiled_prefixes import prefix_file
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
-from mtpbuild.runtime.prefix_files import identity
+from mtpbuild.runtime.prefix_cache import files as prefix_files
+from mtpbuild.runtime.prefix_cache.built_in import prefix_file
+from mtpbuild.runtime.prefix_cache.files import PrefixFile, identity
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
@@ -96,7 +97,7 @@ def test_a_prompt_begins_behind_a_prefix(engine: Path, bare: Path) -> None:
 
 
 def test_two_prefixes_that_begin_alike(engine: Path, bare: Path) -> None:
-    """And slots and a pool beside them; what is forgotten is not the prefix."""
+    """And rows of earlier prompts beside them; what is forgotten is not the prefix."""
     put(engine, "two", [*BEGINNING[:100], *tokens(9, 70)])
     asked = [*prompts(), [*BEGINNING[:100], *tokens(9, 70), 9, 10]]
     with load(bare) as cold:
@@ -347,11 +348,11 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def whose_block_it_is_is_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_folder, "identity", lambda manifest: "any")
+    patch.setattr(prefix_files, "identity", lambda manifest: "any")
 
 
 def a_half_written_file_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_folder, "is_whole", lambda file: True)
+    patch.setattr(PrefixFile, "is_whole", True)
 
 
 def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:

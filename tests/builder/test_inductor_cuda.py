@@ -7,6 +7,7 @@ computes is tests/gpu/test_inductor.py's business.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import PREFILL
+from mtpbuild.runtime.contract.programs import PREFILL, PrefixCaching
 from mtpbuild.runtime.errors import NotFiniteError
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
@@ -92,6 +94,31 @@ def test_texts_equal_plain_decoding(
             wanted = greedy(predictable, prompt, each.max_tokens)
         assert result.token_ids == wanted
     assert bool(gpu.queue) == (overlap and not ahead)  # the last step is one too many
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompts_begin_with_rows_of_earlier_ones(
+    overlap: bool, on_gpu: MakePrograms, predictable: Transformer
+) -> None:
+    """The second turns of conversations, and one that comes while its beginning is answered."""
+    programs, manifest, gpu = on_gpu(3, "mtp-vanilla")
+    gpu.ahead = overlap
+    cache = PrefixCache(cast(PrefixCaching, programs), manifest, 1 << 20)
+    asked, params = prompts(20, 6, 35, 90), replace(GREEDY, max_tokens=12)
+    with Engine(programs, manifest, overlap=overlap, prefix_cache=cache) as engine:
+        for known in ([0] * 4, [len(prompt) + 12 - 3 for prompt in asked]):
+            results = engine.generate(asked, params)
+            for prompt, result in zip(asked, results, strict=True):
+                assert result.token_ids == greedy(predictable, prompt, 12)
+            assert [result.metrics.cached_tokens for result in results] == known
+            turns = zip(asked, results, strict=True)
+            asked = [[*prompt, *result.token_ids, 7, 9] for prompt, result in turns]
+        running = engine.stream(prompts(97)[0], replace(GREEDY, max_tokens=90))
+        next(running)
+        late = engine.generate([*running._request.prompt[:80], 3, 4], params)
+        assert not running._request.ended
+        assert late.metrics.cached_tokens == 80 - 3
+        assert late.token_ids == greedy(predictable, [*running._request.prompt[:80], 3, 4], 12)
 
 
 def test_modes_share_a_batch(on_gpu: MakePrograms) -> None:

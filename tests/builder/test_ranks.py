@@ -31,7 +31,7 @@ from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import start_ranks
-from mtpbuild.runtime.prefix_pool import make_pool
+from mtpbuild.runtime.prefix_cache.cache import open_prefix_cache
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks, rank_bugs
@@ -128,7 +128,7 @@ def check_pool(folder: Path, model: PlainDeepseek) -> None:
             loaded.generate(prompt, params)
         assert 0 < loaded.stats.prefix_bytes <= loaded.stats.prefix_limit
         with pytest.raises(UsageError, match="not for engines of several ranks; leave it out"):
-            make_pool(loaded._loop.programs, loaded.manifest, None, folder / "kept")
+            open_prefix_cache(loaded._loop.programs, loaded.manifest, folder, None, folder / "kept")
 
 
 def test_a_pool(engine: Path, model: PlainDeepseek) -> None:

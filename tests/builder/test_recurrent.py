@@ -5,6 +5,7 @@ The oracle computes every sum anew from the tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
-from mtpbuild.runtime.contract.programs import Programs
-from mtpbuild.runtime.prefix_pool import make_pool
+from mtpbuild.runtime.contract.programs import PrefixCaching, Programs
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from tests.reference.recompute import greedy
@@ -181,13 +182,12 @@ def check_engine(engine: Path, plain: PlainSumming) -> None:
 
 
 def test_prefixes_are_copies(plain: PlainSumming) -> None:
-    """Slots keep none, as a sum is not kept at earlier tokens; a pool keeps it at some."""
+    """A sum is not kept at earlier tokens, so copies are saved at some."""
     programs, manifest = traced(plain)
-    assert Feature.KEEP not in programs.features
-    assert Feature.POOL in programs.features
+    assert Feature.PREFIX_CACHE in programs.features
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    for pool in (None, make_pool(programs, manifest, 1 << 20)):
-        with Engine(programs, manifest, prefix_cache=True, pool=pool) as engine:
+    for cache in (None, PrefixCache(cast(PrefixCaching, programs), manifest, 1 << 20)):
+        with Engine(programs, manifest, prefix_cache=cache) as engine:
             params = SamplingParams(max_tokens=8, ignore_eos=True)
             results = [engine.generate(prompt, params) for _ in range(2)]
             longer = [*prompt, *results[0].token_ids, 7]
@@ -196,7 +196,7 @@ def test_prefixes_are_copies(plain: PlainSumming) -> None:
             programs = engine._loop.programs  # type: ignore[assignment]
         for result in results:
             assert list(result.token_ids) == greedy(plain, prompt, 8)
-        assert hits == (0 if pool is None else 2 * (len(prompt) - 1))
+        assert hits == (0 if cache is None else 2 * (len(prompt) - 1))
 
 
 @pytest.fixture

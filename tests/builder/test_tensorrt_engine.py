@@ -139,6 +139,20 @@ def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda)
     assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results) > 20
 
 
+def test_prompts_begin_with_rows_of_earlier_ones(engine: Path, model: PlainDeepseek) -> None:
+    """The second turns of conversations, over fewer slots."""
+    asked, params = PROMPTS, replace(GREEDY, max_tokens=12)
+    with Engine.load(engine, prefix_cache=True, prefix_cache_bytes=1 << 20) as loaded:
+        known = [0] * len(asked)
+        for _ in range(2):
+            results = loaded.generate(asked, params)
+            for prompt, result in zip(asked, results, strict=True):
+                assert list(result.token_ids) == greedy(model, prompt, 12)
+            assert all(r.metrics.cached_tokens >= n for r, n in zip(results, known, strict=True))
+            asked = [[*p, *r.token_ids, 7, 9] for p, r in zip(asked, results, strict=True)]
+            known = [len(prompt) - 2 - loaded.manifest.lookahead for prompt in asked]
+
+
 def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> None:
     """Each as alone, also after a sampled request has had the slot."""
     assert HOT.seed is not None

@@ -27,7 +27,7 @@ class EagerPrograms:
 
     def __init__(self, plan: Plan, model: CausalLM) -> None:
         self.lookahead = plan.lookahead
-        self.features = frozenset({Feature.KEEP, Feature.POOL, Feature.ADAPT})
+        self.features = frozenset({Feature.PREFIX_CACHE, Feature.ADAPT})
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self.plan = plan
         self.programs = {program.name: program for program in make_programs(plan, model)}
@@ -75,29 +75,23 @@ class EagerPrograms:
         for tensor in self.tensors.values():
             tensor[slot] = 0
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        for name in self.caches:
-            self.tensors[name][target, :, :rows] = self.tensors[name][source, :, :rows]
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        for number, count in pieces:
+            rows = slice(start, start := start + count)
+            held = {name: self.tensors[name][slot, 0, rows].clone() for name in self.caches}
+            self._saved[number] = held
+        return True
 
-    def swap(self, source: int, target: int) -> None:
-        held = {name: self.tensors[name][target].clone() for name in self.caches}
-        self.move(source, target)
-        for name, rows in held.items():
-            self.tensors[name][source] = rows
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        held = {name: self.tensors[name][slot, 0, start:stop].clone() for name in self.caches}
-        self._saved[number] = held
-
-    def save_states(self, number: int, slot: int) -> None:
+    def save_states(self, slot: int, number: int) -> bool:
         names = [s.name for s in state_specs(self.plan) if s.role == "recurrent"]
         self._saved[number] = {name: self.tensors[name][slot].clone() for name in names}
+        return True
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
         start = 0
-        for number, first, count in pieces:
+        for number, count in pieces:
             for name, rows in self._saved[number].items():
-                self.tensors[name][slot, 0, start : start + count] = rows[first : first + count]
+                self.tensors[name][slot, 0, start : start + count] = rows[:count]
             start += count
 
     def load_states(self, slot: int, number: int) -> None:

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
-from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
-from mtpbuild.runtime.programs.slots import finite
+from mtpbuild.runtime.programs.host_slots import (
+    GROWTH,
+    ROW_STEP,
+    HostMemory,
+    PackedCaches,
+    rounded,
+)
+from mtpbuild.runtime.programs.slots import Caches, Memory, finite
+from tests.support.fake_gpu import FakeGpu
 
 SLOTS, CAPACITY = 4, 1000
 
@@ -133,32 +141,41 @@ def test_parked_slots_are_out_of_reach() -> None:
         assert (held(caches, 3)[:900] == 4).all()
 
 
-def test_copies_swaps_and_moves_between_packed_and_parked_slots() -> None:
+def test_moves_between_packed_and_parked_slots() -> None:
     """All pairs of places; a slot that packs later brings its rows along."""
     for packed in range(SLOTS + 1):
         for source in range(SLOTS):
             for target in set(range(SLOTS)) - {source}:
-                for way in ("copy", "swap", "move"):
-                    caches = PackedCaches([spec(SLOTS, CAPACITY)])
-                    for slot in range(SLOTS):
-                        fill(caches, slot, 100, slot + 1)
-                    caches.fit(ROW_STEP)
-                    caches.pack(packed)
-                    wanted = [1.0, 2.0, 3.0, 4.0]
-                    if way == "swap":
-                        caches.swap(source, target)
-                        wanted[source] = target + 1
-                    elif way == "copy":
-                        caches.copy(source, target, 100)
-                    else:
-                        caches.move(source, target, np.full(SLOTS, 100))
-                    wanted[target] = source + 1
-                    for slot, value in enumerate(wanted):
-                        assert (held(caches, slot)[:100] == value).all()
-                    caches.fit(3 * ROW_STEP)
-                    caches.pack(SLOTS)
-                    rows = caches.views(0, SLOTS)["kv.0"][:, 0, :100, 0]
-                    assert (rows == np.array(wanted)[:, None]).all()
+                caches = PackedCaches([spec(SLOTS, CAPACITY)])
+                for slot in range(SLOTS):
+                    fill(caches, slot, 100, slot + 1)
+                caches.fit(ROW_STEP)
+                caches.pack(packed)
+                caches.move(source, target, np.full(SLOTS, 100))
+                wanted = [1.0, 2.0, 3.0, 4.0]
+                wanted[target] = source + 1
+                for slot, value in enumerate(wanted):
+                    assert (held(caches, slot)[:100] == value).all()
+                caches.fit(3 * ROW_STEP)
+                caches.pack(SLOTS)
+                rows = caches.views(0, SLOTS)["kv.0"][:, 0, :100, 0]
+                assert (rows == np.array(wanted)[:, None]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["packed", "host", "GPU"])
+def test_rows_are_written_and_read(where: str, dtype: Literal["float32", "bfloat16"]) -> None:
+    """In pieces, of which first rows are taken; other slots keep theirs."""
+    specs = [rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))]
+    memory: Memory = FakeGpu() if where == "GPU" else HostMemory()
+    caches = PackedCaches(specs) if where == "packed" else Caches(specs, memory)
+    kind = host_type(dtype)
+    one, two = (np.arange(n, n + 400).astype(kind).reshape(100, 4) for n in (16_000, 17_000))
+    caches.write(0, [({"kv.0": two}, 100)])
+    caches.write(1, [({"kv.0": one}, 64), ({"kv.0": two}, 36)])
+    assert np.array_equal(caches.read(1, 0, 64)["kv.0"], one[:64])
+    assert np.array_equal(caches.read(1, 64, 100)["kv.0"], two[:36])
+    assert np.array_equal(caches.read(0, 10, 100)["kv.0"], two[10:])
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,14 @@ from mtpbuild.runtime import driver as driver_module
 from mtpbuild.runtime import loop as loop_module
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import RequestFailedError, StepError
-from mtpbuild.runtime.prefix_pool import PrefixPool
 from mtpbuild.runtime.request import Request
-from tests.support.fakes import PoolingPrograms, continuation, fake_manifest, fake_tokenizer
+from tests.support.fakes import (
+    FakePrograms,
+    caching_engine,
+    continuation,
+    fake_manifest,
+    fake_tokenizer,
+)
 from tests.support.live_server import until
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -64,11 +69,10 @@ class Grammar:
         raise Panic("index out of bounds")
 
 
-def make_engine(slots: int = 3) -> tuple[Engine, PoolingPrograms]:
+def make_engine(slots: int = 3) -> tuple[Engine, FakePrograms]:
     manifest = fake_manifest(max_batch=slots, max_seq_len=600, width=1)
-    programs = PoolingPrograms(manifest)
-    pool = PrefixPool(programs, manifest, 1 << 20)
-    return Engine(programs, manifest, fake_tokenizer(), prefix_cache=True, pool=pool), programs
+    programs = FakePrograms(manifest)
+    return caching_engine(programs, manifest, fake_tokenizer()), programs
 
 
 def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:
@@ -84,7 +88,7 @@ def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:
     return lambda: setattr(owner, name, real)
 
 
-def plant(place: str, engine: Engine, programs: PoolingPrograms, request: Request) -> Any:
+def plant(place: str, engine: Engine, programs: FakePrograms, request: Request) -> Any:
     """Plant an exception at a place of a request's life, which has just been queued."""
     loop = engine._loop
     match place:
@@ -93,7 +97,8 @@ def plant(place: str, engine: Engine, programs: PoolingPrograms, request: Reques
         case "start":
             return raise_once(request, "start")
         case "find":
-            return raise_once(loop.prefixes.pool, "find")
+            assert loop.prefix_cache is not None
+            return raise_once(loop.prefix_cache.tree, "find")
         case "load":
             return raise_once(programs, "load_rows")
         case "fill":
@@ -163,17 +168,20 @@ def test_the_request_alone_ends(place: str) -> None:
         assert engine.failure is None
 
 
-def test_storing_costs_the_rows_alone() -> None:
+@pytest.mark.parametrize(("call", "cached"), [(0, len(VICTIM) + 19), (1, 0)])
+def test_storing_costs_the_rows_alone(call: int, cached: int) -> None:
+    """At the prompt's chunk, after which all is saved at the end, or at the end."""
     engine, programs = make_engine()
     with engine:
-        undo = raise_once(programs, "save_rows")
-        assert engine.generate(VICTIM, TWENTY).token_ids == continuation(VICTIM, 20)
+        undo = raise_once(programs, "save_rows", call)
+        answer = engine.generate(VICTIM, TWENTY).token_ids
+        assert answer == continuation(VICTIM, 20)
         assert engine.generate([5, 6], TWENTY).token_ids == continuation([5, 6], 20)
         undo()
-        result = engine.generate(VICTIM, TWENTY)
-        assert result.token_ids == continuation(VICTIM, 20)
-        assert result.metrics.cached_tokens == 0
-        assert engine.generate(VICTIM, TWENTY).metrics.cached_tokens > 0
+        longer = [*VICTIM, *answer, 5]
+        result = engine.generate(longer, TWENTY)
+        assert result.token_ids == continuation(longer, 20)
+        assert result.metrics.cached_tokens == cached
 
 
 def test_a_move_that_fails_ends_the_request_that_moves() -> None:
@@ -182,7 +190,7 @@ def test_a_move_that_fails_ends_the_request_that_moves() -> None:
     with engine:
         short, first, second = (engine.stream([n, n + 1], long) for n in (20, 30, 40))
         next(second)
-        undo = raise_once(programs, "swap")
+        undo = raise_once(programs, "move")
         short.cancel()
         with pytest.raises(RequestFailedError):
             second.result()

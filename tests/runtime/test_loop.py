@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError
-from tests.support.fakes import EOS, FakePrograms, continuation, fake_manifest, mixed, scripted
+from tests.support.fakes import (
+    EOS,
+    FakePrograms,
+    caching_engine,
+    continuation,
+    fake_manifest,
+    mixed,
+    scripted,
+)
 
 PATTERNS = {
     "all right": lambda position: True,
@@ -223,7 +231,7 @@ def test_logits_that_are_no_numbers_end_their_request(prefix_cache: bool) -> Non
     """Its slot is cleared, and no rows are kept for later prompts, which may have been its own."""
     manifest = fake_manifest(max_batch=2)
     programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest, prefix_cache=prefix_cache)
+    engine = (caching_engine if prefix_cache else Engine)(programs, manifest)
     asked, ten = list(range(10, 20)), SamplingParams(max_tokens=10)
     engine.generate(asked, ten)
     programs.damage = 299

@@ -31,7 +31,13 @@ from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
 from mtpbuild.runtime.server.answers import seed_choices
-from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
+from tests.support.fakes import (
+    FakePrograms,
+    backend_tokenizer,
+    caching_engine,
+    fake_manifest,
+    fake_tokenizer,
+)
 from tests.support.live_server import live
 
 V, LARGEST = 300, 2**31 - 1
@@ -144,7 +150,7 @@ def engine() -> Iterator[Engine]:
     backend = backend_tokenizer()
     backend.add_special_tokens(["<beyond>"])
     assert (backend.token_to_id("<beyond>") or 0) >= V
-    with Engine(Filled(manifest), manifest, fake_tokenizer(backend), prefix_cache=True) as loaded:
+    with caching_engine(Filled(manifest), manifest, fake_tokenizer(backend)) as loaded:
         yield loaded
 
 

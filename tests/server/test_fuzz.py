@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
-from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.app import make_app
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import FakePrograms, caching_engine, fake_manifest, fake_tokenizer
 from tests.support.live_server import Live, live, until
 
 CASES = [pytest.param(200), pytest.param(2000, marks=pytest.mark.full)]
@@ -22,7 +21,7 @@ MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 def server() -> Iterator[Live]:
     manifest = fake_manifest(max_batch=2, max_seq_len=64)
     with (
-        Engine(FakePrograms(manifest), manifest, fake_tokenizer(), prefix_cache=True) as engine,
+        caching_engine(FakePrograms(manifest), manifest, fake_tokenizer()) as engine,
         live(engine) as running,
     ):
         yield running

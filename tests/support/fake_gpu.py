@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.programs.aot_package import Opener, Runner
-from mtpbuild.runtime.programs.torch_cuda import Wait, as_host
+from mtpbuild.runtime.programs.torch_cuda import Wait, as_host, from_host
 
 Work = Callable[[], object]
 
@@ -63,7 +63,7 @@ class FakeGpu:
         return any(begin <= at and at + tensor.nbytes <= end for begin, end in self._memory)
 
     def copy(self, source: Tensor | NDArray[Any], target: Tensor) -> None:
-        source = torch.as_tensor(source)
+        source = from_host(source, target)
         assert source.shape == target.shape
         assert self._knows(target), "a copy to pageable memory would be waited for"
         taken = source if self._knows(source) else source.clone()

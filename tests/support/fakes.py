@@ -9,12 +9,14 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from mtpbuild.runtime import Engine
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
 from mtpbuild.runtime.contract.state import rows_spec
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -130,7 +132,8 @@ class FakePrograms:
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
         self.slots: list[int] = []
         self.moves: list[tuple[int, int]] = []
-        self.copies: list[tuple[int, int]] = []
+        self.saved_rows: dict[int, list[int]] = {}  # a slot's tokens, by number
+        self.most_saved = 0  # rows at any time
         self.turns: list[str] = []  # c for a chunk, s for a step
         self.told: list[int] = []
         self.cleared: list[int] = []
@@ -167,15 +170,35 @@ class FakePrograms:
         self.cleared.append(slot)
         self.history[slot] = []
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        assert len(self.history[source]) >= rows
-        self.history[target] = self.history[source][:rows]
-        self.copies.append((source, target))
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        rows = self.history[slot][start : start + sum(count for _, count in pieces)]
+        if self.damage in rows:
+            return False
+        for number, count in pieces:
+            assert number not in self.saved_rows
+            assert 0 < count <= len(rows)
+            self.saved_rows[number], rows = rows[:count], rows[count:]
+        self.most_saved = max(self.most_saved, sum(map(len, self.saved_rows.values())))
+        return True
 
-    def swap(self, source: int, target: int) -> None:
-        held = self.history[target]
-        self.move(source, target)
-        self.history[source] = held
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        rows = (self.saved_rows[number][:count] for number, count in pieces)
+        self.history[slot] = [token for piece in rows for token in piece]
+
+    def discard(self, number: int) -> None:
+        self.saved_rows.pop(number, None)
+
+    def save_states(self, slot: int, number: int) -> bool:
+        raise AssertionError("there are no recurrent states")
+
+    def load_states(self, slot: int, number: int) -> None:
+        raise AssertionError("there are no recurrent states")
+
+    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
+        return {"kv.0": np.array(self.saved_rows[number], np.float32)[:, None]}
+
+    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.saved_rows[number] = arrays["kv.0"][:, 0].astype(int).tolist()
 
     def draft(self, nextn: int) -> None:
         self.told.append(nextn)
@@ -227,39 +250,15 @@ class FakePrograms:
         return emitted
 
 
-class PoolingPrograms(FakePrograms):
-    """Keeps copies of a slot's tokens beside the slots: `kept` has them by number."""
-
-    def __init__(self, manifest: Manifest, **settings: Any) -> None:
-        super().__init__(manifest, **settings)
-        self.features |= {Feature.POOL}
-        self.kept: dict[int, list[int]] = {}
-        self.most_kept = 0  # rows at any time
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        assert number not in self.kept
-        assert 0 <= start < stop <= len(self.history[slot])
-        self.kept[number] = self.history[slot][start:stop]
-        self.most_kept = max(self.most_kept, sum(map(len, self.kept.values())))
-
-    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        rows = (self.kept[number][first : first + count] for number, first, count in pieces)
-        self.history[slot] = [token for piece in rows for token in piece]
-
-    def discard(self, number: int) -> None:
-        self.kept.pop(number, None)
-
-    def save_states(self, number: int, slot: int) -> None:
-        raise AssertionError("there are no recurrent states")
-
-    def load_states(self, slot: int, number: int) -> None:
-        raise AssertionError("there are no recurrent states")
-
-    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
-        return {"kv.0": np.array(self.kept[number], np.float32)[:, None]}
-
-    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.kept[number] = arrays["kv.0"][:, 0].astype(int).tolist()
+def caching_engine(
+    programs: FakePrograms,
+    manifest: Manifest,
+    tokenizer: Tokenizer | None = None,
+    limit: int = 1 << 20,
+) -> Engine:
+    """Return an engine with a prefix cache of so many bytes."""
+    cache = PrefixCache(programs, manifest, limit)
+    return Engine(programs, manifest, tokenizer, prefix_cache=cache)
 
 
 class LaggingPrograms(FakePrograms):

@@ -79,19 +79,19 @@ UNLUCKY = 13  # the last token of a prompt that can't begin
 def fails_at_requests(patch: pytest.MonkeyPatch) -> None:
     """Raise as the host begins an unlucky request, and as it keeps the first rows."""
     begin: Callable[..., None] = HostSlots.begin
-    save: Callable[..., None] = HostSlots.save_rows
-    numbers = list[int]()
+    save: Callable[..., bool] = HostSlots.save_rows
+    failed = list[bool]()
 
     def begin_or_fail(self: HostSlots, slot: int, length: int, newest: int, *given: Any) -> None:
         if newest == UNLUCKY:
             raise MemoryError("no memory left")
         begin(self, slot, length, newest, *given)
 
-    def save_or_fail(self: HostSlots, number: int, *given: int) -> None:
-        numbers.append(number)
-        if len(numbers) == 1:
+    def save_or_fail(self: HostSlots, *given: Any) -> bool:
+        if not failed:
+            failed.append(True)
             raise MemoryError("no memory left")
-        save(self, number, *given)
+        return save(self, *given)
 
     patch.setattr(HostSlots, "begin", begin_or_fail)
     patch.setattr(HostSlots, "save_rows", save_or_fail)

@@ -17,6 +17,7 @@ from tests.support.fakes import (
     FakePrograms,
     NextToken,
     backend_tokenizer,
+    caching_engine,
     fake_manifest,
     fake_tokenizer,
     mixed,
@@ -46,7 +47,7 @@ def fake_engine(
 ) -> tuple[Engine, FakePrograms]:
     manifest = fake_manifest(max_batch=max_batch, max_seq_len=max_seq_len, prefill_chunk=64)
     programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
-    return Engine(programs, manifest, tokenizer or fake_tokenizer(), prefix_cache=True), programs
+    return caching_engine(programs, manifest, tokenizer or fake_tokenizer()), programs
 
 
 @contextlib.contextmanager

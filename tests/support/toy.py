@@ -29,7 +29,7 @@ class Toy:
     def __init__(self, manifest: Manifest) -> None:
         rng = np.random.default_rng(3)
         self.lookahead, self.window = manifest.lookahead, manifest.window
-        self.features = manifest.features - {Feature.KEEP}
+        self.features = manifest.features - {Feature.PREFIX_CACHE}
         self.logits = 1.5 * rng.normal(size=(V, V))
         self.drafter = self.logits + 1.2 * rng.normal(size=(V, V))
         B = manifest.build.max_batch

@@ -13,10 +13,10 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Pooling, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, PrefixCaching, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.request import FinishReason, Request
 from mtpbuild.runtime.sampling import SamplingParams
 from tests.reference.eager import EagerPrograms
@@ -30,7 +30,7 @@ Steps = list[tuple[list[int], list[int], list[float]]]  # window, emitted tokens
 # How the oracle's messages begin; a planted bug is caught by one of them and by nothing else.
 WARM = "a warm start differs from a cold one"
 FILLED = "the number of rows that were filled in differs"
-COUNTED = "the pool counts something else than what is there"
+COUNTED = "the cache counts something else than what is there"
 
 
 class Counted:
@@ -38,8 +38,9 @@ class Counted:
 
     def __init__(self, programs: Any) -> None:
         self._own, self.rows, self.lookahead = programs, 0, programs.lookahead
-        self.features = programs.features & {Feature.KEEP, Feature.POOL}
-        self.saved: dict[int, int] = {}  # number -> rows that are kept under it, 0: states
+        self.features = programs.features & {Feature.PREFIX_CACHE}
+        self.saved: dict[int, int] = {}  # number -> rows that are saved under it, 0: states
+        self.copied = 0  # rows that were ever saved
 
     def check_rows(self, wanted: int) -> None:
         assert self.rows == wanted, f"{FILLED}: {self.rows}, not {wanted}"
@@ -60,19 +61,14 @@ class Counted:
     def clear(self, slot: int) -> None:
         self._own.clear(slot)
 
-    def copy(self, source: int, target: int, rows: int) -> None:
-        self._own.copy(source, target, rows)
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        self.saved |= dict(pieces)
+        self.copied += sum(count for _, count in pieces)
+        return bool(self._own.save_rows(slot, start, pieces))
 
-    def swap(self, source: int, target: int) -> None:
-        self._own.swap(source, target)
-
-    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
-        self.saved[number] = stop - start
-        self._own.save_rows(number, slot, start, stop)
-
-    def save_states(self, number: int, slot: int) -> None:
+    def save_states(self, slot: int, number: int) -> bool:
         self.saved[number] = 0
-        self._own.save_states(number, slot)
+        return bool(self._own.save_states(slot, number))
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
         self._own.load_rows(slot, pieces)
@@ -119,7 +115,7 @@ def check_same(steps: Steps, wanted: Steps, where: str) -> None:
 class Service:
     """A loop over programs of a real model, and what its requests get.
 
-    warm: slots keep rows. pool: bytes of the pool behind them, whose rows are of these states.
+    pool: bytes of its prefix cache, whose rows are of these states; 0: there is none.
     """
 
     def __init__(
@@ -127,8 +123,7 @@ class Service:
         programs: Any,
         chunk: int = 4,
         *,
-        warm: bool = True,
-        pool: int | None = None,
+        pool: int = 0,
         state: Sequence[StateSpec] = (),
     ) -> None:
         self.programs = Counted(programs)
@@ -136,24 +131,24 @@ class Service:
         self.manifest = fake_manifest(
             nextn=nextn, max_batch=SLOTS, max_seq_len=200, prefill_chunk=chunk, eos=()
         ).model_copy(update={"state": tuple(state)})
-        own = (
-            None if pool is None else PrefixPool(cast(Pooling, self.programs), self.manifest, pool)
-        )
-        self.loop = Loop(self.programs, self.manifest, prefix_cache=warm, pool=own)
+        programs = cast(PrefixCaching, self.programs)
+        own = PrefixCache(programs, self.manifest, pool) if pool else None
+        self.loop = Loop(self.programs, self.manifest, prefix_cache=own)
 
     @property
-    def pool(self) -> PrefixPool:
-        assert self.loop.prefixes.pool is not None
-        return self.loop.prefixes.pool
+    def cache(self) -> PrefixCache:
+        assert self.loop.prefix_cache is not None
+        return self.loop.prefix_cache
 
     def check_pool(self) -> None:
         """What the tree counts is what the programs keep, within the limit."""
-        found = [*self.pool.contents()]
+        tree = self.cache.tree
+        found = [*tree.entries()]
         assert {kept.number for kept in found} == set(self.programs.saved), f"{COUNTED}: numbers"
-        assert sum(kept.size for kept in found) == self.pool.used <= self.pool.limit, COUNTED
+        assert sum(kept.size for kept in found) == tree.used <= tree.limit, COUNTED
         bytes_of = (self.programs.saved_arrays(kept.number).values() for kept in found)
         held = sum(array.nbytes for arrays in bytes_of for array in arrays)
-        assert held == self.pool.used, f"{COUNTED}: {held} bytes, not {self.pool.used}"
+        assert held == tree.used, f"{COUNTED}: {held} bytes, not {tree.used}"
 
     def ask(
         self, prompt: Sequence[int], count: int, salt: str | None = None
@@ -189,7 +184,7 @@ class Traffic:
     """Requests that come and go; in the end each must have got what it gets alone."""
 
     def __init__(self, programs: Any, **options: Any) -> None:
-        self.service, self.cold = Service(programs, **options), Service(programs, warm=False)
+        self.service, self.cold = Service(programs, **options), Service(programs)
         self.asked: list[tuple[list[int], int, Request, Steps]] = []
 
     def ask(self, prompt: list[int], count: int) -> Request:
@@ -213,16 +208,11 @@ class Traffic:
         programs = self.service.programs
         before = programs.rows
         self.ended(self.ask([*request.prompt, *request.token_ids, 33, 34], 6))
-        wanted = before + 2 + programs.lookahead
-        if self.service.loop.prefixes.pool is None:
-            programs.check_rows(wanted)
-        else:  # which knows more of the last rows than slots do
-            assert programs.rows <= wanted, FILLED
+        assert programs.rows <= before + 2 + programs.lookahead, FILLED
 
     def check(self) -> None:
         self.service.run()
-        if self.service.loop.prefixes.pool is not None:
-            self.service.check_pool()
+        self.service.check_pool()
         for prompt, count, request, steps in self.asked:
             wanted = self.cold.answer(prompt, count)
             check_same(steps, wanted[: len(steps)], f"{len(prompt)} and {count} tokens")

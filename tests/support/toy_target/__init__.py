@@ -24,5 +24,5 @@ TOY = TargetRecord(
     builder=f"{__name__}.build",
     LoadOptions=ToyLoadOptions,
     build_flags=lambda manifest: {"toy_mark": manifest.target.versions["mark"]},
-    features={Feature.KEEP: "", Feature.CONSTRAIN: "", Feature.PENALISE: ""},
+    features={Feature.PREFIX_CACHE: "", Feature.CONSTRAIN: "", Feature.PENALISE: ""},
 )

@@ -1,4 +1,4 @@
-"""The pool behind the slots, over fake programs: who finds what, and how much is kept."""
+"""The prefix cache over fake programs: who finds what, and how much is saved."""
 
 import random
 from typing import Any
@@ -9,24 +9,26 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
-from mtpbuild.runtime.prefix_pool import SPARE, PrefixPool
-from mtpbuild.runtime.prefix_tree import BLOCK
-from tests.support.fakes import PoolingPrograms, continuation, fake_manifest
+from mtpbuild.runtime.prefix_cache.cache import default_limit
+from mtpbuild.runtime.prefix_cache.tree import BLOCK, common
+from tests.support.fakes import FakePrograms, caching_engine, continuation, fake_manifest
 
 ROW = 4  # bytes
 ONE = SamplingParams(max_tokens=1)
 
 
 class Fakes:
-    """An engine over fakes with a pool of so many rows."""
+    """An engine over fakes with a cache of so many rows."""
 
     def __init__(self, rows: int, *, slots: int = 2, lookahead: int = 1, length: int = 600) -> None:
         manifest = fake_manifest(
             max_batch=slots, lookahead=lookahead, max_seq_len=length, prefill_chunk=64, width=1
         )
-        self.programs = PoolingPrograms(manifest)
-        self.pool = PrefixPool(self.programs, manifest, rows * ROW)
-        self.engine = Engine(self.programs, manifest, prefix_cache=True, pool=self.pool)
+        self.programs = FakePrograms(manifest)
+        self.engine = caching_engine(self.programs, manifest, limit=rows * ROW)
+        cache = self.engine._loop.prefix_cache
+        assert cache is not None
+        self.tree = cache.tree
 
     def filled(self) -> int:
         """Return how many rows were filled in since the last call."""
@@ -36,15 +38,17 @@ class Fakes:
 
     def check(self) -> None:
         """What is counted is there, and no more than may be."""
-        kept = [*self.pool.contents()]
-        assert len({k.number for k in kept}) == len(kept)
-        assert {k.number for k in kept} == set(self.programs.kept)
-        assert sum(map(len, self.programs.kept.values())) * ROW == self.pool.used
-        assert self.programs.most_kept * ROW <= self.pool.limit
-        assert len(self.pool._order) <= 2 * len(kept) + SPARE
-        for one in kept:
-            assert one.parent is not None
-            assert one.parent.number == 0 or one.parent in kept or one.parent.parent is None
+        saved = [*self.tree.entries()]
+        assert len({e.number for e in saved}) == len(saved)
+        assert {e.number for e in saved} == set(self.programs.saved_rows)
+        assert sum(map(len, self.programs.saved_rows.values())) * ROW == self.tree.used
+        assert self.programs.most_saved * ROW <= self.tree.limit
+        order = [*self.tree._order]
+        assert set(order) == set(saved)
+        for entry in saved:
+            assert entry.parent is not None
+            parent = entry.parent
+            assert parent.parent is None or order.index(entry) < order.index(parent)
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,7 +108,7 @@ def test_prompts_that_begin_alike_share_their_blocks() -> None:
     for n in range(10):
         own.engine.generate([*system, 100 + n, 5], ONE)
     own.engine._loop.step()
-    assert own.pool.used == ROW * (3 * BLOCK + 10 * 3)
+    assert own.tree.used == ROW * (3 * BLOCK + 10 * 3)
     own.check()
 
 
@@ -121,7 +125,7 @@ def test_what_was_used_longest_ago_goes_first_and_its_end_before_its_beginning()
 
 
 def test_salts_keep_users_apart() -> None:
-    """In slots and in the pool; a request without a salt is a user of its own."""
+    """A request without a salt is a user of its own."""
     own = Fakes(10_000, slots=2)
     prompt = list(range(10, 200))
     cached = []
@@ -150,7 +154,7 @@ def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
     for n in range(50):
         own.engine.generate([5] * 60, SamplingParams(max_tokens=1, cache_salt=str(n)))
     own.engine._loop.step()
-    assert len(own.pool._roots) <= 2
+    assert len(own.tree.roots) <= 2
     own.check()
 
 
@@ -160,9 +164,9 @@ def test_a_long_prompt_is_a_long_path() -> None:
     prompt = [2 + n % 200 for n in range(80_000)]
     own.engine.generate(prompt, ONE)
     own.engine.generate([5], ONE)
-    assert own.pool.used > 79_990 * ROW
+    assert own.tree.used > 79_990 * ROW
     own.engine.reset_prefix_cache()
-    assert own.pool.used == 0
+    assert own.tree.used == 0
     own.check()
 
 
@@ -198,3 +202,128 @@ def test_a_failed_step_leaves_the_pool() -> None:
     result = own.engine.generate(prompt, ONE)
     assert result.token_ids == continuation(prompt, 1)
     assert result.metrics.cached_tokens >= len(prompt) - 2
+
+
+def test_a_conversation_fills_in_what_is_new() -> None:
+    """Ten turns; each prompt is all that was said before, and five tokens more."""
+    own, said = Fakes(1000, slots=1, length=200), list[int]()
+    for turn in range(10):
+        said += range(20 * turn, 20 * turn + 5)
+        known = len(said) - 5
+        result = own.engine.generate(said, SamplingParams(max_tokens=6))
+        assert result.token_ids == continuation(said, 6)
+        # The last known token is in no row, the last of the prompt needs none.
+        assert own.filled() == (4 if turn == 0 else 5)
+        assert result.metrics.cached_tokens == max(0, known - 1)
+        said += result.token_ids
+    own.check()
+
+
+def test_a_prompt_that_is_shorter_than_what_was_said_leaves_it_there() -> None:
+    own, twenty = Fakes(1000), SamplingParams(max_tokens=20)
+    prompt = list(range(10, 30))
+    answer = own.engine.generate(prompt, twenty).token_ids
+    own.filled()
+    own.engine.generate(prompt, ONE)
+    assert own.filled() == 0
+    own.engine.generate([*prompt, *answer, 3], ONE)
+    assert own.filled() == 1
+
+
+def test_prompts_at_once_share_rows() -> None:
+    """The second and third begin with what the first one has filled in, while it runs."""
+    own, prompt = Fakes(1000, slots=3), list(range(10, 150))
+    nine = SamplingParams(max_tokens=9)
+    results = own.engine.generate([[*prompt, n] for n in (1, 2, 3)], nine)
+    assert [r.token_ids for r in results] == [continuation([*prompt, n], 9) for n in (1, 2, 3)]
+    assert [r.metrics.cached_tokens for r in results] == [0, 139, 139]
+
+
+def test_no_row_is_copied_twice() -> None:
+    """But those of a block that has become longer; nothing is copied without room for it."""
+    own = Fakes(1000)
+    copied = list[int]()
+    save = own.programs.save_rows
+
+    def counting(slot: int, start: int, pieces: Any) -> bool:
+        copied.append(sum(count for _, count in pieces))
+        return save(slot, start, pieces)
+
+    own.programs.save_rows = counting  # type: ignore[method-assign]
+    prompt = [2 + n % 200 for n in range(3 * BLOCK + 10)]
+    own.engine.generate(prompt, SamplingParams(max_tokens=20))
+    own.engine._loop.step()
+    assert copied == [BLOCK, BLOCK, BLOCK, 9, 9 + 20]
+    own.engine.generate(prompt, ONE)
+    own.engine._loop.step()
+    assert len(copied) == 5
+    nothing = Fakes(0)
+    nothing.programs.save_rows = counting  # type: ignore[method-assign]
+    nothing.engine.generate(prompt, ONE)
+    assert len(copied) == 5
+
+
+def test_a_prompt_that_is_longer_than_the_cache_keeps_its_beginning() -> None:
+    """While it is filled in, others' rows go, but not its own."""
+    own = Fakes(5 * BLOCK, slots=1)
+    for token in (5, 6):
+        own.engine.generate([token] * 200, ONE)
+    prompt = [2 + n % 200 for n in range(8 * BLOCK)]
+    own.engine.generate(prompt, ONE)
+    assert own.engine.generate(prompt, ONE).metrics.cached_tokens == 5 * BLOCK
+    own.check()
+
+
+def test_rows_of_a_prompt_that_was_cancelled_count() -> None:
+    own, prompt = Fakes(1000, slots=1), [2 + n % 200 for n in range(400)]
+    stream = own.engine.stream(prompt, ONE)
+    for _ in range(2):
+        own.engine._loop.step()
+    stream.cancel()
+    assert own.filled() == 2 * BLOCK
+    assert own.engine.generate(prompt, ONE).metrics.cached_tokens == 2 * BLOCK
+
+
+def test_rows_that_are_not_finite_are_not_saved() -> None:
+    """Neither at a chunk nor at the end of a prompt; those of the chunks before it are right."""
+    own = Fakes(1000, slots=1)
+    prompt = [2 + n % 200 for n in range(400)]
+    own.programs.damage = prompt[70]
+    stream = own.engine.stream(prompt[:180], ONE)
+    for _ in range(2):
+        own.engine._loop.step()
+    assert own.tree.used == BLOCK * ROW
+    with pytest.raises(NotFiniteError):
+        stream.result()
+    own.engine._loop.step()
+    assert own.tree.used == 0
+
+
+def test_without_a_cache_nothing_is_saved() -> None:
+    manifest = fake_manifest()
+    programs = FakePrograms(manifest)
+    own = Engine(programs, manifest)
+    for _ in range(2):
+        assert own.generate(list(range(10, 20)), ONE).metrics.cached_tokens == 0
+    assert own.stats.prefix_queries == 0
+    assert not programs.saved_rows
+
+
+def test_what_two_prompts_have_in_common() -> None:
+    assert common([1, 2, 3], [1, 2, 4]) == 2
+    assert common([1, 2], [1, 2, 4]) == 2
+    assert common([], [1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "ranks", "limit"),
+    [(80_000, 1, 10_000), (800, 1, 240), (300, 1, 150), (80_000, 4, 2_500)],
+    ids=["a share", "a conversation", "half", "several ranks"],
+)
+def test_the_default_size(
+    free: int, ranks: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.free_memory", lambda: free)
+    manifest = fake_manifest(max_seq_len=60, width=1)
+    build = manifest.build.model_copy(update={"tp": ranks})
+    assert default_limit(manifest.model_copy(update={"build": build})) == limit

@@ -1,4 +1,4 @@
-"""A pool's blocks in a folder, written in the background and found again after a restart."""
+"""A prefix cache's entries in a folder, written in the background and found after a restart."""
 
 import logging
 import queue
@@ -7,26 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
-from mtpbuild.runtime.prefix_files import (
-    TOKENS,
-    Arrays,
-    RowsFile,
-    identity,
-    is_whole,
-    open_rows,
-    write_rows,
-)
-from mtpbuild.runtime.prefix_tree import Entry
+from mtpbuild.runtime.prefix_cache.files import STATES, Arrays, PrefixFiles
+from mtpbuild.runtime.prefix_cache.tree import Entry, Span
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 SUFFIX = ".rows"
-MOST_WAITING = 1 << 28  # bytes of blocks that wait to be written
+MOST_WAITING = 1 << 28  # bytes of entries that wait to be written
 log = logging.getLogger("mtpbuild")
 
 
@@ -37,8 +27,7 @@ class PrefixFolder:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._own = folder, identity(manifest)
-        self._types = {s.name: s.dtype for s in manifest.state}
+        self._folder, self._files = folder, PrefixFiles(manifest)
         self._asked = self._written = 0  # bytes of files; each counter changes in one thread alone
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
@@ -52,28 +41,30 @@ class PrefixFolder:
         self._thread.start()
         self._failed = False
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield the entries that earlier processes left, the oldest first."""
+    def spans(self) -> Iterator[Span]:
+        """Yield what the files of earlier processes have, the oldest first."""
         paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
-        removed = 0
+        foreign = 0
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
             try:
-                file = open_rows(path, whole=False)
-                entry = self._entry(file)
+                file = self._files.open(path)
+                if own := file.about["engine"] == self._files.engine:
+                    span = file.span
+                    if span.key != path.stem:
+                        raise ValueError("its name is not the one that it should have")
+                    yield span
             except (ValueError, LookupError, OSError) as error:
                 log.warning("%s: removed, as it can't be used (%s)", path, error)
-                entry = None
+                own = False
             else:
-                removed += entry is None
-            if entry is None:
+                foreign += not own
+            if not own:
                 path.unlink(missing_ok=True)
-            else:
-                yield entry
-        if removed:
-            log.warning("%s: %d files of another engine were removed", self._folder, removed)
+        if foreign:
+            log.warning("%s: %d files of another engine were removed", self._folder, foreign)
 
     def write(self, entry: Entry, arrays: Arrays) -> None:
-        """Queue a file to be written; nobody may change the arrays.
+        """Queue an entry to be written; nobody may change the arrays.
 
         If the disk is too slow, some files are not written, which limits the memory of the queue.
         """
@@ -81,27 +72,28 @@ class PrefixFolder:
         if self._asked + size - self._written > MOST_WAITING:
             return
         self._asked += size
-        about = {"engine": self._own, "parent": entry.parent, "behind": str(entry.behind)}
-        about["top"] = str(int(entry.top))
-        tensors = {**arrays, TOKENS: np.array(entry.tokens, np.int64)}
+        span = entry.span
+        if span.states:
+            rows = len(span.tokens) - self._files.lookahead
+            arrays = {STATES.format(name, rows): array for name, array in arrays.items()}
 
         def job() -> None:
             self._written += size
-            write_rows(self._path(entry.key), tensors, self._types, about)
+            self._files.write(self._path(entry.key), span, arrays)
 
         self._jobs.put(job)
 
     def read(self, key: str) -> Arrays | None:
-        """Return the arrays of a file; None with a warning if it is damaged."""
+        """Return an entry's arrays; None with a warning if its file is damaged."""
         path = self._path(key)
         try:
-            file = open_rows(path, whole=True)
-            if not is_whole(file):
+            file = self._files.open(path, mapped=False)
+            if not file.is_whole:
                 raise ValueError("its hash is another one")
         except (ValueError, OSError) as error:
             log.warning("%s: damaged, so its tokens are filled in anew (%s)", path, error)
             return None
-        return {name: array for name, array in file.tensors.items() if name != TOKENS}
+        return file.rows or next(iter(file.states.values()))
 
     def delete(self, key: str) -> None:
         self._jobs.put(lambda: self._path(key).unlink(missing_ok=True))
@@ -111,17 +103,6 @@ class PrefixFolder:
         self._jobs.put(None)
         self._thread.join()
         self._lock.release()
-
-    def _entry(self, file: RowsFile) -> Entry | None:
-        """Return the entry that a file describes; None if it belongs to another engine."""
-        about = file.about
-        if about["engine"] != self._own:
-            return None
-        tokens, behind = tuple(file.tokens), int(about["behind"])
-        entry = Entry(file.path.stem, about["parent"], tokens, behind, about["top"] == "1")
-        if not entry.fits:
-            raise ValueError("its name is not the one that it should have")
-        return entry
 
     def _work(self) -> None:
         while job := self._jobs.get():

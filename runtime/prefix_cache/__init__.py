@@ -1,0 +1,1 @@
+"""The prefix cache: rows of earlier prompts, in memory and files, for prompts that begin alike."""

@@ -1,0 +1,261 @@
+"""The prefix cache: it saves rows of prompts, and loads them for prompts that begin alike."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import cast
+
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_type
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.free_memory import free_memory
+from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
+from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile
+from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
+from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, Entry, PrefixTree
+from mtpbuild.runtime.request import Request
+from mtpbuild.runtime.scheduler import Filling
+from mtpbuild.runtime.targets import targets_with
+
+log = logging.getLogger("mtpbuild")
+SHARE = 8  # by default the cache may take this fraction of the free memory: 1 / SHARE
+MADE_ANEW = frozenset({"lengths", "window", "num_drafts", "thinking", "draft_probs", "history"})
+
+
+class PrefixCache:
+    """Copies of rows and recurrent states of earlier prompts, in memory that programs manage.
+
+    limit: bytes of what requests leave; 0: only `pin` adds something. folder: keeps this after the
+    process, too.
+    """
+
+    def __init__(
+        self,
+        programs: PrefixCaching,
+        manifest: Manifest,
+        limit: int,
+        folder: PrefixFolder | None = None,
+    ) -> None:
+        self._programs, self._folder = programs, folder
+        self.tree = PrefixTree(limit, programs.lookahead, self._evict)
+        self.queries = self.hits = 0  # tokens of prompts that were looked up; those that were found
+        self._row_size, self._states_size = saved_sizes(manifest)
+        self.recurrent = self._states_size > 0
+        # Some drafters carry values that depend on the last rows; prompts compute these rows again.
+        carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
+        self._refilled = programs.lookahead if carried - MADE_ANEW else 0
+
+    def load(self, filling: Filling) -> None:
+        """Load the known rows of a request's prompt into its slot."""
+        request, slot = filling.request, filling.slot
+        scored = request.params.prompt_logprobs is not None  # such a prompt is filled in completely
+        prompt, salt = [] if scored else request.prompt, request.params.cache_salt or ""
+        most = len(prompt) - 1 - self._refilled
+        path, states = self.tree.find(prompt, most, salt, states=self.recurrent)
+        if path:
+            self._programs.load_rows(slot, [(block.number, rows) for block, rows in path])
+        if states is not None:
+            self._programs.load_states(slot, states.number)
+        filling.at = request.cached_tokens = sum(rows for _, rows in path)
+        self.queries += len(prompt)
+        self.hits += filling.at
+
+    def end_of_chunk(self, filling: Filling, end: int) -> int:
+        """Return where a prompt's next chunk ends, `end` at most.
+
+        With recurrent states a chunk also ends at the last position whose states other prompts can
+        reuse.
+        """
+        last = self._last_states(filling)
+        return last if self.recurrent and filling.at < last < end else end
+
+    def save_chunk(self, filling: Filling) -> None:
+        """Save what a chunk has added to a prompt's rows: full blocks, and the rest at its end.
+
+        Recurrent states are saved at each chunk, as the next one overwrites them.
+        """
+        request = filling.request
+        rows = min(filling.at, len(request.prompt) - self.tree.lookahead)
+        states = self.recurrent and filling.at <= self._last_states(filling)
+        if not (states or filling.done):
+            rows -= rows % BLOCK
+        self._save(filling.slot, request.prompt, rows, request, states=states)
+
+    def save_request(self, slot: int, request: Request, rows: int) -> None:
+        """Save the rows that an ended request left in its slot."""
+        self._save(slot, request.prompt + request.token_ids, rows, request)
+
+    def clear(self) -> None:
+        """Forget everything but the prefixes that the engine was built with."""
+        self.tree.clear()
+
+    def close(self) -> None:
+        """Wait until the folder's files are written."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def pin(self, file: PrefixFile, is_whole: Callable[[], bool]) -> None:
+        """Add a file of the engine, which is never evicted; its first use calls `is_whole`."""
+        tokens, rows, states = file.span.tokens, file.rows, file.states
+        path, there = self.tree.grow(tokens, len(tokens) - self.tree.lookahead, "", 0, pinned=True)
+        for block in path[there:]:
+            span = slice(block.span.start, block.span.start + self._rows(block))
+            self._adopt(block, {name: array[span] for name, array in rows.items()}, is_whole)
+        for count, arrays in states.items():
+            block = path[(count - 1) // BLOCK]
+            if (own := count - block.span.start) not in block.states:
+                entry = self.tree.add_states(block, own, 0, pinned=True)
+                self._adopt(entry, arrays, is_whole)
+
+    def restore(self, folder: PrefixFolder) -> None:
+        """Add the entries that earlier processes left in the folder; they are read on first use."""
+        tree, found, restored = self.tree, [*folder.spans()], dict[int, Entry]()
+        blocks = {e.key: e for e in tree.entries() if isinstance(e, Block)}
+        # Parents come before their children, blocks before their states.
+        for age in sorted(range(len(found)), key=lambda age: (found[age].start, found[age].states)):
+            span, rows = found[age], len(found[age].tokens) - tree.lookahead
+            parent = blocks.get(span.parent) or (None if span.start else tree.root(span.parent))
+            block = None if parent is None else parent.covering(span.tokens)
+            if span.states and block is not None and rows not in block.states:
+                restored[age] = tree.add_states(block, rows, self._states_size)
+            elif not span.states and parent is not None and block is None:
+                size = self._row_size * rows
+                restored[age] = blocks[span.key] = tree.add_block(parent, span.tokens, size)
+            else:  # its parent is gone, or its rows are there
+                folder.delete(span.key)
+                continue
+            restored[age].load = partial(self._read, folder, restored[age])
+        tree.sort(restored[age] for age in sorted(restored))
+        log.info("%d blocks of prefixes were left by earlier processes", len(restored))
+
+    def _save(
+        self, slot: int, tokens: Sequence[int], rows: int, request: Request, *, states: bool = False
+    ) -> None:
+        """Save a slot's first rows, as far as they are final, and its states after them.
+
+        tokens: all known tokens, including those after the rows. Rows that are saved already are
+        not copied; rows that are not finite are not saved.
+        """
+        rows = min(rows, len(tokens) - self.tree.lookahead)
+        if self.tree.limit == 0 or rows <= 0:
+            return
+        path, there = self.tree.grow(tokens, rows, request.params.cache_salt or "", self._row_size)
+        if new := path[there:]:
+            pieces = [(block.number, self._rows(block)) for block in new]
+            save = partial(self._programs.save_rows, slot, new[0].span.start, pieces)
+            if not self._keep(new, save):
+                return
+        if not states or len(path) * BLOCK < rows:  # there was no room
+            return
+        last = path[-1]
+        own = rows - last.span.start
+        if own not in last.states and self.tree.make_room(self._states_size):
+            entry = self.tree.add_states(last, own, self._states_size)
+            self._keep([entry], partial(self._programs.save_states, slot, entry.number))
+
+    def _keep(self, entries: Sequence[Entry], save: Callable[[], bool]) -> bool:
+        """Fill new entries by a call, each of which depends on the first; drop them if it fails."""
+        saved = False
+        try:
+            saved = save()
+        finally:
+            if not saved:
+                self.tree.drop(entries[0])
+        if self._folder is not None and saved:
+            for entry in entries:
+                self._folder.write(entry, self._programs.saved(entry.number))
+        return saved
+
+    def _rows(self, block: Block) -> int:
+        return len(block.tokens) - self.tree.lookahead
+
+    def _last_states(self, filling: Filling) -> int:
+        """Return the last position of a prompt whose recurrent states other prompts can reuse."""
+        return min(filling.end - self._refilled, len(filling.request.prompt) - self.tree.lookahead)
+
+    def _evict(self, entry: Entry) -> None:
+        self._programs.discard(entry.number)
+        if self._folder is not None and not entry.pinned:
+            self._folder.delete(entry.key)
+
+    def _adopt(self, entry: Entry, arrays: Arrays, is_whole: Callable[[], bool]) -> None:
+        self._programs.adopt(entry.number, arrays)
+        entry.load = is_whole
+
+    def _read(self, folder: PrefixFolder, entry: Entry) -> bool:
+        """Read an entry's file; return False if it is damaged."""
+        if (arrays := folder.read(entry.key)) is None:
+            return False
+        self._programs.adopt(entry.number, arrays)
+        return True
+
+
+def open_prefix_cache(
+    programs: Programs,
+    manifest: Manifest,
+    folder: Path,
+    limit: int | None,
+    kept: str | Path | None = None,
+) -> PrefixCache | None:
+    """Return a cache of `limit` bytes with an engine's prefixes and those kept in a folder.
+
+    limit: None for `default_limit`. Returns None if the programs can't have one, or if the limit is
+    0 and there are neither prefixes nor a folder. Raises UsageError for a folder without use.
+    """
+    if kept is not None and Feature.SHARE in programs.features:
+        raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
+    if Feature.PREFIX_CACHE not in programs.features:
+        if kept is not None:
+            having = targets_with(Feature.PREFIX_CACHE)
+            raise UsageError(f"--prefix-cache-dir is for engines of {having}")
+        return None
+    if limit == 0 and kept is None and not prefix_names(manifest):
+        return None
+    limit = default_limit(manifest) if limit is None else limit
+    log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", limit / 1e6)
+    own = None if kept is None else PrefixFolder(Path(kept), manifest)
+    cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, own)
+    try:
+        for name, file in open_prefixes(folder, manifest):
+            cache.pin(file, _hash_check(file, folder / prefix_file(name)))
+        if own is not None:
+            cache.restore(own)
+    except BaseException:
+        cache.close()  # another process may use its folder
+        raise
+    return cache
+
+
+def default_limit(manifest: Manifest) -> int:
+    """Return a share of the free memory, or more if one longest conversation needs it.
+
+    Each rank saves its own rows, and all of them may be on this machine.
+    """
+    row, states = saved_sizes(manifest)
+    free = free_memory() // manifest.build.tp
+    return max(free // SHARE, min(free // 2, row * manifest.build.max_seq_len + states))
+
+
+def saved_sizes(manifest: Manifest) -> tuple[int, int]:
+    """Return the bytes of a token's rows in all caches, and of a slot's recurrent states."""
+    size = {"rows": 0, "recurrent": 0}
+    for spec in manifest.state:
+        if spec.role in size:
+            count = spec.sizes["width"] if spec.role == "rows" else math.prod(spec.shape[1:])
+            size[spec.role] += count * host_type(spec.dtype).itemsize
+    return size["rows"], size["recurrent"]
+
+
+def _hash_check(file: PrefixFile, path: Path) -> Callable[[], bool]:
+    """Return a function that checks a file's hash on its first call and warns if it is wrong."""
+
+    @cache
+    def is_whole() -> bool:
+        if not (whole := file.is_whole):
+            log.warning("%s: damaged (sha256), so it is not used; make it anew", path)
+        return whole
+
+    return is_whole

@@ -1,0 +1,147 @@
+"""Safetensors files of rows of prompts, with the identity of their engine.
+
+A file has the rows of some tokens of a prompt, or recurrent states after some of them, or both.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
+from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.prefix_cache.tree import Span
+from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
+
+TOKENS = "tokens"  # name of the tensor with the token ids
+STATES = "{}@{}"  # the name of a recurrent state after a number of the file's rows
+NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
+DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
+PRIVATE = 0o600  # mode of a file for its owner alone, as rows reveal the text of their prompt
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class PrefixFile:
+    """An open file: its metadata, and its tensors, which may be mapped and not read yet."""
+
+    about: dict[str, str]
+    tensors: dict[str, NDArray[Any]]
+    header: dict[str, Any]  # of the tensors
+    data: NDArray[np.uint8]  # all bytes of the tensors
+
+    @property
+    def span(self) -> Span:
+        tokens = tuple(self.tensors[TOKENS].tolist())
+        return Span(self.about["parent"], int(self.about["start"]), tokens, not self.rows)
+
+    @property
+    def rows(self) -> Arrays:
+        """The rows, by the names of their states."""
+        return {n: array for n, array in self.tensors.items() if n != TOKENS and "@" not in n}
+
+    @property
+    def states(self) -> dict[int, dict[str, NDArray[Any]]]:
+        """The recurrent states, by the number of the file's rows before them."""
+        found: dict[int, dict[str, NDArray[Any]]] = {}
+        for tensor, array in self.tensors.items():
+            name, at, rows = tensor.rpartition("@")
+            if at:
+                found.setdefault(int(rows), {})[name] = array
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the hash of metadata and tensors is the one that was written."""
+        about = {name: value for name, value in self.about.items() if name != "sha256"}
+        return _digest(about, self.header, [self.data]) == self.about.get("sha256")
+
+
+class PrefixFiles:
+    """Writes and reads the prefix files of one engine."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.engine, self.lookahead = identity(manifest), manifest.lookahead
+        self._types = {s.name: s.dtype for s in manifest.state}
+        self._widths = {s.name: s.sizes["width"] for s in manifest.state if s.role == "rows"}
+        self._shapes = {s.name: s.shape[1:] for s in manifest.state if s.role == "recurrent"}
+
+    def write(self, path: Path, span: Span, arrays: Arrays) -> None:
+        """Write a file atomically, readable by its owner alone.
+
+        arrays: rows by the names of their states, recurrent states as `STATES`.
+        """
+        tensors = {**arrays, TOKENS: np.array(span.tokens, np.int64)}
+        held = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+        types = {name: self._types.get(name.partition("@")[0], "int64") for name in held}
+        header = make_header(
+            (name, NAMES[types[name]], array.shape, array.nbytes) for name, array in held.items()
+        )
+        about = {"engine": self.engine, "parent": span.parent, "start": str(span.start)}
+        sha256 = _digest(about, header, [array.data for array in held.values()])
+        half = path.with_name(f".{path.name}.half")
+        half.unlink(missing_ok=True)
+        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
+            file.write(encode_header(header, about | {"sha256": sha256}))
+            for array in held.values():
+                file.write(array.data)
+        half.replace(path)
+
+    def open(self, path: Path, *, mapped: bool = True) -> PrefixFile:
+        """Map or read a file, which may be another engine's; its hash is not checked.
+
+        Raises ValueError if it was not written by `write`, or does not fit the engine's states.
+        """
+        try:
+            header, about, start = read_header(path)
+            # Copy-on-write, as torch warns of arrays that it may not write to.
+            data = np.memmap(path, mode="c") if mapped else np.fromfile(path, np.uint8)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            if start + max(ends) != len(data):
+                raise ValueError("its size is not the one that it should have")
+            body = np.asarray(data[start:])
+            tensors = {
+                name: body[slice(*entry["data_offsets"])]
+                .view(DTYPES[entry["dtype"]])
+                .reshape(entry["shape"])
+                for name, entry in header.items()
+            }
+            text = {str(name): str(value) for name, value in about.items()}
+            file = PrefixFile(text, tensors, header, body)
+            if file.about["engine"] == self.engine:
+                self._check(file)
+            return file
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"its header is damaged ({type(error).__name__})") from None
+
+    def _check(self, file: PrefixFile) -> None:
+        """Raise ValueError if the tensors do not fit the engine's states."""
+        count, states = len(file.span.tokens) - self.lookahead, file.states
+        shapes = {name: array.shape for name, array in file.rows.items()}
+        wanted = {name: (count, width) for name, width in self._widths.items()}
+        if shapes != wanted and (shapes or not states):
+            raise ValueError("its rows are missing or of another shape")
+        for rows, arrays in states.items():
+            shapes = {name: array.shape for name, array in arrays.items()}
+            if not 0 < rows <= count or shapes != self._shapes:
+                raise ValueError("its recurrent states are of another shape")
+
+
+def identity(manifest: Manifest) -> str:
+    """Return a hash of all that rows depend on: the build and the files except prefixes."""
+    own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    said = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
+    digest = hashlib.sha256(json.dumps([about, header], sort_keys=True).encode())
+    for each in data:
+        digest.update(each)
+    return digest.hexdigest()

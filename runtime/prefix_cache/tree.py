@@ -1,0 +1,277 @@
+"""A tree of token blocks: which rows of earlier prompts are saved, and which are evicted first."""
+
+import hashlib
+import itertools
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+BLOCK = 64  # rows that are saved and evicted together
+Match: TypeAlias = "list[tuple[Block, int]]"  # blocks from a root on, and how many rows of each
+
+
+class Span(NamedTuple):
+    """The tokens of some rows of a prompt, and the `lookahead` tokens after them."""
+
+    parent: str  # key of the block before the rows, or of a root
+    start: int  # rows before these
+    tokens: tuple[int, ...]
+    states: bool = False  # it stands for the recurrent states after the rows, not for the rows
+
+    @property
+    def key(self) -> str:
+        """The name of its file in a folder."""
+        said = f"{self.parent} {int(self.states)} {','.join(map(str, self.tokens))}"
+        return hashlib.sha256(said.encode()).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Rows or recurrent states that are saved under a number."""
+
+    parent: "Block | None"
+    span: Span
+    key: str
+    number: int
+    size: int  # bytes that count towards the tree's limit
+    pinned: bool = False  # never evicted
+    used: int = 0  # round of its last use
+    # Loads and checks the file that the content comes from, before its first use.
+    load: Callable[[], bool] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Block(Entry):
+    """Up to `BLOCK` rows.
+
+    The last rows of MTP modules depend on the `lookahead` tokens after them, so a block can be used
+    only if these are the same, too. Only a full block has followers. states: recurrent states by
+    the number of the block's rows before them.
+    """
+
+    followers: "list[Block]" = field(default_factory=list)  # sorted by their tokens
+    states: dict[int, Entry] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.span.tokens
+
+    def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
+        """Return the follower that shares most of the first tokens, and their number."""
+        at = bisect_left(self.followers, tokens, key=block_tokens)
+        near = self.followers[max(0, at - 1) : at + 1]
+        if near and near[-1].tokens[: len(tokens)] == tokens:
+            return near[-1], len(tokens)
+        found = [(common(tokens, block.tokens), block) for block in near]
+        shared, block = max(found, key=lambda each: each[0], default=(0, None))
+        return block, shared
+
+    def covering(self, tokens: tuple[int, ...]) -> "Block | None":
+        """Return the follower that begins with the tokens."""
+        near, shared = self.nearest(tokens)
+        return near if shared == len(tokens) else None
+
+
+class PrefixTree:
+    """Blocks of the tokens of earlier prompts, up to a number of bytes of what is saved.
+
+    A path from a root has the rows of a prompt. Each salt has its own root, and requests find
+    nothing under other roots. evict: deletes what is saved for an entry.
+    """
+
+    def __init__(self, limit: int, lookahead: int, evict: Callable[[Entry], None]) -> None:
+        self.limit, self.lookahead, self._evict = limit, lookahead, evict
+        self.used = 0  # bytes
+        self.roots: dict[str, Block] = {}
+        # What can be evicted, the least recently used first, and children before their parents.
+        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._round = 0
+        self._numbers = itertools.count()
+
+    def find(
+        self, tokens: Sequence[int], most: int, salt: str, *, states: bool = False
+    ) -> tuple[Match, Entry | None]:
+        """Return the path of a prompt's first rows, at most `most` of them.
+
+        states: end the path at recurrent states, and return them, too.
+        """
+        path, last = self._longest_path(tokens, most, salt, states)
+        for entry in (*(block for block, _ in path), last):
+            if entry is not None and entry.load is not None:
+                if not entry.load():
+                    self.drop(entry)
+                    return self.find(tokens, most, salt, states=states)
+                entry.load = None
+        self._round += 1
+        self.use(last or (path[-1][0] if path else None))
+        return path, last
+
+    def grow(
+        self,
+        tokens: Sequence[int],
+        rows: int,
+        salt: str,
+        row_size: int,
+        *,
+        pinned: bool = False,
+    ) -> tuple[list[Block], int]:
+        """Add the missing blocks of a path, as far as there is room.
+
+        tokens: of the first rows, and at least `lookahead` more. Returns the path's blocks, and how
+        many of them were there.
+        """
+        self._round += 1
+        parts = [
+            tuple(tokens[start : min(start + BLOCK, rows) + self.lookahead])
+            for start in range(0, rows, BLOCK)
+        ]
+        block, path = self.root(root_key(salt)), list[Block]()
+        for own in parts:
+            if (found := block.covering(own)) is None:
+                break
+            path.append(block := found)
+        self.use(block)
+        for own in parts[(there := len(path)) :]:
+            size = row_size * (len(own) - self.lookahead)
+            if not self.make_room(size):
+                break
+            shorter, shared = block.nearest(own)
+            path.append(block := self.add_block(block, own, size, pinned=pinned))
+            if shorter is not None and shared == len(shorter.tokens) and not shorter.pinned:
+                block.states, shorter.states = shorter.states, {}
+                for entry in block.states.values():
+                    entry.parent = block
+                self.drop(shorter)
+        self.use(block)
+        return path, there
+
+    def add_block(
+        self, parent: Block, tokens: tuple[int, ...], size: int, *, pinned: bool = False
+    ) -> Block:
+        """Add a block, for which there must be room, after a parent."""
+        start = parent.span.start + (0 if parent.parent is None else BLOCK)
+        span = Span(parent.key, start, tokens)
+        block = Block(parent, span, span.key, next(self._numbers), size, pinned)
+        insort(parent.followers, block, key=block_tokens)
+        if parent.parent is None:
+            self.roots[parent.key] = parent
+        self._count(block)
+        return block
+
+    def add_states(self, block: Block, rows: int, size: int, *, pinned: bool = False) -> Entry:
+        """Add recurrent states, for which there must be room, after some of a block's rows."""
+        span = block.span._replace(tokens=block.tokens[: rows + self.lookahead], states=True)
+        entry = Entry(block, span, span.key, next(self._numbers), size, pinned)
+        block.states[rows] = entry
+        self._count(entry)
+        return entry
+
+    def make_room(self, size: int) -> bool:
+        """Evict least recently used entries; return False if only those of this round are left."""
+        while self.used + size > self.limit:
+            oldest = next(iter(self._order), None)
+            if oldest is None or oldest.used == self._round:
+                return False
+            self.drop(oldest)
+        return True
+
+    def use(self, entry: Entry | None) -> None:
+        """Mark an entry and the path to it as used in this round."""
+        while entry is not None:
+            entry.used = self._round
+            if entry in self._order:
+                self._order.move_to_end(entry)
+            entry = entry.parent
+
+    def drop(self, entry: Entry) -> None:
+        """Evict an entry and all that depends on it."""
+        parent = entry.parent
+        assert parent is not None
+        if isinstance(entry, Block):
+            parent.followers.remove(entry)
+        else:
+            parent.states = {n: other for n, other in parent.states.items() if other is not entry}
+        for each in [*below(entry)]:
+            self._order.pop(each, None)
+            self.used -= each.size
+            self._evict(each)
+        if parent.parent is None and not parent.followers:
+            self.roots.pop(parent.key, None)
+
+    def clear(self) -> None:
+        """Evict everything that is not pinned."""
+        while self._order:
+            self.drop(next(iter(self._order)))
+
+    def sort(self, oldest_first: Iterable[Entry]) -> None:
+        """Set the order in which entries were used, and evict what exceeds the limit."""
+        for entry in oldest_first:
+            self._round += 1
+            if not (isinstance(entry, Block) and (entry.followers or entry.states)):
+                self.use(entry)
+        self._round += 1
+        self.make_room(0)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield all blocks and states, parents before children."""
+        yield from below(*self.roots.values())
+
+    def root(self, key: str) -> Block:
+        """Return a root by its key; it is new and not in the tree yet if nothing is under it."""
+        return self.roots.get(key) or Block(None, Span("", 0, ()), key, 0, 0, pinned=True)
+
+    def _longest_path(
+        self, tokens: Sequence[int], most: int, salt: str, states: bool
+    ) -> tuple[Match, Entry | None]:
+        path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
+        node: Block | None = self.root(root_key(salt))
+        at, last = 0, None
+        while node is not None and at < most:
+            own = tuple(tokens[at : at + BLOCK + self.lookahead])
+            for block in node.followers if states else ():
+                usable = min(common(own, block.tokens) - self.lookahead, most - at)
+                if (rows := max((r for r in block.states if r <= usable), default=0)) > 0:
+                    best, last = [*path, (block, rows)], block.states[rows]
+            near, shared = node.nearest(own)
+            rows = min(shared - self.lookahead, most - at)
+            if near is None or rows <= 0:
+                break
+            path.append((near, rows))
+            at += rows
+            node = near if rows == BLOCK else None
+        return (best, last) if states else (path, None)
+
+    def _count(self, entry: Entry) -> None:
+        self.used += entry.size
+        entry.used = self._round
+        if not entry.pinned:
+            self._order[entry] = None
+
+
+def root_key(salt: str) -> str:
+    return hashlib.sha256(salt.encode()).hexdigest()
+
+
+def below(*entries: Entry) -> Iterator[Entry]:
+    """Yield these, except roots, and everything that depends on them, parents before children."""
+    waiting = [*entries]
+    while waiting:
+        entry = waiting.pop()
+        if entry.parent is not None:
+            yield entry
+        if isinstance(entry, Block):
+            waiting += [*entry.states.values(), *entry.followers]
+
+
+def block_tokens(block: Block) -> tuple[int, ...]:
+    return block.tokens
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start of two sequences."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
