@@ -106,7 +106,7 @@ def check_branches(
 
 
 @pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
-def test_branches(predictable: Transformer, drafter: DrafterName) -> None:
+def test_branches(predictable: PlainDeepseek, drafter: DrafterName) -> None:
     check_branches(eager(predictable, drafter))
 
 
@@ -127,7 +127,7 @@ def test_recurrent_states(summing: PlainSumming, drafter: DrafterName | None, ch
     check_branches(recurrent(summing, drafter), chunk)
 
 
-def check_small(predictable: Transformer, pool: int) -> None:
+def check_small(predictable: PlainDeepseek, pool: int) -> None:
     """Rows are evicted while others are saved, and a prompt is longer than the cache."""
     programs = eager(predictable, "mtp-vanilla")
     service, cold = pooled(programs, pool), Service(programs)
@@ -138,7 +138,7 @@ def check_small(predictable: Transformer, pool: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [500, pytest.param(4000, marks=pytest.mark.full)])
-def test_a_cache_that_is_too_small(predictable: Transformer, pool: int) -> None:
+def test_a_cache_that_is_too_small(predictable: PlainDeepseek, pool: int) -> None:
     check_small(predictable, pool)
 
 
@@ -354,7 +354,7 @@ def test_branches_catch(
         check_branches(eager(predictable, drafter))
 
 
-def test_a_small_cache_catches(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_cache_catches(predictable: PlainDeepseek, monkeypatch: pytest.MonkeyPatch) -> None:
     a_block_outlives_its_parent(monkeypatch)
     with pytest.raises(AssertionError, match=FOUND):
         check_small(predictable, 500)
