@@ -98,7 +98,7 @@ def test_texts_equal_plain_decoding(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_prompts_begin_with_rows_of_earlier_ones(
-    overlap: bool, on_gpu: MakePrograms, predictable: Transformer
+    overlap: bool, on_gpu: MakePrograms, predictable: PlainDeepseek
 ) -> None:
     """The second turns of conversations, and one that comes while its beginning is answered."""
     programs, manifest, gpu = on_gpu(3, "mtp-vanilla")
