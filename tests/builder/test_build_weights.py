@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.readable import stored_as
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
@@ -80,7 +81,9 @@ def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedMode
     config: ModelConfig = load_config(folder)
     if "layers" in how:
         config = how["layers"].of(config)
-    return opened(folder, config, formats=ALL, scheme=scheme, **how)
+    main = stored_as(folder) if scheme is None else scheme.main
+    kernels = main in ("int8", "int4")
+    return opened(folder, config, formats=ALL, cpu_kernels=kernels, scheme=scheme, **how)
 
 
 def parameters(model: OpenedModel) -> list[tuple[str, Any, Any]]:
