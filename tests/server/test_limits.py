@@ -198,12 +198,14 @@ def test_forms_of_clients_that_have_gone_are_dropped() -> None:
     go, begun = threading.Event(), list[str | None]()
 
     class Compiling(Engine):
-        def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        def prepare(
+            self, prompt: Prompt, params: SamplingParams | None = None, **observed: Any
+        ) -> Request:
             if params is not None and (form := params.structured_outputs):
                 begun.append(form.regex)
                 go.wait(30)
                 params = replace(params, structured_outputs=None)
-            return super().prepare(prompt, params)
+            return super().prepare(prompt, params, **observed)
 
     manifest = fake_manifest(max_batch=2, max_seq_len=5000, prefill_chunk=64)
     engine = Compiling(FakePrograms(manifest), manifest, fake_tokenizer())
