@@ -102,7 +102,6 @@ def _requests(measured: Measurements) -> Iterator[dict[str, Any]]:
     """List, for each request, the numbers from which the figures can be computed again."""
     for group in measured.groups:
         for a in group:
-            assert a.drafting is not None
             yield {
                 "kind": a.prompt.kind,
                 "task_id": a.prompt.task_id,

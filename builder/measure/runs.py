@@ -38,11 +38,16 @@ class TimedAnswer:
     submitted: float = 0.0
     times: list[float] = field(default_factory=list)  # of each step's tokens
     token_ids: list[int] = field(default_factory=list)
-    drafting: SpeculativeDecoding | None = None  # None if the run stopped early
+    statistics: SpeculativeDecoding | None = None  # None if the run stopped early
     # Of each token, if `run_group` recorded them: its log-probability under the plain softmax, and
     # the margin of logits if greedy, else of the random number to the border of its cell.
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+
+    @property
+    def drafting(self) -> SpeculativeDecoding:
+        assert self.statistics is not None, "the request has ended"
+        return self.statistics
 
     @property
     def intervals(self) -> list[float]:
@@ -79,11 +84,11 @@ def run_group(
                 answer.times.append(time.perf_counter())
                 answer.token_ids += chunk.token_ids
                 if chunk.metrics is not None:
-                    answer.drafting = chunk.metrics.speculative_decoding
+                    answer.statistics = chunk.metrics.speculative_decoding
             running = [
                 (answer, stream)
                 for answer, stream in running
-                if answer.drafting is None and len(answer.times) != most_steps
+                if answer.statistics is None and len(answer.times) != most_steps
             ]
     return answers
 

@@ -95,7 +95,7 @@ def estimate_share(count: int, n: int) -> Estimate:
 
 def sum_drafting(answers: Sequence[TimedAnswer]) -> SpeculativeDecoding:
     """Add up the drafting statistics of several requests."""
-    reports = [answer.drafting for answer in answers if answer.drafting is not None]
+    reports = [answer.drafting for answer in answers]
     total = AcceptanceCounter(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
