@@ -537,6 +537,8 @@ def test_every_full_test_has_its_part() -> None:
     for pattern in itertools.chain(*parts.PARTS.values()):
         assert any(fnmatch(file, pattern) for file in files), pattern
     assert parts.part_of("builder/test_step.py", full=False) == parts.SUITE
+    table = (ROOT / "docs/testing.md").read_text(encoding="utf-8").partition("## Parts of")[2]
+    assert re.findall(r"(?m)^\| `(.*?)` \|", table) == list(parts.PARTS)
     with pytest.raises(LookupError, match=r"^tests/gpu/test_new.py: no part of "):
         parts.part_of("gpu/test_new.py", full=True)
 
