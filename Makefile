@@ -17,6 +17,7 @@ run: venv  ## build engines/tiny_n3 and stream text through it
 	$(BIN)/mtpbuild run --engine engines/tiny_n3 --chat "What is 47 + 85?"
 
 check: venv
+	tools/check_links.sh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror plugins/cpu/source/*.h plugins/cpu/source/*.cpp
@@ -32,8 +33,8 @@ fix: venv
 test: venv  ## the suite, 10 to 15 minutes on 2 cores
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"
 
-test-full: venv  ## and the larger matrix
-	$(BIN)/pytest -n 2 --dist loadgroup
+test-full: venv  ## and the larger matrix; with PART=NAME one of its parts, each of at most an hour
+	$(BIN)/pytest -n 2 --dist loadgroup $(PART:%=--part %)
 
 test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB in .venv-rtx
 	test -d .venv-rtx || tools/tensorrt_rtx_env.sh

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder
+from tests.support.parts import PARTS, part_of
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network,
@@ -21,11 +22,25 @@ if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=[*PARTS], help="only this part of make test-full")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        others = [item for item in items if part != part_of(*file_and_mark(item))]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     for item in items:
         group = item.get_closest_marker("xdist_group")
         if group is not None and group.args == ("inductor",):
             item.add_marker(needs_compiler)
+
+
+def file_and_mark(item: pytest.Item) -> tuple[str, bool]:
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    return file, item.get_closest_marker("full") is not None
 
 
 @pytest.fixture(scope="session")

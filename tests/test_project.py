@@ -1,6 +1,7 @@
 """The project as a package: what it ships, and which part may import which."""
 
 import ast
+import itertools
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -21,6 +23,7 @@ import mtpbuild
 import mtpbuild.recipes
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.runtime.errors import install
+from tests.support import parts
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("builder", "plugins", "recipes", "runtime")
@@ -553,3 +556,29 @@ def anchors(document: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_every_full_test_has_its_part() -> None:
+    """And every pattern of a part is of use."""
+    folder = ROOT / "tests"
+    marked = [path for path in folder.rglob("test_*.py") if "mark.full" in path.read_text()]
+    files = [path.relative_to(folder).as_posix() for path in marked]
+    assert {parts.part_of(file, full=True) for file in files} == set(parts.PARTS) - {parts.SUITE}
+    for pattern in itertools.chain(*parts.PARTS.values()):
+        assert any(fnmatch(file, pattern) for file in files), pattern
+    assert parts.part_of("builder/test_step.py", full=False) == parts.SUITE
+    table = (ROOT / "docs/testing.md").read_text(encoding="utf-8").partition("## Parts of")[2]
+    assert re.findall(r"(?m)^\| `(.*?)` \|", table) == list(parts.PARTS)
+    with pytest.raises(LookupError, match=r"^tests/gpu/test_new.py: no part of "):
+        parts.part_of("gpu/test_new.py", full=True)
+
+
+@pytest.mark.parametrize(("target", "said"), [("inside", ""), ("/usr", "bad: a committed link")])
+def test_links_that_point_outside(target: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy2(ROOT / "tools/check_links.sh", tmp_path / "tools")
+    (tmp_path / "bad").symlink_to(target)
+    for command in (["init", "--quiet"], ["add", "--all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    done = subprocess.run([script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[: len(said) or 99]) == (bool(said), said)

@@ -108,12 +108,8 @@ def raw(tensor: Tensor) -> memoryview:
 def write_weights(
     path: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Placed]:
-    """Write tensors to one file, in the dtypes of `entries`; return their places.
-
-    Larger numbers come first, so that each tensor is aligned to the size of its numbers.
-    """
-    ordered = dict(sorted(entries.items(), key=lambda item: -item[1].type.itemsize))
-    write_shards(path.parent, [Shard(path.name, ordered, metadata=False)], tensors)
+    """Write tensors to one file, in the order and dtypes of `entries`; return their places."""
+    write_shards(path.parent, [Shard(path.name, entries, metadata=False)], tensors)
     return read_places(path)
 
 
