@@ -164,9 +164,10 @@ def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed
             if recurrent:
                 check(programs.save_states(0, 0))
                 found = programs.saved(0)
-                arrays |= {STATES.format(name, at): array for name, array in found.items()}
+                arrays.update((STATES.format(name, at), array) for name, array in found.items())
         check(programs.save_rows(0, 0, [(0, end)]))
-        return arrays | programs.saved(0)
+        arrays.update(programs.saved(0))
+        return arrays
 
     def check(finite: bool) -> None:
         if not finite:

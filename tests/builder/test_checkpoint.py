@@ -128,7 +128,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
     parameters = dict(DeepseekV3(config).named_parameters())
     shapes = {w.name: Entry("F32", tuple(parameters[w.name].shape)) for w in table}
     places = write_weights(tmp_path / "all", shapes, whole(made(checkpoint, table)))
-    first = {source.name: weight.name for weight in reversed(table) for source in weight.stored}
+    first = {source.name: weight.name for weight in reversed([*table]) for source in weight.stored}
     written = dict[str, int]()
 
     class Watched(Checkpoint):

@@ -42,7 +42,7 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert foreseen.weights == built.manifest.files[WEIGHTS].size - start
     assert foreseen.folder == out
     assert (foreseen.plan.drafter, foreseen.unchanged) == (built.manifest.build.drafter, False)
-    assert done.model.parameters == built.manifest.model.parameters
+    assert done.model.table.parameters == built.manifest.model.parameters
     (again,) = dry_run(request, Stages()).engines
     assert again.unchanged
     assert (bool(foreseen.graphs), again.graphs) == (True, {})

@@ -17,6 +17,7 @@ from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
+from mtpbuild.runtime.programs import onnxruntime
 from tests.support.checkpoints import (
     QUANTIZABLE,
     make_predictable,
@@ -101,7 +102,7 @@ def test_the_other_compiler(
 ) -> None:
     """The library that zig's compiler makes says the same."""
     wanted = said(engines[1], 4, at_once=True)
-    monkeypatch.setattr(programs, "library_for", lambda *_: zig_library)
+    monkeypatch.setattr(onnxruntime, "library_for", lambda *_: zig_library)
     assert same(said(engines[1], 4, at_once=True), wanted)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder import opened_model
 from mtpbuild.builder import refit as refit_module
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint import side_files
@@ -19,12 +18,11 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.weights.scheme import build_scheme, make_scheme
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
-from mtpbuild.runtime.errors import MtpbuildError, UsageError
+from mtpbuild.runtime.errors import MtpbuildError
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import (
-    QUANTIZABLE,
     make_predictable,
     save_checkpoint,
     write_tokenizer,
@@ -66,27 +64,6 @@ def test_the_engine_runs_the_new_weights(build_engine: EngineBuilder, tmp_path: 
     kept = {file.file for file in new.programs.values()}
     assert all(before[name] == after[name] for name in kept)
     assert {p.name for p in tmp_path.iterdir()} == {"refit0", "refit1", "engine"}
-
-
-@pytest.mark.usefixtures("quick")
-def test_an_engine_from_before_fp32_weights_were_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside its integers it holds `w_uk` and others as they are: a refit would pack them."""
-    model = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
-    request = BuildRequest(str(model), (1,), out=tmp_path / "engine", scheme=build_scheme("int8"))
-    with monkeypatch.context() as before:
-        every = opened_model.packable
-        before.setattr(
-            opened_model,
-            "packable",
-            lambda own, formats, dtype: every(own, formats, dtype) & formats.keys(),
-        )
-        [built] = build(request)
-    was = contents(built.folder)
-    with pytest.raises(UsageError, match=r"does not fit .*w_uk.*: build it anew$"):
-        refit(built.folder, str(model))
-    assert contents(built.folder) == was
 
 
 @pytest.mark.usefixtures("quick")

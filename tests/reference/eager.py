@@ -99,7 +99,7 @@ class EagerPrograms:
             self.tensors[name][slot] = state
 
     def discard(self, number: int) -> None:
-        del self._saved[number]
+        self._saved.pop(number, None)
 
     def saved(self, number: int) -> dict[str, NDArray[Any]]:
         return {name: tensor.numpy() for name, tensor in self._saved[number].items()}

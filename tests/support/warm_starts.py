@@ -77,7 +77,7 @@ class Counted:
         self._own.load_states(slot, number)
 
     def discard(self, number: int) -> None:
-        del self.saved[number]
+        self.saved.pop(number, None)
         self._own.discard(number)
 
     def saved_arrays(self, number: int) -> Any:
