@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("plugins/cpu/source")
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-FLAGS = {"ops.cpp": ["-O2"], "plain.cpp": ["-O2"]}
+FLAGS = {path.name: ["-O2"] for path in sorted(SOURCE.glob("*ops.cpp"))} | {"plain.cpp": ["-O2"]}
 if platform.machine() in ("x86_64", "AMD64"):
     # GCC's header warns of itself with AVX-512: its bug 105593.
     quiet = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]

@@ -8,7 +8,15 @@ from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op
 
-from mtpbuild.plugins.matmul_nbits.onnx import BFLOATS, FLOATS, INTS, ROWS, contrib
+from mtpbuild.plugins.matmul_nbits.onnx import (
+    BFLOATS,
+    FLOATS,
+    HALVES,
+    INTS,
+    ROWS,
+    WEIGHT,
+    contrib,
+)
 
 DOMAIN = "mtpbuild"
 aten = torch.ops.aten
@@ -21,8 +29,10 @@ def operator(
     return contrib(name, inputs, attributes, domain=DOMAIN, **others)
 
 
-# Without N the weight is [.., K, N], not packed.
-FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
+# fp32 weights have no scales. Without N the weight is [.., K, N], not packed.
+Product = operator(
+    "Product", {"x": FLOATS, "values": WEIGHT, "scales": HALVES}, {"N": 0}, optional=("scales",)
+)
 Attention = operator(
     "Attention",
     {
@@ -56,7 +66,9 @@ Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 
 Cos, Sin, LogSoftmax = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin", "LogSoftmax"))
 ArgMax = operator("ArgMax", {"x": FLOATS}, outputs=(INTS,))
-FloatEmbedding = operator("FloatEmbedding", {"tokens": INTS, "table": FLOATS})
+Embedding = operator(
+    "Embedding", {"tokens": INTS, "values": WEIGHT, "scales": HALVES}, optional=("scales",)
+)
 PARTS = ("a", "b", "c", "d")  # a join takes up to four tensors
 Join, JoinInts = (
     operator(name, dict.fromkeys(PARTS, kind), {"axis": 0}, optional=PARTS[2:], outputs=(kind,))
@@ -67,7 +79,7 @@ JOINS = {ir.DataType.FLOAT: Join, ir.DataType.INT64: JoinInts}
 
 def matmul(x: Any, w: Any) -> Any:
     """Emit the library's product if w is a weight, else ONNX's MatMul of two computed values."""
-    return FloatProduct(x, w) if is_weight(w) else op.MatMul(x, w)
+    return Product(x, w) if is_weight(w) else op.MatMul(x, w)
 
 
 def is_weight(value: Any) -> bool:
@@ -105,7 +117,7 @@ def cat(parts: Sequence[Any], axis: int = 0) -> Any:
 
 
 def embedding(table: Any, tokens: Any, *others: Any) -> Any:
-    return FloatEmbedding(tokens, table)
+    return Embedding(tokens, table)
 
 
 # Translations that replace those of torch.onnx in programs with the library's operators.

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, HALVES, INTS
-
-Embedding = operator("Embedding", {"tokens": INTS, "values": BYTES, "scales": HALVES})
+from mtpbuild.plugins.cpu.onnx import Embedding
 
 
 def embedding_nbits_cpu(tokens: Any, values: Any, scales: Any) -> Any:

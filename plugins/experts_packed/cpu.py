@@ -3,32 +3,18 @@
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, WEIGHT
 
 IDS = "tensor(int32)"
 Experts = operator(
     "Experts",
     {
-        **{"x": FLOATS, "ids": IDS, "gate_up": BYTES, "gate_up_scales": HALVES},
-        **{"down": BYTES, "down_scales": HALVES, "weights": FLOATS},
+        **{"x": FLOATS, "weights": FLOATS, "ids": IDS},
+        **{"gate_up": WEIGHT, "gate_up_scales": HALVES, "down": WEIGHT, "down_scales": HALVES},
     },
+    optional=("gate_up_scales", "down_scales"),
 )
 
 
-FloatExperts = operator(
-    "FloatExperts", {"x": FLOATS, "ids": IDS, "gate_up": FLOATS, "down": FLOATS, "weights": FLOATS}
-)
-
-
-def experts_packed_cpu(
-    x: Any,
-    weights: Any,
-    ids: Any,
-    gate_up: Any,
-    gate_up_scales: Any,
-    down: Any,
-    down_scales: Any,
-) -> Any:
-    if gate_up_scales is None:
-        return FloatExperts(x, ids, gate_up, down, weights)
-    return Experts(x, ids, gate_up, gate_up_scales, down, down_scales, weights)
+def experts_packed_cpu(*operands: Any) -> Any:
+    return Experts(*operands)

@@ -3,14 +3,15 @@
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, WEIGHT
 
-GatedProduct = operator("GatedProduct", {"x": FLOATS, "values": BYTES, "scales": HALVES}, {"N": 0})
-
-GatedFloatProduct = operator("GatedFloatProduct", {"x": FLOATS, "values": FLOATS}, {"N": 0})
+GatedProduct = operator(
+    "GatedProduct",
+    {"x": FLOATS, "values": WEIGHT, "scales": HALVES},
+    {"N": 0},
+    optional=("scales",),
+)
 
 
 def gated_packed_cpu(x: Any, values: Any, scales: Any, outputs: int) -> Any:
-    if scales is None:
-        return GatedFloatProduct(x, values, N=outputs)
     return GatedProduct(x, values, scales, N=outputs)

@@ -10,7 +10,7 @@ from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 GROUPED_ROWS = row_operators(
     "GroupedRows",
-    dict.fromkeys(("a", "cos", "sin", "q_norm", "k_norm"), FLOATS),
+    dict.fromkeys(("a", "q_norm", "k_norm", "cos", "sin"), FLOATS),
     {"heads": 0, "groups": 0, "width": 0, "epsilon": 0.0, "plus_one": 0},
     optional=("q_norm", "k_norm"),
 )
@@ -40,7 +40,7 @@ def grouped_rows_write_cpu(
 ) -> Any:
     how = dict(zip(SIZES, (heads, groups, width, eps, int(plus_one)), strict=True))
     kind = ir.DataType.FLOAT if cache is None else cache.dtype
-    return GROUPED_ROWS[kind](a, cos, sin, q_norm, k_norm, cache, start, **how)
+    return GROUPED_ROWS[kind](a, q_norm, k_norm, cos, sin, cache, start, **how)
 
 
 def grouped_attention_flat_cpu(

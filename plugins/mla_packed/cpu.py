@@ -9,9 +9,9 @@ from mtpbuild.plugins.mla_attention.cpu import sizes
 LatentAttention = operator(
     "LatentAttention",
     {
-        **{"q": FLOATS, "w_uk": WEIGHT, "w_uv": WEIGHT, "cos": FLOATS, "sin": FLOATS},
-        **{"cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
-        **{"w_uk_scales": HALVES, "w_uv_scales": HALVES, "chosen": INTS},
+        **{"q": FLOATS, "w_uk": WEIGHT, "w_uk_scales": HALVES, "w_uv": WEIGHT},
+        **{"w_uv_scales": HALVES, "cos": FLOATS, "sin": FLOATS},
+        **{"cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS, "chosen": INTS},
     },
     {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "N": 0, "interleaved": 0},
     optional=("w_uk_scales", "w_uv_scales", "chosen"),
@@ -38,7 +38,7 @@ def mla_packed_cpu(
 ) -> Any:
     rows = cache, fresh, base, first
     return LatentAttention(
-        *(q, w_uk, w_uv, cos, sin, *rows, w_uk_scales, w_uv_scales, chosen),
+        *(q, w_uk, w_uk_scales, w_uv, w_uv_scales, cos, sin, *rows, chosen),
         **sizes(cache, fresh, kv_lora_rank),
         scale=scale,
         N=v_head_dim,

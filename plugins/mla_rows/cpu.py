@@ -9,7 +9,7 @@ from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
 
 LATENT_ROWS = row_operators(
     "LatentRows",
-    dict.fromkeys(("a", "kv_norm", "cos", "sin", "q_norm"), FLOATS),
+    dict.fromkeys(("a", "q_norm", "kv_norm", "cos", "sin"), FLOATS),
     {"epsilon": 0.0, "interleaved": 0},
     optional=("q_norm",),
 )
@@ -19,7 +19,7 @@ def mla_rows_cpu(
     a: Any, q_norm: Any, kv_norm: Any, cos: Any, sin: Any, eps: float, interleaved: bool
 ) -> tuple[Any, Any]:
     how = {"epsilon": eps, "interleaved": int(interleaved)}
-    q, fresh, _ = LATENT_ROWS[ir.DataType.FLOAT](a, kv_norm, cos, sin, q_norm, None, None, **how)
+    q, fresh, _ = LATENT_ROWS[ir.DataType.FLOAT](a, q_norm, kv_norm, cos, sin, None, None, **how)
     return q, fresh
 
 
@@ -35,4 +35,4 @@ def mla_rows_write_cpu(
     interleaved: bool,
 ) -> Any:
     how = {"epsilon": eps, "interleaved": int(interleaved)}
-    return LATENT_ROWS[cache.dtype](a, kv_norm, cos, sin, q_norm, cache, start, **how)
+    return LATENT_ROWS[cache.dtype](a, q_norm, kv_norm, cos, sin, cache, start, **how)

@@ -2,13 +2,8 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import FloatProduct, operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
-
-Product = operator("Product", {"x": FLOATS, "values": BYTES, "scales": HALVES}, {"N": 0})
+from mtpbuild.plugins.cpu.onnx import Product
 
 
 def product_packed_cpu(x: Any, values: Any, scales: Any, outputs: int) -> Any:
-    if scales is None:
-        return FloatProduct(x, values, N=outputs)
     return Product(x, values, scales, N=outputs)

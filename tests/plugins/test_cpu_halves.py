@@ -113,6 +113,7 @@ def test_latent_rows() -> None:
     given: Given = {name: rng.standard_normal(s).astype(F) for name, s in shapes.items()}
     given["start"] = np.array([0, S - T])
     order = ("a", "q_norm", "kv_norm", "cos", "sin", "cache", "start")
+    given = {name: given[name] for name in order}
 
     def definition(operands: list[torch.Tensor]) -> Any:
         return mla_rows_write(*operands, 1e-6, True)
@@ -129,6 +130,7 @@ def test_grouped_rows() -> None:
     given: Given = {name: rng.standard_normal(s).astype(F) for name, s in shapes.items()}
     given["start"] = np.array([0, S - T])
     order = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
+    given = {name: given[name] for name in order}
 
     def definition(operands: list[torch.Tensor]) -> Any:
         return grouped_rows_write(*operands, H, G, D, 1e-6)
