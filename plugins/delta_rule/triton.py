@@ -5,13 +5,12 @@ A program computes some columns of one head's state; columns do not depend on ea
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule, empty_outputs
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 
 CHUNK = 16  # tokens that are multiplied together
 DEEP = 32  # rows of a state that are read at a time
@@ -159,7 +158,7 @@ def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
     mixed, state = known["mixed"], known["state"]
     B, H, K, V = state.shape
     groups = (mixed.shape[-1] - H * V) // (2 * K)
-    o, after = empty_outputs(*(known[name] for name in ("mixed", "ba", "rate", "bias", "state")))
+    o, after = empty_results(delta_rule, known)
     constants = {"HEADS": H, "GROUPS": groups, "KEYS": K, "VALUES": V, "WIDE": tile(K)}
     constants |= {"COLUMNS": COLUMNS, "EPSILON": EPSILON, "SCALE": K**-0.5}
     given = known | constants | others | {"tokens": mixed.shape[1]}
@@ -183,17 +182,6 @@ def delta_advance_launches(*operands: Any) -> Launches:
     return Launches((launch,), launch.outputs[1])
 
 
-@by_kernels(delta_rule)
-def delta_rule_triton(*operands: Tensor) -> tuple[Tensor, Tensor]:
-    """Run delta_rule on a GPU."""
-    results: tuple[Tensor, Tensor] = delta_rule_launches(
-        *map(torch.Tensor.contiguous, operands)
-    ).run()
-    return results
-
-
-@by_kernels(delta_advance)
-def delta_advance_triton(*operands: Tensor) -> Tensor:
-    """Run delta_advance on a GPU."""
-    after: Tensor = delta_advance_launches(*map(torch.Tensor.contiguous, operands)).run()
-    return after
+OPERANDS = ("mixed", "ba", "rate", "bias", "state")
+delta_rule_triton = run_launches(delta_rule, delta_rule_launches, *OPERANDS)
+delta_advance_triton = run_launches(delta_advance, delta_advance_launches, *OPERANDS, "n")

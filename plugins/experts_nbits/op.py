@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 
-@torch.library.custom_op("mtpbuild::experts_nbits", mutates_args=())
+@define(lambda x: torch.empty_like(x))
 def experts_nbits(
     x: Tensor,
     ids: Tensor,
@@ -26,9 +27,6 @@ def experts_nbits(
     h = torch.einsum("ne,noe->no", x, _chosen(ids, gate_up_values, gate_up_scales))
     inner = F.silu(h[:, ::2]) * h[:, 1::2]
     return torch.einsum("ni,noi->no", inner, _chosen(ids, down_values, down_scales))
-
-
-experts_nbits.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def bits_of(values: Tensor, scales: Tensor) -> int:

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
+
 BLOCK = 32
 
 
-@torch.library.custom_op("mtpbuild::matmul_nbits", mutates_args=())
+@define(lambda x, values: x.new_empty(*x.shape[:-1], values.shape[0]))
 def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Multiply x [.., K] by a weight of uint8 values [N, K / 32, bytes] and scales [N, K / 32].
 
@@ -15,9 +17,6 @@ def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     to int8 per row and block.
     """
     return x @ dequantise(values, scales, bits_of(values.shape[-1])).T
-
-
-matmul_nbits.register_fake(lambda x, values, _: x.new_empty(*x.shape[:-1], values.shape[0]))
 
 
 def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 from mtpbuild.plugins.sparse_rows.op import choose_rows
 
@@ -191,7 +191,4 @@ def choose_rows_launches(
     return Launches((first, second), chosen)
 
 
-@by_kernels(choose_rows)
-def choose_rows_triton(q: Tensor, weights: Tensor, *others: Any) -> Tensor:
-    """Run choose_rows on a GPU."""
-    return choose_rows_launches(q.contiguous(), weights.contiguous(), *others).run()
+choose_rows_triton = run_launches(choose_rows, choose_rows_launches, "q", "weights")
