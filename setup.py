@@ -1,4 +1,4 @@
-"""Builds the library of CPU kernels beside the Python packages; pyproject.toml says all the rest.
+"""Finds the packages, and builds the library of CPU kernels; pyproject.toml says all the rest.
 
 Without a C++ compiler the installation goes on without it.
 """
@@ -38,10 +38,19 @@ class BuildLibrary(build_ext):
         self.compiler.link_shared_object(objects, path, target_lang="c++")
 
 
+code = {
+    path.parent for top in ("builder", "plugins", "runtime") for path in Path(top).rglob("*.py")
+}
+data = {path for path in Path("recipes").iterdir() if path.is_dir() and path.name != "__pycache__"}
+folders = (".".join(folder.parts) for folder in sorted({Path("recipes"), *code, *data}))
 library = Extension(
     "mtpbuild.runtime.cpu_library",
     sources=[str(SOURCE / name) for name in FLAGS],
     depends=sorted(map(str, SOURCE.glob("*.h"))),
     optional=True,
 )
-setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary})
+setup(
+    packages=["mtpbuild", *(f"mtpbuild.{folder}" for folder in folders)],
+    ext_modules=[library],
+    cmdclass={"build_ext": BuildLibrary},
+)

@@ -6,24 +6,18 @@ from typing import Any
 from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.op import FLOOR
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.mla_attention.op import FLOOR, mla_attention
 
 
-def mla_attention_onnx(
-    q: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    scale: float,
-    kv_lora_rank: int,
-    chosen: Any = None,
-) -> Any:
+def mla_attention_onnx(*operands: Any) -> Any:
     """Emit the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
 
     If the fresh rows have just been written into this cache, one block of scores over the cache is
     enough; otherwise two blocks share one softmax. `chosen` becomes a mask: all rows are read.
     """
+    known = bind(mla_attention, operands)
+    q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
     rows = op.Reshape(q, ints(0, 1, -1, width))

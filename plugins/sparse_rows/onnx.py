@@ -5,10 +5,11 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
+from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.mla_attention.onnx import count as count_of
 from mtpbuild.plugins.mla_attention.onnx import counted, ints
 from mtpbuild.plugins.rope.onnx import rope_onnx
-from mtpbuild.plugins.sparse_rows.op import NONE
+from mtpbuild.plugins.sparse_rows.op import NONE, choose_rows
 
 BEHIND = (1 << 63) - 1  # a position after all others
 
@@ -21,19 +22,10 @@ def index_keys_onnx(
     return rope_onnx(normed, cos, sin, 1, interleaved)
 
 
-def choose_rows_onnx(
-    q: Any,
-    weights: Any,
-    cos: Any,
-    sin: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    count: int,
-    interleaved: bool,
-) -> Any:
+def choose_rows_onnx(*operands: Any) -> Any:
     """Emit the op: score the cache's and the fresh rows together [B, T, S + F], then take TopK."""
+    known = bind(choose_rows, operands)
+    q, weights, cos, sin, cache, fresh, base, first, count, interleaved = known.values()
     heads = int(weights.shape[2])
     size = int(q.shape[2]) // heads
     turned = rope_onnx(q, cos, sin, heads, interleaved)

@@ -20,6 +20,7 @@ from tests.support.cpu_host import record
 from tests.support.isas import isas
 
 SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
+SETUP = SOURCE.parents[2] / "setup.py"
 HOST = Path(__file__).with_name("cpu_host.cpp")
 SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
 LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
@@ -122,10 +123,11 @@ def compiled(
     machine: str = "x86_64",
 ) -> Path:
     """Compile the library from a copy of its sources, as setup.py does but for these flags."""
-    objects, (common, files) = [], setup_flags(machine)
-    for name, own in files.items():
+    own = sources.parents[2] / "setup.py"
+    objects, (common, files) = [], setup_flags(machine, own if own.exists() else SETUP)
+    for name, kinds in files.items():
         objects.append(library.with_name(f"{name}.o"))
-        command = [compiler, *common, *own, *flags, level, "-c"]
+        command = [compiler, *common, *kinds, *flags, level, "-c"]
         subprocess.run([*command, sources / name, "-o", objects[-1]], check=True)
     whole = [] if flags else ["-Wl,--no-undefined"]  # it needs C++'s libraries alone
     linked = [compiler, "-shared", *whole, *flags, *map(str, objects), "-o", str(library)]
@@ -133,13 +135,14 @@ def compiled(
     return library
 
 
-def setup_flags(machine: str = "x86_64") -> tuple[list[str], dict[str, list[str]]]:
+def setup_flags(
+    machine: str = "x86_64", setup: Path = SETUP
+) -> tuple[list[str], dict[str, list[str]]]:
     """What setup.py compiles all files with on such a machine, and each."""
-    text = (SOURCE.parents[2] / "setup.py").read_text()
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("setuptools.setup", lambda **_: None)
         patch.setattr("platform.machine", lambda: machine)
-        patch.chdir(SOURCE.parents[2])
-        exec(compile(text, "setup.py", "exec"), names)
+        patch.chdir(setup.parent)
+        exec(compile(setup.read_text(), "setup.py", "exec"), names)
     return names["COMMON"], names["FLAGS"]
