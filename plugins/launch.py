@@ -47,8 +47,8 @@ class Launch:
         constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
-        made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
-        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), made, constants, warps)
+        written = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
+        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), written, constants, warps)
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the kernel and return the outputs.

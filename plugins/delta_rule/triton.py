@@ -33,7 +33,7 @@ def delta_of_tokens(
     k, v = tl.arange(0, WIDE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (k < KEYS)[:, None] & (v < VALUES)[None, :]
     place = (b * HEADS + h) * KEYS * VALUES + k[:, None] * VALUES + v[None, :]
-    held = tl.load(state + place, there, 0.0)
+    own_state = tl.load(state + place, there, 0.0)
     count = tokens
     if n is not None:
         count = tl.minimum(tl.load(n + b).to(tl.int32), tokens)
@@ -46,12 +46,12 @@ def delta_of_tokens(
         key *= tl.rsqrt(tl.sum(key * key, 0) + EPSILON)
         value = tl.load(row + 2 * GROUPS * KEYS + h * VALUES + v, v < VALUES, 0.0)
         at = ba + (b * tokens + t) * (2 * HEADS) + h
-        held *= tl.exp(-tl.load(rate + h) * softplus(tl.load(at + HEADS) + tl.load(bias + h)))
-        error = tl.sigmoid(tl.load(at)) * (value - tl.sum(held * key[:, None], 0))
-        held += key[:, None] * error[None, :]
+        own_state *= tl.exp(-tl.load(rate + h) * softplus(tl.load(at + HEADS) + tl.load(bias + h)))
+        error = tl.sigmoid(tl.load(at)) * (value - tl.sum(own_state * key[:, None], 0))
+        own_state += key[:, None] * error[None, :]
         to = o + ((b * tokens + t) * HEADS + h) * VALUES + v
-        tl.store(to, tl.sum(held * query[:, None], 0), v < VALUES)
-    tl.store(after + place, held, there)
+        tl.store(to, tl.sum(own_state * query[:, None], 0), v < VALUES)
+    tl.store(after + place, own_state, there)
 
 
 @triton.jit
@@ -97,11 +97,11 @@ def delta_of_chunks(
             query = tl.load(of_group + k[None, :], inside, 0.0)
             key = tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
             there = (k < KEYS)[:, None] & right
-            held = tl.load(after + first + k[:, None] * VALUES, there, 0.0)
+            own_state = tl.load(after + first + k[:, None] * VALUES, there, 0.0)
             alike = tl.dot(key, tl.trans(key), alike, input_precision="tf32x3")
             scores = tl.dot(query, tl.trans(key), scores, input_precision="tf32x3")
-            by_key = tl.dot(key, held, by_key, input_precision="tf32x3")
-            by_query = tl.dot(query, held, by_query, input_precision="tf32x3")
+            by_key = tl.dot(key, own_state, by_key, input_precision="tf32x3")
+            by_query = tl.dot(query, own_state, by_query, input_precision="tf32x3")
             of_keys += tl.sum(key * key, 1)
             of_queries += tl.sum(query * query, 1)
         of_keys = tl.rsqrt(of_keys + EPSILON)
@@ -131,9 +131,9 @@ def delta_of_chunks(
             inside = real[:, None] & (k < KEYS)[None, :]
             key = kept * tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
             there, place = (k < KEYS)[:, None] & right, after + first + k[:, None] * VALUES
-            held = tl.exp(total) * tl.load(place, there, 0.0)
-            held += tl.dot(tl.trans(key), change, input_precision="tf32x3")
-            tl.store(place, held, there)
+            own_state = tl.exp(total) * tl.load(place, there, 0.0)
+            own_state += tl.dot(tl.trans(key), change, input_precision="tf32x3")
+            tl.store(place, own_state, there)
 
 
 @triton.jit

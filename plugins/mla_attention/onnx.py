@@ -110,8 +110,8 @@ def chosen_masks(
     sizes = op.Concat(op.Shape(chosen, end=2), op.Add(end, ints(1)), axis=0)
     none = op.Expand(op.Constant(value_float=-math.inf), sizes)
     zeros = op.Expand(op.Constant(value_float=0.0), op.Shape(chosen))
-    whole = op.Unsqueeze(op.ScatterElements(none, place, zeros, axis=2), ints(1))
-    parts = (op.Slice(whole, ints(0), rows, ints(3)), op.Slice(whole, rows, end, ints(3)))
+    seen = op.Unsqueeze(op.ScatterElements(none, place, zeros, axis=2), ints(1))
+    parts = (op.Slice(seen, ints(0), rows, ints(3)), op.Slice(seen, rows, end, ints(3)))
     old, new = (op.Concat(*[part] * heads, axis=2) if heads > 1 else part for part in parts)
     return old, new
 

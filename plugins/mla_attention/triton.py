@@ -265,8 +265,8 @@ def mla_attention_launches(
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
     known |= {"WIDTH": known["cache"].shape[3], "COUNT": count}
     known |= {"WANTED": PROGRAMS, "LEAST": least}
-    made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    first = Launch.by_name(mla_partial, grid, known, made, warps)
+    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    first = Launch.by_name(mla_partial, grid, known, outputs, warps)
     if splits == 1:
         return Launches((first,), out)
     known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}

@@ -92,6 +92,6 @@ def moe(
 
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
     """Gather some experts' weights, dequantised if they have scales."""
-    values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
+    values, *scales = (part if part is None else part.index_select(0, ids) for part in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])

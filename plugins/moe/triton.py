@@ -287,8 +287,8 @@ def moe_launches(*operands: Any) -> Launches:
     parts = known["weights"].new_empty(N, k, E)
     known |= {"sums": sums, "SPLITS": splits}
     first = Launch.by_name(gate_and_up, (*grid, splits), known | up, {"sums": sums})
-    grid, made = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
-    second = Launch.by_name(down, grid, known | down_, made | {"parts": parts})
+    grid, outputs = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
+    second = Launch.by_name(down, grid, known | down_, outputs | {"parts": parts})
     return Launches((first, second), parts)
 
 

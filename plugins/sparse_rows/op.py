@@ -76,9 +76,9 @@ def choose_rows(
 
 def in_rising_order(position: Tensor, there: Tensor, count: int) -> Tensor:
     """Sort the valid positions [.., k] and pad them with `NONE` to `count`."""
-    behind = torch.iinfo(torch.int64).max
-    found = torch.where(there, position, behind).sort(dim=-1).values
-    found = torch.where(found == behind, NONE, found)
+    after_all = torch.iinfo(torch.int64).max
+    found = torch.where(there, position, after_all).sort(dim=-1).values
+    found = torch.where(found == after_all, NONE, found)
     return F.pad(found, (0, count - found.shape[-1]), value=NONE)
 
 

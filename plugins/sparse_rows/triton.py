@@ -156,10 +156,10 @@ def best_rows(
 def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
     """Choose tiles for heads of `size` values that fit into 48 KB of shared memory."""
     deep = tile(size)
-    made: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
+    constants: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
     if keys == torch.float32:
-        return made | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
-    return made | {"CHUNK": deep, "BLOCK_N": 64, "PRECISION": "ieee"}
+        return constants | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
+    return constants | {"CHUNK": deep, "BLOCK_N": 64, "PRECISION": "ieee"}
 
 
 def choose_rows_launches(

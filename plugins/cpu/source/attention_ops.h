@@ -186,13 +186,13 @@ struct Attention : Usual {
     int64_t end = min(most, begin + mtp::SPLIT), slot = m / job.tokens;
     auto rows = scratch<float>(end - begin, job.width);
     int64_t from = written ? job.rows.old : job.rows.clamped(base[slot]);
-    int64_t behind = written ? from : from + job.rows.count;
+    int64_t limit = written ? from : from + job.rows.count;
     for (int64_t i = begin; i < end; i++) {
       int64_t at = chosen.data<int64_t>()[m * most + i];
       float* to = &rows[count * job.width];
       if (at == NO_NUMBER) std::fill_n(to, job.width, NAN);
-      if (at == NO_NUMBER || (at >= 0 && at < behind)) count++;
-      if (at < 0 || at >= behind) continue;
+      if (at == NO_NUMBER || (at >= 0 && at < limit)) count++;
+      if (at < 0 || at >= limit) continue;
       const float* row = job.rows.at(slot, from, at, 0, job.width, to);
       if (row != to) std::copy_n(row, job.width, to);
     }

@@ -77,15 +77,15 @@ void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& s
   NEED(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
            cache.shape[3] == size.width && start.is({size.slots}),
        op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
-  C* held = call.output<C>(cache.shape, 2);
-  if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(C));
+  C* updated = call.output<C>(cache.shape, 2);
+  if (updated != cache.memory) std::memcpy(updated, cache.memory, cache.count(0, 4) * sizeof(C));
   for (int64_t slot = 0; slot < size.slots; slot++) {
     int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
     NEED(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
          std::to_string(size.tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
              std::to_string(rows));
     float* own = fresh + slot * size.tokens * size.width;
-    C* to = held + (slot * rows + at) * size.width;
+    C* to = updated + (slot * rows + at) * size.width;
     for (int64_t i = 0; i < size.tokens * size.width; i++) {
       if constexpr (std::is_same_v<C, float>)
         to[i] = own[i];

@@ -150,16 +150,16 @@ struct DeltaJob {
   void block(const Kernels& k, int64_t slot, int64_t head, int64_t first, int64_t some,
              float* outputs, float* after) const {
     int64_t count = this->count(slot), row = slot * tokens, at = (slot * heads + head) * width;
-    bool zero = begins.memory && begins.data<uint8_t>()[slot], whole = some == COLUMNS;
+    bool zero = begins.memory && begins.data<uint8_t>()[slot], full = some == COLUMNS;
     const float* from = state.data<float>() + at * values + first;
     float* to = after ? after + at * values + first : nullptr;
     auto own = scratch<float>(2 * count + width, COLUMNS);
-    float *out = &own[count * COLUMNS], *held = out + count * COLUMNS;
+    float *out = &own[count * COLUMNS], *copy = out + count * COLUMNS;
     if (zero)
-      std::fill_n(held, width * COLUMNS, 0.0f);
-    else if (!whole || !count)
-      gather(from, values, width, some, held);
-    bool there = whole && !zero && count;  // the state is read without a copy
+      std::fill_n(copy, width * COLUMNS, 0.0f);
+    else if (!full || !count)
+      gather(from, values, width, some, copy);
+    bool there = full && !zero && count;  // the state is read without a copy
     int64_t size = groups * width, key = row * size + head / each * width;
     gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
            count, some, own.get());
@@ -167,12 +167,12 @@ struct DeltaJob {
     d.queries = queries ? &queries[key] : nullptr, d.keys = &keys[key], d.values = own.get();
     d.decays = &decays[row * heads + head], d.shares = &shares[row * heads + head];
     d.tokens = count, d.stride = size, d.heads = heads, d.width = width, d.out = out;
-    d.state = there ? from : held, d.reads = there ? values : COLUMNS;
-    d.after = !to || whole ? to : held, d.writes = whole ? values : COLUMNS, d.between = held;
+    d.state = there ? from : copy, d.reads = there ? values : COLUMNS;
+    d.after = !to || full ? to : copy, d.writes = full ? values : COLUMNS, d.between = copy;
     if (count) k.delta(d);
     if (outputs)
       scatter(out, count, some, heads * values, outputs + (row * heads + head) * values + first);
-    if (to && (!whole || !count)) scatter(held, width, some, values, to);
+    if (to && (!full || !count)) scatter(copy, width, some, values, to);
   }
   // Copies rows of `some` numbers, `stride` apart, to adjacent rows of COLUMNS, padded with zeros.
   static void gather(const float* from, int64_t stride, int64_t rows, int64_t some, float* to) {

@@ -32,14 +32,14 @@ const Kernels& mtp::chosen_kernels() {
 #elif defined(__aarch64__)
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets.push_back(&mtp::kNeon);
 #endif
-  const char* asked = std::getenv("MTPBUILD_CPU_ISA");
-  if (!asked || !*asked) return *sets.back();
+  const char* requested = std::getenv("MTPBUILD_CPU_ISA");
+  if (!requested || !*requested) return *sets.back();
   std::string known;
   for (const Kernels* set : sets) {
-    if (std::strcmp(set->name, asked) == 0) return *set;
+    if (std::strcmp(set->name, requested) == 0) return *set;
     known += std::string(known.empty() ? "" : ", ") + set->name;
   }
-  throw Bad(std::string("MTPBUILD_CPU_ISA is ") + asked + "; this machine has " + known);
+  throw Bad(std::string("MTPBUILD_CPU_ISA is ") + requested + "; this machine has " + known);
 }
 
 namespace {
@@ -67,13 +67,13 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   }
   return guarded([&] {
     static ort::Domain* domain = [] {
-      ort::Domain* made = nullptr;
-      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));
+      ort::Domain* created = nullptr;
+      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &created));
       for (const mtp::Kind& kind : mtp::all_kinds())
-        ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, made, &kind.node));
+        ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, created, &kind.node));
       static const CustomOp joined = chain();
-      ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, made, &joined));
-      return made;
+      ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, created, &joined));
+      return created;
     }();
     ort::check(ort::call<ort::Status*>(ort::ADD_DOMAIN, options, domain));
   });

@@ -41,7 +41,7 @@ struct Gate : Usual {
     NEED(x.count() == count, name, x.text() + " times " + z.text());
     float* y = call.output(z.shape);
     tasks(call, up(count, PART), product(32, count), [&](int64_t i) {
-      int64_t first = i * PART, some = min(PART, count - first), whole = some / LANES * LANES;
+      int64_t first = i * PART, some = min(PART, count - first), vectors = some / LANES * LANES;
       const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
       float* out = y + first;
       if (!silu) {
@@ -50,13 +50,13 @@ struct Gate : Usual {
         return;
       }
       std::copy_n(gate, some, out);
-      k.gated(out, own, whole);
-      if (whole == some) return;
+      k.gated(out, own, vectors);
+      if (vectors == some) return;
       float gates[LANES] = {}, factors[LANES] = {};
-      std::copy(out + whole, out + some, gates);
-      std::copy(own + whole, own + some, factors);
+      std::copy(out + vectors, out + some, gates);
+      std::copy(own + vectors, own + some, factors);
       k.gated(gates, factors, LANES);
-      std::copy_n(gates, some - whole, out + whole);
+      std::copy_n(gates, some - vectors, out + vectors);
     });
   }
 };
