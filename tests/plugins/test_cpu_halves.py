@@ -148,7 +148,7 @@ def test_rounding() -> None:
     given |= {name: np.zeros((1, 1, 0), F) for name in ("cos", "sin")}
     given |= {"cache": np.zeros((1, 1, 2, 14), F), "start": np.array([1])}
     graph = {"heads": 1, "groups": 1, "width": 7, "epsilon": 1e-6, "plus_one": 0}
-    names = ("a", "cos", "sin", "q_norm", "k_norm", "cache", "start")
+    names = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
     ones = {name: np.ones(7, F) for name in ("q_norm", "k_norm")}
     ordered = {name: (given | ones)[name] for name in names}
     _, fresh, _ = run_halved("GroupedRowsBf16", ordered, 3, **graph)
