@@ -350,14 +350,14 @@ def float_experts(X: int, E: int, inner: int, rows: int) -> tuple[Arrays, Arrays
         "down": rng.standard_normal((X, inner, E), np.float32),
     }
     packed = pairs_of_floats(torch.from_numpy(weights["both"])).numpy()
-    given: dict[str, NDArray[Any]] = {
+    given: dict[str, Any] = {
         "x": rng.standard_normal((rows, E), np.float32),
         "weights": np.ones((rows, 1), np.float32),
         "ids": np.where(np.arange(rows) < 60, 3, rng.integers(0, X, rows)).astype(np.int32)[
             :, None
         ],
-        "both": panels_of(packed),
-        "down": panels_of(weights["down"]),
+        **{"both": panels_of(packed), "both_scales": None},
+        **{"down": panels_of(weights["down"]), "down_scales": None},
     }
     return given, weights
 
