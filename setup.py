@@ -1,4 +1,4 @@
-"""Builds the library of CPU kernels beside the packages; pyproject.toml says all the rest."""
+"""Finds the packages, and builds the library of CPU kernels; pyproject.toml says all the rest."""
 
 import subprocess
 import sys
@@ -32,5 +32,14 @@ class BuildLibrary(build_ext):
         self.copy_file(str(temporary / "library.so"), self.get_ext_fullpath(ext.name))
 
 
+code = {
+    path.parent for top in ("builder", "plugins", "runtime") for path in Path(top).rglob("*.py")
+}
+data = {path for path in Path("recipes").iterdir() if path.is_dir() and path.name != "__pycache__"}
+folders = (".".join(folder.parts) for folder in sorted({Path("recipes"), *code, *data}))
 library = Extension("mtpbuild.runtime.cpu_library", sources=[], depends=list(map(str, FILES)))
-setup(ext_modules=[library], cmdclass={"build_ext": BuildLibrary})
+setup(
+    packages=["mtpbuild", *(f"mtpbuild.{folder}" for folder in folders)],
+    ext_modules=[library],
+    cmdclass={"build_ext": BuildLibrary},
+)

@@ -1,12 +1,13 @@
 """The custom ops of step programs: each has a PyTorch reference and a facet for each target.
 
 Importing this package registers the ops under `torch.ops.mtpbuild`. A new op is a folder with
-`op.py` (signature, shapes and plain PyTorch reference), which is imported here, and a file for each
-target with a facet; the target's table names the file.
+`op.py` (definition and plain PyTorch reference), which is found here, and a file for each target
+with a facet; the target's table names the file.
 """
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch._library.custom_ops import CustomOpDef
@@ -17,6 +18,7 @@ from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
 from mtpbuild.plugins.accept_rewind.op import best_of_blocks as best_of_blocks
 from mtpbuild.plugins.causal_conv.op import causal_conv as causal_conv
 from mtpbuild.plugins.causal_conv.op import last_inputs as last_inputs
+from mtpbuild.plugins.definition import EMPTY, NODES
 from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
 from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits
@@ -60,7 +62,14 @@ from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 # has a table op -> file. "op" is the reference itself; "plugins" makes each launch of triton.py's
 # <op>_launches an AOT plugin of TensorRT. Ops that a target does not use are not in its table.
 FacetTable: TypeAlias = Mapping[CustomOpDef, str]
-OPS = tuple(value for value in (*vars().values(),) if isinstance(value, CustomOpDef))
+for _file in sorted(Path(__file__).parent.glob("*/op.py")):
+    import_module(f"{__name__}.{_file.parent.name}.op")
+OPS = (*EMPTY,)
+
+# In graphs for the CPU's library of kernels. "node" is the node of the op's definition.
+CPU: FacetTable = dict.fromkeys(NODES, "node") | dict.fromkeys(
+    (grouped_attention, grouped_attention_flat, mla_attention, mla_packed), "cpu"
+)
 
 # Facets in PyTorch operators for all ops, for compilers that take these.
 PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
@@ -104,12 +113,15 @@ def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
     reference = op._init_fn
     if file == "op":
         return reference
-    name = op._qualname.rpartition("::")[2]
-    folder = reference.__module__.rpartition(".")[0]
+    name, folder = op._qualname.rpartition("::")[2], reference.__module__.rpartition(".")[0]
     if file == "plugins":
         from mtpbuild.plugins.aot import as_plugins
 
         return as_plugins(getattr(import_module(f"{folder}.triton"), f"{name}_launches"))
+    if file == "node":
+        from mtpbuild.plugins.cpu.onnx import node_facet
+
+        return node_facet(op)
     function: Callable[..., Any] = getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
     return function
 

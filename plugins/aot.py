@@ -42,19 +42,19 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
         given, form = tree_flatten(args)  # operands may be lists
         operands = [_stand_in(arg) for arg in given]
-        made = launches(*tree_unflatten(operands, form))
-        read = {id(tensor) for launch in made.each for tensor in launch.inputs}
+        planned = launches(*tree_unflatten(operands, form))
+        read = {id(tensor) for launch in planned.each for tensor in launch.inputs}
         there = {  # id of a launch's tensor -> the network's
             id(operand): _network_tensor(ctx, arg, f"{name}_{i}")
             for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
             if isinstance(operand, Tensor) and id(operand) in read
         }
-        for launch in made.each:
+        for launch in planned.each:
             inputs = [there[id(tensor)] for tensor in launch.inputs if tensor is not None]
             layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
             layer.name = f"{name}/{launch.kernel.__name__}"
             there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
-        return tree_map(lambda tensor: there[id(tensor)], made.results)
+        return tree_map(lambda tensor: there[id(tensor)], planned.results)
 
     return convert
 

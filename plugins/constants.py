@@ -22,7 +22,7 @@ class Constants:
     def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
         self.network, self._shared = network, shared or {}
         self.given: dict[str, Any] = {}  # inputs by the weight's name
-        self.held: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
+        self.by_layer: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
         self._weights: dict[tuple[Any, ...], Any] = {}
 
@@ -41,7 +41,7 @@ class Constants:
             weights = trt.Weights(dtype, tensor.data_ptr(), values * tensor.numel())
             layer = self.network.add_constant(shape, weights)
             layer.name = name
-            self.held[name] = tensor
+            self.by_layer[name] = tensor
             self._tensors[key] = layer.get_output(0)
         return self._tensors[key]
 
@@ -75,16 +75,16 @@ class Constants:
         key = values.data_ptr(), dtype
         if key not in self._weights:
             if scales_2 is None:
-                held = self.constant(values, trt.fp8, f"{name}_values")
+                quantised = self.constant(values, trt.fp8, f"{name}_values")
                 scale = self.constant(scales, trt.float32, f"{name}_scales")
             else:
-                held = self.constant(by_outputs(values), trt.fp4, f"{name}_values")
+                quantised = self.constant(by_outputs(values), trt.fp4, f"{name}_values")
                 inner = self.constant(scales, trt.fp8, f"{name}_scales")
                 outer = self.constant(one(scales_2), trt.float32, f"{name}_scales_2")
                 scale = self.network.add_dequantize(inner, outer, trt.float32).get_output(0)
             if dtype != trt.float32:  # scales must have the result's type
                 scale = self.network.add_cast(scale, dtype).get_output(0)
-            self._weights[key] = self.network.add_dequantize(held, scale, dtype).get_output(0)
+            self._weights[key] = self.network.add_dequantize(quantised, scale, dtype).get_output(0)
         return self._weights[key]
 
 

@@ -5,7 +5,7 @@ Floats are tensors or constants. Scratch memory is an output of one launch and a
 (docs/plugins.md).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from torch.utils._pytree import tree_map_only
+
+from mtpbuild.plugins.definition import bind
 
 AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
 MULTIPROCESSORS = 132  # of an H100
@@ -44,8 +47,8 @@ class Launch:
         constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
-        made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
-        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), made, constants, warps)
+        written = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
+        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), written, constants, warps)
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the kernel and return the outputs.
@@ -82,25 +85,40 @@ class Launches:
         return self.results
 
 
-def bind(op: CustomOpDef, operands: Sequence[Any]) -> dict[str, Any]:
-    """Return an op's operands by the reference's parameter names, with its defaults."""
-    bound = signature(op._init_fn).bind(*operands)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def by_kernels(
+    op: CustomOpDef, name: str = "", writes: Iterable[str] = (), returns: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that runs launches as a `triton_op` with the operands of `op`.
 
-    It can replace `op` in an exported program, where AOTInductor sees its launches.
+    It can replace `op` in an exported program, where AOTInductor sees its launches. name: of the
+    function, if it is not the op's. writes: the operands that it writes into. returns: the type of
+    its results, if they are not the op's.
     """
 
-    def define(function: Any) -> Callable[..., Any]:
-        function.__signature__ = signature(op._init_fn)
-        name = f"mtpbuild_triton::{op._qualname.rpartition('::')[2]}"
-        return torch.library.triton_op(name, function, mutates_args=())
+    def register(function: Any) -> Callable[..., Any]:
+        form = signature(op._init_fn)
+        form = form.replace(return_annotation=returns or form.return_annotation)
+        function.__signature__ = form
+        own = f"mtpbuild_triton::{name or op._qualname.rpartition('::')[2]}"
+        return torch.library.triton_op(own, function, mutates_args=set(writes) or ())
 
-    return define
+    return register
+
+
+def run_launches(
+    op: CustomOpDef, launches: Callable[..., Launches], *strided: str
+) -> Callable[..., Any]:
+    """Register a function that runs an op's launches, as `by_kernels` does.
+
+    strided: the operands that callers may give as views, and that are copied if they are.
+    """
+
+    def run(*operands: Any) -> Any:
+        known = bind(op, operands)
+        known |= tree_map_only(Tensor, Tensor.contiguous, {name: known[name] for name in strided})
+        return launches(*known.values()).run()
+
+    return by_kernels(op)(run)
 
 
 def cdiv(a: int, b: int) -> int:

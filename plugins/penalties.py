@@ -43,8 +43,8 @@ def _penalised(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], edits: Controls
 ) -> tuple[Tensor, ...]:
     presence, frequency, repetition = (edits[name][:, None, None] for name in PENALTIES)
-    behind = torch.cat(ahead, dim=1)
-    contained, counts = _seen(logits, history, lengths, behind, edits["prompt_length"])
+    tokens = torch.cat(ahead, dim=1)
+    contained, counts = _seen(logits, history, lengths, tokens, edits["prompt_length"])
     logits = logits + _bias(logits[:, 0], edits["bias_ids"], edits["bias_values"])[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(contained > 0, repeated, logits)
@@ -75,8 +75,8 @@ def _seen(
     for i in range(A):
         token = (vocabulary == ahead[:, i : i + 1]).to(zeros.dtype)
         # In a request's first step the newest token is the prompt's last.
-        behind = (lengths + i >= prompt_length).to(zeros.dtype)[:, None]
-        every, output = every + token, output + token * behind
+        is_output = (lengths + i >= prompt_length).to(zeros.dtype)[:, None]
+        every, output = every + token, output + token * is_output
         rows.append((every, output))
     contained, counts = zip(*rows[A - R :], strict=True)
     return torch.stack(contained, dim=1), torch.stack(counts, dim=1)

@@ -1,10 +1,16 @@
 """The table of changes in docs/architecture.md: its files exist, and toys need none of them."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.cpu_kernels import compiled
 
 ROOT = Path(__file__).parents[1]
 HEADING = "## To change something, open these files"
@@ -79,3 +85,106 @@ def test_a_toy_needs_no_file_outside_of_the_tests(kind: str) -> None:
     code = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     assert len(code) > 250
     assert [path for path in code if re.search(words, code_of(path))] == []
+
+
+# A CPU operator, as docs/architecture.md says: these files are all that it needs.
+OPERATOR = {
+    "plugins/halve/__init__.py": '''"""Halves."""''',
+    "plugins/halve/op.py": '''
+"""halve: half of each number."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.definition import Node, define
+
+
+@define(lambda x: torch.empty_like(x), Node("Halve", renamed={"times": "count"}))
+def halve(x: Tensor, times: int) -> Tensor:
+    """Halve x `times` times."""
+    return x / 2**times
+''',
+    "plugins/cpu/source/halve_ops.cpp": """
+#include "registry.h"
+
+namespace {
+
+struct Halve : Usual {
+  static constexpr const char* name = "Halve";
+  static constexpr Operand inputs[] = {FLOAT};
+  int64_t count;
+
+  Halve(const Kernels& k, const Attributes& from) : Usual(k, from), count(from.integer("count")) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    float* y = call.output(x.shape);
+    for (int64_t i = 0; i < x.count(); i++) y[i] = x.data<float>()[i] / (int64_t{1} << count);
+  }
+};
+
+const Registered<Halve> registered;
+
+}  // namespace
+""",
+}
+RUN = """
+import sys
+import onnxruntime, torch
+from mtpbuild import plugins
+from mtpbuild.plugins.halve.op import halve
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        return halve(halve(x, 1), 2)
+
+x = torch.arange(6.0)
+exported = torch.export.export(Twice(), (x,))
+program = torch.onnx.export(exported, custom_translation_table=plugins.facets(plugins.CPU))
+assert [node.op_type for node in program.model.graph] == ["Halve", "Halve"]
+if len(sys.argv) > 1:
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(sys.argv[1])
+    graph = program.model_proto.SerializeToString()
+    [y] = onnxruntime.InferenceSession(graph, options).run(None, {"x": x.numpy()})
+    assert (torch.from_numpy(y) == x / 8).all()
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The project with one more operator."""
+    shutil.copytree(ROOT / "plugins", tmp_path / "plugins")
+    (tmp_path / "mtpbuild").mkdir()
+    for name in ("builder", "recipes", "runtime"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("builder", "plugins", "recipes", "runtime"):
+        (tmp_path / "mtpbuild" / name).symlink_to(tmp_path / name)
+    shutil.copy(ROOT / "mtpbuild" / "__init__.py", tmp_path / "mtpbuild")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name, text in OPERATOR.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        assert not (tmp_path / name).exists()
+        (tmp_path / name).write_text(text.lstrip(), encoding="utf-8")
+    return tmp_path
+
+
+def run_operator(tree: Path, *library: str) -> None:
+    command = [sys.executable, "-c", RUN, *library]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_cpu_operator_is_three_files(tree: Path) -> None:
+    """The op and its node are found in the tree."""
+    assert len(OPERATOR) <= 4
+    run_operator(tree)
+
+
+@pytest.mark.full
+def test_a_cpu_operator_runs(tree: Path) -> None:
+    """Its source is found in the tree, too, and it computes what the reference does."""
+    library = compiled(tree / "plugins/cpu/source", tree / "cpu.so", level="-O0")
+    run_operator(tree, str(library))

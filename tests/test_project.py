@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from fnmatch import fnmatch
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,13 +138,17 @@ def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_the_packages_are_the_tree() -> None:
+def test_the_packages_are_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, Any]()
+    monkeypatch.setattr("setuptools.setup", given.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
     code = {path.parent for part in PARTS for path in (ROOT / part).rglob("*.py")}
     assert all((folder / "__init__.py").is_file() for folder in code)
     data = data_folders()
     assert {ROOT / "recipes" / recipe.config for recipe in load_recipes()} <= data
     found = ["mtpbuild." + ".".join(f.relative_to(ROOT).parts) for f in code | data]
-    assert SETUPTOOLS["packages"] == ["mtpbuild", *sorted(found)]
+    assert sorted(given["packages"]) == ["mtpbuild", *sorted(found)]
     own = {f"mtpbuild.{part}": part for part in PARTS}
     assert SETUPTOOLS["package-dir"] == {"mtpbuild": "mtpbuild"} | own
 

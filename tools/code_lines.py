@@ -1,7 +1,8 @@
 """Counts lines of code: `python tools/code_lines.py builder runtime plugins`.
 
-A line counts if it holds a token that is neither a comment nor part of a docstring. Blank lines do
-not count, but all lines of a multi-line string that is a value do.
+A line of Python counts if it holds a token that is neither a comment nor part of a docstring. Blank
+lines do not count, but all lines of a multi-line string that is a value do. A line of C++ counts if
+it is neither blank nor begins with a comment.
 """
 
 import ast
@@ -36,14 +37,25 @@ def docstring_lines(source: str) -> set[int]:
     return found
 
 
+def cpp_lines(source: str) -> int:
+    """Count the lines of a C++ file's text that are neither blank nor comments."""
+    return sum(not line.lstrip().startswith("//") for line in source.splitlines() if line.strip())
+
+
+COUNTS = {"Python": (code_lines, ("*.py",)), "C++": (cpp_lines, ("*.h", "*.cpp"))}
+
+
 def main(folders: list[str]) -> None:
-    total = 0
-    for folder in folders:
-        files = sorted(Path(folder).rglob("*.py"))
-        count = sum(code_lines(path.read_text(encoding="utf-8")) for path in files)
-        print(f"{folder}: {count:,} lines of code in {len(files)} files")
-        total += count
-    print(f"all: {total:,}")
+    """Print the lines of each folder and of all of them, by language."""
+    for language, (count, patterns) in COUNTS.items():
+        total = 0
+        for folder in folders:
+            files = [path for pattern in patterns for path in sorted(Path(folder).rglob(pattern))]
+            lines = sum(count(path.read_text(encoding="utf-8")) for path in files)
+            if files:
+                print(f"{folder}: {lines:,} lines of {language} in {len(files)} files")
+            total += lines
+        print(f"all: {total:,} lines of {language}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,12 @@ ZIG = (sys.executable, "-m", "ziglang", "c++")
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 # GCC's header warns of itself with AVX-512: its bug 105593.
 QUIET = ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-ANY = {"ops.cpp": ["-O2"], "plain.cpp": ["-O2"]}
-X86 = ANY | {
+X86 = {
     "avx2.cpp": ["-O3", "-mavx2", "-mfma", "-mf16c"],
     "avxvnni.cpp": ["-O3", "-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx512.cpp": ["-O3", "-march=x86-64-v4", "-mavx512vnni", *QUIET],
 }
-ARM = ANY | {"neon.cpp": ["-O3", "-march=armv8.2-a+dotprod"]}
+ARM = {"neon.cpp": ["-O3", "-march=armv8.2-a+dotprod"]}
 FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
 ZIG_SPELLING = {
     "-march=x86-64-v4": "-mcpu=x86_64_v4",
@@ -54,6 +53,12 @@ def find_compiler() -> list[str]:
     return list(ZIG) if find_spec("ziglang") else []
 
 
+def list_files(source: Path, machine: str) -> dict[str, list[str]]:
+    """Return the flags of each file to compile: for all machines, then by instruction set."""
+    names = [*sorted(path.name for path in source.glob("*ops.cpp")), "plain.cpp"]
+    return {name: ["-O2"] for name in names} | FLAGS.get(machine, {})
+
+
 def compile_library(
     library: Path,
     compiler: Sequence[str],
@@ -67,7 +72,7 @@ def compile_library(
     # Otherwise zig compiles for this machine's processor, and may add traps.
     common = [*compiler, *(["-mcpu=baseline", "-fno-sanitize=undefined", "-s"] if zig else [])]
     objects = []
-    for name, own in FLAGS.get(machine or platform.machine(), ANY).items():
+    for name, own in list_files(source, machine or platform.machine()).items():
         objects.append(str(library.with_name(f"{name}.o")))
         if zig:
             own = [ZIG_SPELLING.get(flag, flag) for flag in own]

@@ -175,7 +175,7 @@ def compile_program(
         constants = interpreter.ctx.constants
         missing = dict[str, torch.Tensor]()
         if plan.options.strip_weights:
-            missing = trt_compile.strip(trt, network, config, values, constants.held)
+            missing = trt_compile.strip(trt, network, config, values, constants.by_layer)
         with trt_compile.timing_cache(trt, config, plan.compute_capabilities[0]):
             engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
         return engine, missing, sorted(constants.given)

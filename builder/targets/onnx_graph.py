@@ -43,35 +43,6 @@ ONNX: plugins.FacetTable = dict.fromkeys(
     ),
     "onnx",
 )
-# Added to `ONNX` in graphs for the CPU's library of kernels.
-CPU: plugins.FacetTable = dict.fromkeys(
-    (
-        plugins.accept_rewind,
-        plugins.causal_conv,
-        plugins.choose_rows,
-        plugins.delta_advance,
-        plugins.delta_rule,
-        plugins.embedding_nbits,
-        plugins.experts_packed,
-        plugins.gated_packed,
-        plugins.grouped_attention,
-        plugins.grouped_attention_flat,
-        plugins.grouped_rows,
-        plugins.grouped_rows_write,
-        plugins.index_keys,
-        plugins.last_inputs,
-        plugins.mla_attention,
-        plugins.mla_packed,
-        plugins.mla_rows,
-        plugins.mla_rows_write,
-        plugins.moe_route,
-        plugins.product_packed,
-        plugins.rotary_rows,
-        plugins.take_rows,
-        plugins.weigh_experts,
-    ),
-    "cpu",
-)
 
 
 class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
@@ -234,7 +205,7 @@ def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
         return plugins.facets(ONNX)
     from mtpbuild.plugins.cpu.onnx import PYTORCH
 
-    return plugins.facets({**ONNX, **CPU}) | PYTORCH
+    return plugins.facets({**ONNX, **plugins.CPU}) | PYTORCH
 
 
 def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_rewind.op import empty_verdict
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
+from mtpbuild.plugins.definition import define
 from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
@@ -123,7 +125,13 @@ def accept_mixed(
     )
 
 
-@torch.library.custom_op("mtpbuild::accept_mixed", mutates_args=())
+@define(
+    lambda logits, window, lengths, active: (
+        *empty_verdict(logits, window, lengths)[:4],
+        torch.empty_like(active),
+        logits.new_empty(window.shape),
+    )
+)
 def accept_mixed_op(
     logits: Tensor,
     window: Tensor,
@@ -142,15 +150,6 @@ def accept_mixed_op(
     slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
     v = accept_mixed(logits, *slots, name_controls(controls))
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
-
-
-@accept_mixed_op.register_fake
-def empty_results(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    """Return empty tensors for the op's results."""
-    like, floats = torch.empty_like, logits.new_empty(window.shape)
-    return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
 
 
 def _edited(

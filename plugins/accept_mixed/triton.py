@@ -5,17 +5,18 @@ distribution (filters are thresholds, as in `shaped_probs`), the third draws eac
 token, and the fourth judges each slot. The vocabulary is never sorted.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.control_tensors import name_controls
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, tile
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
@@ -250,7 +251,7 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     law = Launch.by_name(law_of_row, (B * T,), known, found, warps=8)
     known |= {"figures": figures, "best_token": argmax}
     names = ("tokens", "num_tokens", "new_lengths", "logprobs", "new_thinking", "margins")
-    results = dict(zip(names, empty_results(*operands), strict=True))
+    results = dict(zip(names, empty_results(accept_mixed_op, known), strict=True))
     drawn = {
         "target": torch.empty_like(argmax),
         "margins": results.pop("margins"),
@@ -261,9 +262,5 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))
 
 
-@by_kernels(accept_mixed_op)
-def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Run accept_mixed on a GPU."""
-    *tensors, controls = operands
-    given = (tensor.contiguous() for tensor in tensors)
-    return accept_mixed_launches(*given, [each.contiguous() for each in controls]).run()
+OPERANDS = (*signature(accept_mixed_op._init_fn).parameters,)
+accept_mixed_triton = run_launches(accept_mixed_op, accept_mixed_launches, *OPERANDS)

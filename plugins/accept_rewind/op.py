@@ -8,11 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
+
 BLOCK = 4096  # logits per block: 32 blocks for a row of 129,280
 LOWEST = -3.0e38  # finite: -inf minus -inf would be NaN
 
 
-@torch.library.custom_op("mtpbuild::accept_rewind", mutates_args=())
+def empty_verdict(logits: Tensor, window: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Return empty tensors like the results of both rules; logits may be a summary of them."""
+    like, floats = torch.empty_like, logits.new_empty(window.shape)
+    return like(window), like(lengths), like(lengths), floats, like(floats)
+
+
+@define(empty_verdict, Node("Accept"))
 def accept_rewind(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -45,16 +53,7 @@ def _judged(
     return torch.where(row < n[:, None], target, -1), n, lengths + n
 
 
-@accept_rewind.register_fake
-def empty_results(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, ...]:
-    """Return empty tensors for the op's results."""
-    like, floats = torch.empty_like, logits.new_empty(window.shape)
-    return like(window), like(lengths), like(lengths), floats, like(floats)
-
-
-@torch.library.custom_op("mtpbuild::best_of_blocks", mutates_args=())
+@define(lambda logits: logits.new_empty(*logits.shape[:-1], -(-logits.shape[-1] // BLOCK), 5))
 def best_of_blocks(logits: Tensor) -> Tensor:
     """Summarise each block of `BLOCK` logits [B, T, V] fp32: [B, T, blocks, 5] fp32.
 
@@ -73,13 +72,7 @@ def best_of_blocks(logits: Tensor) -> Tensor:
     return torch.stack([top[..., 0], top[..., 1], highest, total, ids.float()], -1)
 
 
-@best_of_blocks.register_fake
-def empty_blocks(logits: Tensor) -> Tensor:
-    """Return an empty tensor for the op's result."""
-    return logits.new_empty(*logits.shape[:-1], -(-logits.shape[-1] // BLOCK), 5)
-
-
-@torch.library.custom_op("mtpbuild::accept_best", mutates_args=())
+@define(lambda best, window, lengths: empty_verdict(best, window, lengths))
 def accept_best(
     best: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,6 +90,3 @@ def best_token(best: Tensor) -> Tensor:
     """Return the id [B, T] of each row's largest logit."""
     at = best[..., 0].argmax(-1, keepdim=True)
     return best[..., 4].gather(-1, at)[..., 0].long()
-
-
-accept_best.register_fake(empty_results)

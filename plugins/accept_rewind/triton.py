@@ -5,14 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind import op
-from mtpbuild.plugins.accept_rewind.op import (
-    accept_best,
-    accept_rewind,
-    best_of_blocks,
-    empty_blocks,
-    empty_results,
-)
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.accept_rewind.op import accept_best, accept_rewind, best_of_blocks
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 
 LOWEST = tl.constexpr(op.LOWEST)
 
@@ -105,7 +100,10 @@ def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
     bans: lengths, banned_ids and banned_until, to leave out banned tokens; or nothing.
     """
     B, T, V = logits.shape
-    best, count = empty_blocks(logits), bans["banned_ids"].shape[1] if bans else 0
+    best, count = (
+        empty_results(best_of_blocks, {"logits": logits}),
+        bans["banned_ids"].shape[1] if bans else 0,
+    )
     constants = {"TOKENS": T, "BANNED": count, "BLOCK": vocabulary_block(V)}
     operands = logits, *map(bans.get, ("lengths", "banned_ids", "banned_until"))
     grid = B * T, cdiv(V, op.BLOCK)
@@ -121,7 +119,7 @@ def best_of_blocks_launches(logits: Tensor) -> Launches:
 def accept_best_launches(best: Tensor, *slots: Tensor) -> Launches:
     """Return the launch of accept_best."""
     B, T, blocks, _ = best.shape
-    results = empty_results(best, *slots)
+    results = empty_results(accept_best, bind(accept_best, (best, *slots)))
     constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
     launch = Launch(verdict_of_slot, (B,), (best, *slots), (blocks,), results, constants)
     return Launches((launch,), results)
@@ -134,21 +132,6 @@ def accept_rewind_launches(logits: Tensor, *slots: Tensor) -> Launches:
     return Launches((first, *second.each), second.results)
 
 
-@by_kernels(accept_rewind)
-def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-    """Run accept_rewind on a GPU."""
-    return accept_rewind_launches(logits.contiguous(), *slots).run()
-
-
-@by_kernels(best_of_blocks)
-def best_of_blocks_triton(logits: Tensor) -> Tensor:
-    """Run best_of_blocks on a GPU."""
-    best: Tensor = best_of_blocks_launches(logits.contiguous()).run()
-    return best
-
-
-@by_kernels(accept_best)
-def accept_best_triton(best: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-    """Run accept_best on a GPU."""
-    results: tuple[Tensor, ...] = accept_best_launches(best.contiguous(), *slots).run()
-    return results
+accept_rewind_triton = run_launches(accept_rewind, accept_rewind_launches, "logits")
+best_of_blocks_triton = run_launches(best_of_blocks, best_of_blocks_launches, "logits")
+accept_best_triton = run_launches(accept_best, accept_best_launches, "best")

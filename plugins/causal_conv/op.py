@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 
-@torch.library.custom_op("mtpbuild::causal_conv", mutates_args=())
+
+@define(lambda x: torch.empty_like(x), Node("CausalConv"))
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     """Return silu(sum over j of weight[j] * input[t - k + 1 + j]) for x [B, T, C], all fp32.
 
@@ -18,13 +20,9 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     return F.silu(y)
 
 
-@torch.library.custom_op("mtpbuild::last_inputs", mutates_args=())
+@define(lambda tail: torch.empty_like(tail), Node("LastInputs"))
 def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
     """Return the k inputs before token n [B], of tail [B, k, C] then inputs [B, T, C]."""
     k, C = tail.shape[1:]
     at = n[:, None] + torch.arange(k, device=n.device)
     return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))
-
-
-last_inputs.register_fake(lambda tail, inputs, n: torch.empty_like(tail))
-causal_conv.register_fake(lambda x, tail, weight: torch.empty_like(x))

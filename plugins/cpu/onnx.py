@@ -1,73 +1,100 @@
 """Operators of the CPU's library in ONNX, and PyTorch operators that are translated to them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from onnx.defs import OpSchema
 from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
-from onnxscript.values import Op
+from onnxscript.values import Op, Opset
+from torch._library.custom_ops import CustomOpDef
 
-from mtpbuild.plugins.contrib import BFLOATS, FLOATS, INTS, ROWS, contrib
+from mtpbuild.plugins.definition import NODES, bind
 
 DOMAIN = "mtpbuild"
+SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT64: "Ints"}
+KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
+TENSORS = [
+    f"tensor({kind})"
+    for kind in ["float", "float16", "bfloat16", "uint8", "int32", "int64", "bool"]
+]
 aten = torch.ops.aten
 
 
-def operator(
-    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any] = {}, **others: Any
-) -> Op:
-    """Declare an operator of the library, as `contrib` does for ONNX Runtime's."""
-    return contrib(name, inputs, attributes, domain=DOMAIN, **others)
+def operator(name: str, inputs: str, outputs: int = 1, **attributes: float) -> Op:
+    """Declare an operator of the library, which checks the types of its operands itself.
+
+    inputs: their names; each may be missing. An attribute's type is that of its value.
+    """
+    parameter, optional = OpSchema.FormalParameter, OpSchema.FormalParameterOption.Optional
+    schema = OpSchema(
+        name,
+        DOMAIN,
+        1,
+        inputs=[parameter(each, f"{each}_type", param_option=optional) for each in inputs.split()],
+        outputs=[parameter(f"output{i}", f"output{i}_type") for i in range(outputs)],
+        type_constraints=[
+            (f"{each}_type", TENSORS, "")
+            for each in (*inputs.split(), *(f"output{i}" for i in range(outputs)))
+        ],
+        attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
+    )
+    return Op(Opset(DOMAIN, 1), name, schema)
 
 
-# Without N the weight is [.., K, N], not packed.
-FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
-Attention = operator(
-    "Attention",
-    {
-        **{"q": FLOATS, "cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
-        "chosen": INTS,
-    },
-    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "heads": 0},
-    optional=("chosen",),
+def node_facet(defined: CustomOpDef) -> Callable[..., Any]:
+    """Return the function that emits the node of an op's definition."""
+
+    def emit_own(*operands: Any, **named: Any) -> Any:
+        return emit(defined, bind(defined, operands, named))
+
+    return emit_own
+
+
+def emit(defined: CustomOpDef, known: dict[str, Any], **attributes: float) -> Any:
+    """Emit the node of an op's definition.
+
+    known: the operands by name. attributes: those that no operand gives.
+    """
+    node, overload = NODES[defined], defined._opoverload
+    inputs = {}
+    for argument in overload._schema.arguments:
+        name, value = argument.name, known[argument.name]
+        if "Tensor" in str(argument.type):
+            inputs[name] = value
+        elif name in node.sizes:
+            inputs[name] = op.Constant(value_int=value) if isinstance(value, int) else value
+        else:
+            attributes[node.renamed.get(name, name)] = (
+                float(value) if "float" in str(argument.type) else int(value)
+            )
+    typed = known.get(node.typed)
+    suffix = SUFFIXES[ir.DataType.FLOAT if typed is None else typed.dtype]
+    attributes |= node.constants
+    results = len(overload._schema.returns)
+    return operator(node.name + suffix, " ".join(inputs), results, **attributes)(
+        *inputs.values(), **attributes
+    )
+
+
+# fp32 weights have no scales. Without N the weight is [.., K, N], not packed.
+Product = operator("Product", "x values scales", N=0)
+Embedding = operator("Embedding", "tokens values scales")
+Norm = operator("Norm", "x weight", epsilon=0.0)
+Cos, Sin, LogSoftmax, ArgMax = (
+    operator(name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
 )
-
-
-def row_operators(
-    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: Sequence[str]
-) -> dict[Any, Op]:
-    """Declare the operators that compute cache rows and write them; return them by cache type."""
-    kinds = {ir.DataType.FLOAT: (name, FLOATS), ir.DataType.BFLOAT16: (f"{name}Bf16", BFLOATS)}
-    return {
-        kind: operator(
-            own,
-            {**inputs, "cache": rows, "start": INTS},
-            attributes,
-            optional=(*optional, "cache", "start"),
-            outputs=(FLOATS, FLOATS, rows),
-        )
-        for kind, (own, rows) in kinds.items()
-    }
-
-
-Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
-
-
-Cos, Sin, LogSoftmax = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin", "LogSoftmax"))
-ArgMax = operator("ArgMax", {"x": FLOATS}, outputs=(INTS,))
-FloatEmbedding = operator("FloatEmbedding", {"tokens": INTS, "table": FLOATS})
-PARTS = ("a", "b", "c", "d")  # a join takes up to four tensors
-Join, JoinInts = (
-    operator(name, dict.fromkeys(PARTS, kind), {"axis": 0}, optional=PARTS[2:], outputs=(kind,))
-    for name, kind in (("Join", FLOATS), ("JoinInts", INTS))
-)
-JOINS = {ir.DataType.FLOAT: Join, ir.DataType.INT64: JoinInts}
+MOST_PARTS = 4  # of a join
+JOINS = {
+    ir.DataType.FLOAT: operator("Join", "a b c d", axis=0),
+    ir.DataType.INT64: operator("JoinInts", "a b c d", axis=0),
+}
 
 
 def matmul(x: Any, w: Any) -> Any:
     """Emit the library's product if w is a weight, else ONNX's MatMul of two computed values."""
-    return FloatProduct(x, w) if is_weight(w) else op.MatMul(x, w)
+    return Product(x, w) if is_weight(w) else op.MatMul(x, w)
 
 
 def is_weight(value: Any) -> bool:
@@ -99,13 +126,13 @@ def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
 
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:
     [kind, *others] = {part.dtype for part in parts}
-    if others or kind not in JOINS or not 1 < len(parts) <= len(PARTS):
+    if others or kind not in JOINS or not 1 < len(parts) <= MOST_PARTS:
         return op.Concat(*parts, axis=axis)
     return JOINS[kind](*parts, axis=axis % len(parts[0].shape))
 
 
 def embedding(table: Any, tokens: Any, *others: Any) -> Any:
-    return FloatEmbedding(tokens, table)
+    return Embedding(tokens, table)
 
 
 # Translations that replace those of torch.onnx in programs with the library's operators.

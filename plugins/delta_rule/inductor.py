@@ -19,7 +19,7 @@ def delta_rule_inductor(
     # operand of a loop in the first iteration, and reads it in the next.
     given = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
 
-    def more(t: Tensor, *held: Tensor) -> Tensor:
+    def more(t: Tensor, *carried: Tensor) -> Tensor:
         return t < count
 
     def body(t: Tensor, state: Tensor, found: Tensor, given: Tensor) -> tuple[Tensor, ...]:

@@ -8,10 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
+
 EPSILON = 1e-6  # added to the squared lengths by which queries and keys are normalised
 
 
-@torch.library.custom_op("mtpbuild::delta_rule", mutates_args=())
+@define(
+    lambda mixed, state: (
+        mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3]),
+        torch.empty_like(state),
+    ),
+    Node("DeltaRule", constants={"keeps": 1}),  # `FuseAround` drops a state that nothing reads
+)
 def delta_rule(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -34,7 +42,7 @@ def delta_rule(
     return torch.stack(found, dim=1), state.clone()
 
 
-@torch.library.custom_op("mtpbuild::delta_advance", mutates_args=())
+@define(lambda state: torch.empty_like(state), Node("DeltaAdvance"))
 def delta_advance(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor, n: Tensor
 ) -> Tensor:
@@ -74,15 +82,3 @@ def step(
     error = v - (state * k[..., None]).sum(-2)
     state = state + k[..., None] * (beta[..., None] * error)[..., None, :]
     return state, (state * q[..., None]).sum(-2)
-
-
-@delta_rule.register_fake
-def empty_outputs(
-    mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the results of delta_rule."""
-    outputs = mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3])
-    return outputs, torch.empty_like(state)
-
-
-delta_advance.register_fake(lambda mixed, ba, rate, bias, state, n: torch.empty_like(state))

@@ -5,13 +5,12 @@ A program computes some columns of one head's state; columns do not depend on ea
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule, empty_outputs
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.delta_rule.op import EPSILON, delta_advance, delta_rule
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 
 CHUNK = 16  # tokens that are multiplied together
 DEEP = 32  # rows of a state that are read at a time
@@ -34,7 +33,7 @@ def delta_of_tokens(
     k, v = tl.arange(0, WIDE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (k < KEYS)[:, None] & (v < VALUES)[None, :]
     place = (b * HEADS + h) * KEYS * VALUES + k[:, None] * VALUES + v[None, :]
-    held = tl.load(state + place, there, 0.0)
+    own_state = tl.load(state + place, there, 0.0)
     count = tokens
     if n is not None:
         count = tl.minimum(tl.load(n + b).to(tl.int32), tokens)
@@ -47,12 +46,12 @@ def delta_of_tokens(
         key *= tl.rsqrt(tl.sum(key * key, 0) + EPSILON)
         value = tl.load(row + 2 * GROUPS * KEYS + h * VALUES + v, v < VALUES, 0.0)
         at = ba + (b * tokens + t) * (2 * HEADS) + h
-        held *= tl.exp(-tl.load(rate + h) * softplus(tl.load(at + HEADS) + tl.load(bias + h)))
-        error = tl.sigmoid(tl.load(at)) * (value - tl.sum(held * key[:, None], 0))
-        held += key[:, None] * error[None, :]
+        own_state *= tl.exp(-tl.load(rate + h) * softplus(tl.load(at + HEADS) + tl.load(bias + h)))
+        error = tl.sigmoid(tl.load(at)) * (value - tl.sum(own_state * key[:, None], 0))
+        own_state += key[:, None] * error[None, :]
         to = o + ((b * tokens + t) * HEADS + h) * VALUES + v
-        tl.store(to, tl.sum(held * query[:, None], 0), v < VALUES)
-    tl.store(after + place, held, there)
+        tl.store(to, tl.sum(own_state * query[:, None], 0), v < VALUES)
+    tl.store(after + place, own_state, there)
 
 
 @triton.jit
@@ -98,11 +97,11 @@ def delta_of_chunks(
             query = tl.load(of_group + k[None, :], inside, 0.0)
             key = tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
             there = (k < KEYS)[:, None] & right
-            held = tl.load(after + first + k[:, None] * VALUES, there, 0.0)
+            own_state = tl.load(after + first + k[:, None] * VALUES, there, 0.0)
             alike = tl.dot(key, tl.trans(key), alike, input_precision="tf32x3")
             scores = tl.dot(query, tl.trans(key), scores, input_precision="tf32x3")
-            by_key = tl.dot(key, held, by_key, input_precision="tf32x3")
-            by_query = tl.dot(query, held, by_query, input_precision="tf32x3")
+            by_key = tl.dot(key, own_state, by_key, input_precision="tf32x3")
+            by_query = tl.dot(query, own_state, by_query, input_precision="tf32x3")
             of_keys += tl.sum(key * key, 1)
             of_queries += tl.sum(query * query, 1)
         of_keys = tl.rsqrt(of_keys + EPSILON)
@@ -132,9 +131,9 @@ def delta_of_chunks(
             inside = real[:, None] & (k < KEYS)[None, :]
             key = kept * tl.load(of_group + GROUPS * KEYS + k[None, :], inside, 0.0)
             there, place = (k < KEYS)[:, None] & right, after + first + k[:, None] * VALUES
-            held = tl.exp(total) * tl.load(place, there, 0.0)
-            held += tl.dot(tl.trans(key), change, input_precision="tf32x3")
-            tl.store(place, held, there)
+            own_state = tl.exp(total) * tl.load(place, there, 0.0)
+            own_state += tl.dot(tl.trans(key), change, input_precision="tf32x3")
+            tl.store(place, own_state, there)
 
 
 @triton.jit
@@ -159,7 +158,7 @@ def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
     mixed, state = known["mixed"], known["state"]
     B, H, K, V = state.shape
     groups = (mixed.shape[-1] - H * V) // (2 * K)
-    o, after = empty_outputs(*(known[name] for name in ("mixed", "ba", "rate", "bias", "state")))
+    o, after = empty_results(delta_rule, known)
     constants = {"HEADS": H, "GROUPS": groups, "KEYS": K, "VALUES": V, "WIDE": tile(K)}
     constants |= {"COLUMNS": COLUMNS, "EPSILON": EPSILON, "SCALE": K**-0.5}
     given = known | constants | others | {"tokens": mixed.shape[1]}
@@ -183,17 +182,6 @@ def delta_advance_launches(*operands: Any) -> Launches:
     return Launches((launch,), launch.outputs[1])
 
 
-@by_kernels(delta_rule)
-def delta_rule_triton(*operands: Tensor) -> tuple[Tensor, Tensor]:
-    """Run delta_rule on a GPU."""
-    results: tuple[Tensor, Tensor] = delta_rule_launches(
-        *map(torch.Tensor.contiguous, operands)
-    ).run()
-    return results
-
-
-@by_kernels(delta_advance)
-def delta_advance_triton(*operands: Tensor) -> Tensor:
-    """Run delta_advance on a GPU."""
-    after: Tensor = delta_advance_launches(*map(torch.Tensor.contiguous, operands)).run()
-    return after
+OPERANDS = ("mixed", "ba", "rate", "bias", "state")
+delta_rule_triton = run_launches(delta_rule, delta_rule_launches, *OPERANDS)
+delta_advance_triton = run_launches(delta_advance, delta_advance_launches, *OPERANDS, "n")

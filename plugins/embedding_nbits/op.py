@@ -4,9 +4,15 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import dequantise
+from mtpbuild.plugins.definition import Node, define
 
 
-@torch.library.custom_op("mtpbuild::embedding_nbits", mutates_args=())
+@define(
+    lambda tokens, values: values.new_empty(
+        *tokens.shape, values.shape[1] * values.shape[2], dtype=torch.float32
+    ),
+    Node("Embedding"),
+)
 def embedding_nbits(tokens: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Look up tokens [..] in an embedding [V, K] and return their rows in fp32 [.., K].
 
@@ -15,10 +21,3 @@ def embedding_nbits(tokens: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     ids = tokens.flatten()  # index_select is one Gather in ONNX
     rows = values.index_select(0, ids), scales.index_select(0, ids)
     return dequantise(*rows, bits=8).unflatten(0, tokens.shape)
-
-
-embedding_nbits.register_fake(
-    lambda tokens, values, scales: values.new_empty(
-        *tokens.shape, values.shape[1] * values.shape[2], dtype=torch.float32
-    )
-)

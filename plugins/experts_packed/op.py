@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import PANEL
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
-@torch.library.custom_op("mtpbuild::experts_packed", mutates_args=())
+@define(lambda x: torch.empty_like(x), Node("Experts"))
 def experts_packed(
     x: Tensor,
     weights: Tensor,
@@ -41,6 +42,3 @@ def _chosen(ids: Tensor, values: Tensor, scales: Tensor | None, outputs: int) ->
     """Unpack the weights [N, outputs, inputs] of each row's expert."""
     own = None if scales is None else scales.index_select(0, ids)
     return unpacked(values.index_select(0, ids), own, outputs)
-
-
-experts_packed.register_fake(lambda x, *others: torch.empty_like(x))

@@ -1,13 +1,16 @@
 """gated_packed: silu(gate) * up of an MLP, with a weight in the layout of the CPU's kernels."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
-@torch.library.custom_op("mtpbuild::gated_packed", mutates_args=())
+@define(
+    lambda x, outputs: x.new_empty(*x.shape[:-1], outputs // 2),
+    Node("GatedProduct", renamed={"outputs": "N"}),
+)
 def gated_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Compute silu(gate(x)) * up(x) of x [.., K] -> fp32 [.., outputs / 2].
 
@@ -15,8 +18,3 @@ def gated_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int)
     """
     gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-gated_packed.register_fake(
-    lambda x, values, scales, outputs: x.new_empty(*x.shape[:-1], outputs // 2)
-)

@@ -1,13 +1,14 @@
 """gated_product: silu(x gate) * (x up), for one unquantised weight of gate and up."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mtpbuild.plugins.definition import define
 
 MAX_TOKENS = 64
 
 
-@torch.library.custom_op("mtpbuild::gated_product", mutates_args=())
+@define(lambda x, gate_up: x.new_empty(*x.shape[:-1], gate_up.shape[-1] // 2))
 def gated_product(x: Tensor, gate_up: Tensor) -> Tensor:
     """Compute silu(x gate) * (x up) [.., I] for x [.., E] and gate_up [E, 2 I], gate first.
 
@@ -15,6 +16,3 @@ def gated_product(x: Tensor, gate_up: Tensor) -> Tensor:
     """
     gate, up = (x @ gate_up).chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-gated_product.register_fake(lambda x, gate_up: x.new_empty(*x.shape[:-1], gate_up.shape[-1] // 2))

@@ -5,7 +5,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
+from mtpbuild.plugins.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    columns_of_a_program,
+    run_launches,
+    tile,
+)
 
 INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
 STAGES = 3  # tiles of weights in flight
@@ -51,7 +58,4 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     return Launches((launch,), inner)
 
 
-@by_kernels(gated_product)
-def gated_product_triton(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Run gated_product on a GPU."""
-    return gated_product_launches(x.contiguous(), gate_up.contiguous()).run()
+gated_product_triton = run_launches(gated_product, gated_product_launches, "x", "gate_up")

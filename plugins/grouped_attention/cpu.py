@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import Attention
+from mtpbuild.plugins.cpu.onnx import emit
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.grouped_attention.op import grouped_attention
 from mtpbuild.plugins.mla_attention.onnx import holds
 
 
-def grouped_attention_cpu(
-    q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, groups: int
-) -> Any:
-    how = sizes(cache, fresh, groups, int(q.shape[3]))
-    return Attention(q, cache, fresh, base, first, scale=scale, **how)
+def grouped_attention_cpu(*operands: Any) -> Any:
+    known = bind(grouped_attention, operands)
+    return emit(grouped_attention, known, **grouped_rows(known, int(known["q"].shape[3])))
 
 
-def sizes(cache: Any, fresh: Any, groups: int, width: int) -> dict[str, int]:
+def grouped_rows(known: dict[str, Any], width: int) -> dict[str, int]:
     """Return the attributes for rows of all groups' keys, then their values."""
-    written = int(holds(cache, fresh))
-    return {"groups": groups, "values": groups * width, "latent": width, "written": written}
+    written = int(holds(known["cache"], known["fresh"]))
+    return {"values": known["groups"] * width, "latent": width, "written": written}

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.mla_attention.op import floored_softmax
 
 
-@torch.library.custom_op("mtpbuild::grouped_attention", mutates_args=())
+@define(lambda q: q.new_empty(q.shape), Node("Attention"))
 def grouped_attention(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:
@@ -33,6 +34,3 @@ def heads_of(cache: Tensor, fresh: Tensor, half: int, groups: int) -> Tensor:
     """Return the keys (half 0) or values (1) [B, G, S + F, D] of all rows, the fresh ones last."""
     rows = torch.cat([cache[:, 0].chunk(2, -1)[half], fresh[:, 0].chunk(2, -1)[half]], dim=1)
     return rows.unflatten(-1, (groups, -1)).transpose(1, 2)
-
-
-grouped_attention.register_fake(lambda q, *others: q.new_empty(q.shape))

@@ -4,12 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.grouped_attention.op import grouped_attention
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.rope.op import rope
 
+NODE = Node("GroupedRows", renamed={"eps": "epsilon"}, typed="cache")
 
-@torch.library.custom_op("mtpbuild::grouped_rows", mutates_args=())
+
+def empty_rows(a: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results of grouped_rows."""
+    (B, T, every), kept = a.shape, 2 * groups * width
+    return a.new_empty(B, T, every - kept), a.new_empty(B, 1, T, kept)
+
+
+@define(empty_rows, NODE)
 def grouped_rows(
     a: Tensor,
     q_norm: Tensor | None,
@@ -43,24 +52,9 @@ def grouped_rows(
     return q, torch.cat([turned(k, k_norm, groups), v], dim=-1)[:, None]
 
 
-@grouped_rows.register_fake
-def empty_rows(
-    a: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    groups: int,
-    width: int,
-    *others: object,
-) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the op's results."""
-    (B, T, every), kept = a.shape, 2 * groups * width
-    return a.new_empty(B, T, every - kept), a.new_empty(B, 1, T, kept)
-
-
-@torch.library.custom_op("mtpbuild::grouped_rows_write", mutates_args=())
+@define(
+    lambda a, groups, width, cache: (*empty_rows(a, groups, width), torch.empty_like(cache)), NODE
+)
 def grouped_rows_write(
     a: Tensor,
     q_norm: Tensor | None,
@@ -86,25 +80,7 @@ def grouped_rows_write(
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
-@grouped_rows_write.register_fake
-def _(
-    a: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    start: Tensor,
-    heads: int,
-    groups: int,
-    width: int,
-    *others: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = empty_rows(a, q_norm, k_norm, cos, sin, heads, groups, width)
-    return *rows, torch.empty_like(cache)
-
-
-@torch.library.custom_op("mtpbuild::grouped_attention_flat", mutates_args=())
+@define(lambda q: torch.empty_like(q), Node("Attention"))
 def grouped_attention_flat(
     q: Tensor,
     cache: Tensor,
@@ -119,6 +95,3 @@ def grouped_attention_flat(
     apart = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     y = grouped_attention(apart, cache.type_as(q), fresh, base, first, scale, groups)
     return y.transpose(1, 2).flatten(2)
-
-
-grouped_attention_flat.register_fake(lambda q, *others: torch.empty_like(q))

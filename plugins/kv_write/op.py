@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 
-@torch.library.custom_op("mtpbuild::kv_write", mutates_args=())
+
+@define(lambda cache: torch.empty_like(cache))
 def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     """Write rows [B, 1, T, C] into a cache [B, 1, S, C], slot b's from row start[b] on.
 
@@ -14,6 +16,3 @@ def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     index = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
     index = index[:, None, :, None].expand(rows.shape)
     return cache.scatter(2, index, rows)
-
-
-kv_write.register_fake(lambda cache, rows, start: torch.empty_like(cache))

@@ -10,8 +10,10 @@ e4m3; scales_2 fp32 [1, N], or [K / 16, 1] if weights are joined along their inp
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 
-@torch.library.custom_op("mtpbuild::matmul_scaled", mutates_args=())
+
+@define(lambda x, values: x.new_empty(*x.shape[:-1], values.shape[-1]))
 def matmul_scaled(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
@@ -19,20 +21,17 @@ def matmul_scaled(
     return x @ dequantise(values, scales, scales_2).to(x.dtype)
 
 
-matmul_scaled.register_fake(lambda x, values, *_: x.new_empty(*x.shape[:-1], values.shape[-1]))
-
-
-@torch.library.custom_op("mtpbuild::dequantise_scaled", mutates_args=())
-def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Dequantise a weight to fp32 with a single rounding."""
-    return dequantise(values, scales, scales_2)
-
-
-@dequantise_scaled.register_fake
-def _(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+def empty_floats(values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Tensor:
+    """Return an empty tensor like a dequantised weight."""
     *stack, rows, N = values.shape
     K = rows if scales_2 is None else 2 * rows
     return scales.new_empty(*stack, K, N, dtype=torch.float32)
+
+
+@define(empty_floats)
+def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+    """Dequantise a weight to fp32 with a single rounding."""
+    return dequantise(values, scales, scales_2)
 
 
 def dequantise(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:

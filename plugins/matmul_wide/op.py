@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 
-@torch.library.custom_op("mtpbuild::matmul_wide", mutates_args=())
+
+@define(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[-1], dtype=torch.float32))
 def matmul_wide(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [.., K] by a weight [K, N] of the same type; the result [.., N] is fp32."""
     return x.float() @ weight.float()
-
-
-matmul_wide.register_fake(
-    lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[-1], dtype=torch.float32)
-)

@@ -2,25 +2,18 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import Attention
+from mtpbuild.plugins.cpu.onnx import emit
+from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.mla_attention.onnx import holds
+from mtpbuild.plugins.mla_attention.op import mla_attention
 
 
-def mla_attention_cpu(
-    q: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    scale: float,
-    kv_lora_rank: int,
-    chosen: Any = None,
-) -> Any:
+def mla_attention_cpu(*operands: Any) -> Any:
     """Emit one node; the operator finds the visible rows itself, so there is no mask."""
-    rows = cache, fresh, base, first, chosen
-    return Attention(q, *rows, scale=scale, **sizes(cache, fresh, kv_lora_rank))
+    known = bind(mla_attention, operands)
+    return emit(mla_attention, known, **latent_rows(known))
 
 
-def sizes(cache: Any, fresh: Any, kv_lora_rank: int) -> dict[str, int]:
+def latent_rows(known: dict[str, Any]) -> dict[str, int]:
     """Return the attributes for rows of one key for all heads, whose first values are its value."""
-    return {"groups": 1, "values": 0, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}
+    return {"groups": 1, "values": 0, "written": int(holds(known["cache"], known["fresh"]))}

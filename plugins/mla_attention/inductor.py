@@ -1,26 +1,22 @@
 """mla_attention in AOTInductor: heads become rows, so products read the cache without a copy."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.mla_attention.op import floored_softmax, mla_attention
 from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
 
-def mla_attention_inductor(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    chosen: Tensor | None = None,
-) -> Tensor:
+def mla_attention_inductor(*operands: Any) -> Tensor:
     """Compute the reference's result without a head dimension.
 
     A head dimension would make the products copy the cache for each head.
     """
+    known = bind(mla_attention, operands)
+    q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     (B, H, T, C), S = q.shape, cache.shape[2]
     rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0, :, :C], fresh[:, 0, :, :C]
     committed = (torch.arange(S, device=q.device) < base[:, None])[:, None]  # [B, 1, S]
@@ -38,4 +34,5 @@ def mla_attention_inductor(
     )
     p = floored_softmax(scores)
     o = p[..., :S] @ old[..., :kv_lora_rank] + p[..., S:] @ new[..., :kv_lora_rank]
-    return o.reshape(B, H, T, kv_lora_rank)
+    result: Tensor = o.reshape(B, H, T, kv_lora_rank)
+    return result

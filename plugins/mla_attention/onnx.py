@@ -6,24 +6,18 @@ from typing import Any
 from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.op import FLOOR
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.mla_attention.op import FLOOR, mla_attention
 
 
-def mla_attention_onnx(
-    q: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    scale: float,
-    kv_lora_rank: int,
-    chosen: Any = None,
-) -> Any:
+def mla_attention_onnx(*operands: Any) -> Any:
     """Emit the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
 
     If the fresh rows have just been written into this cache, one block of scores over the cache is
     enough; otherwise two blocks share one softmax. `chosen` becomes a mask: all rows are read.
     """
+    known = bind(mla_attention, operands)
+    q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
     rows = op.Reshape(q, ints(0, 1, -1, width))
@@ -116,8 +110,8 @@ def chosen_masks(
     sizes = op.Concat(op.Shape(chosen, end=2), op.Add(end, ints(1)), axis=0)
     none = op.Expand(op.Constant(value_float=-math.inf), sizes)
     zeros = op.Expand(op.Constant(value_float=0.0), op.Shape(chosen))
-    whole = op.Unsqueeze(op.ScatterElements(none, place, zeros, axis=2), ints(1))
-    parts = (op.Slice(whole, ints(0), rows, ints(3)), op.Slice(whole, rows, end, ints(3)))
+    seen = op.Unsqueeze(op.ScatterElements(none, place, zeros, axis=2), ints(1))
+    parts = (op.Slice(seen, ints(0), rows, ints(3)), op.Slice(seen, rows, end, ints(3)))
     old, new = (op.Concat(*[part] * heads, axis=2) if heads > 1 else part for part in parts)
     return old, new
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
 FLOOR = 1e-32
@@ -22,7 +23,10 @@ def floored_softmax(scores: Tensor) -> Tensor:
     return torch.maximum(scores, least).softmax(-1)
 
 
-@torch.library.custom_op("mtpbuild::mla_attention", mutates_args=())
+@define(
+    lambda q, kv_lora_rank: q.new_empty(*q.shape[:3], kv_lora_rank),
+    Node("Attention", renamed={"kv_lora_rank": "latent"}),
+)
 def mla_attention(
     q: Tensor,
     cache: Tensor,
@@ -64,10 +68,3 @@ def mla_attention(
     p = (scores.float() * scale).softmax(-1).type_as(q)
     o = p[..., :S] @ cache[..., :kv_lora_rank] + p[..., S:] @ fresh[..., :kv_lora_rank]
     return o.contiguous()
-
-
-mla_attention.register_fake(
-    lambda q, cache, fresh, base, first, scale, kv_lora_rank, *_: q.new_empty(
-        *q.shape[:3], kv_lora_rank
-    )
-)

@@ -5,15 +5,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.launch import (
     MULTIPROCESSORS,
     Launch,
     Launches,
-    bind,
-    by_kernels,
     cdiv,
+    run_launches,
     shared_memory,
     tile,
 )
@@ -266,8 +265,8 @@ def mla_attention_launches(
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
     known |= {"WIDTH": known["cache"].shape[3], "COUNT": count}
     known |= {"WANTED": PROGRAMS, "LEAST": least}
-    made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    first = Launch.by_name(mla_partial, grid, known, made, warps)
+    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    first = Launch.by_name(mla_partial, grid, known, outputs, warps)
     if splits == 1:
         return Launches((first,), out)
     known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}
@@ -277,7 +276,4 @@ def mla_attention_launches(
     return Launches((first, Launch.by_name(mla_combine, combined, known, {"out": out})), out)
 
 
-@by_kernels(mla_attention)
-def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
-    """Run mla_attention on a GPU."""
-    return mla_attention_launches(q.contiguous(), cache, fresh.contiguous(), *others).run()
+mla_attention_triton = run_launches(mla_attention, mla_attention_launches, "q", "fresh")

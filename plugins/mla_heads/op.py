@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 from mtpbuild.plugins.rope.op import rope
 
 
-@torch.library.custom_op("mtpbuild::mla_queries", mutates_args=())
+def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor) -> Tensor:
+    """Return an empty tensor like the queries; q may be a product's parts [splits, B, T, ..]."""
+    B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
+    return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
+
+
+@define(empty_queries)
 def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Compute attention's queries [B, H, T, kv_lora_rank + R] from q [B, T, H * (n + R)].
 
@@ -21,23 +28,10 @@ def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     return torch.cat([nope @ w_uk, pe], dim=-1)
 
 
-@mla_queries.register_fake
-def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
-    """Return an empty tensor for the result; q may be a product's parts [splits, B, T, ..]."""
-    B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
-    return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
-
-
-@torch.library.custom_op("mtpbuild::mla_values", mutates_args=())
+@define(lambda o, w_uv: o.new_empty(o.shape[0], o.shape[2], w_uv.shape[0] * w_uv.shape[2]))
 def mla_values(o: Tensor, w_uv: Tensor) -> Tensor:
     """Project mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v] to values.
 
     Returns [B, T, H * v]. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
     return (o @ w_uv).transpose(1, 2).flatten(2)
-
-
-@mla_values.register_fake
-def empty_values(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Return an empty tensor for the op's result."""
-    return o.new_empty(o.shape[0], o.shape[2], w_uv.shape[0] * w_uv.shape[2])

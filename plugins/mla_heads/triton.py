@@ -1,14 +1,20 @@
 """mla_queries and mla_values in Triton: each program computes columns of one head's product."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
+from mtpbuild.plugins.definition import empty_results
+from mtpbuild.plugins.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    columns_of_a_program,
+    run_launches,
+    tile,
+)
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
-from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
+from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 
 INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
@@ -136,7 +142,7 @@ def mla_queries_launches(
 def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
     """Return the launch of mla_values."""
     (B, H, T, rank), v = o.shape, w_uv.shape[2]
-    out = empty_values(o, w_uv)
+    out = empty_results(mla_values, {"o": o, "w_uv": w_uv})
     constants, columns, blocks = tiles(B * T, w_uv)
     constants |= {"HEADS": H, "RANK": rank, "VALUE": v}
     grid = H, columns, blocks
@@ -144,13 +150,5 @@ def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
     return Launches((launch,), out)
 
 
-@by_kernels(mla_queries)
-def mla_queries_triton(q: Tensor, w_uk: Tensor, *others: Any) -> Tensor:
-    """Run mla_queries on a GPU."""
-    return mla_queries_launches(q.contiguous(), w_uk.contiguous(), *others).run()
-
-
-@by_kernels(mla_values)
-def mla_values_triton(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Run mla_values on a GPU."""
-    return mla_values_launches(o.contiguous(), w_uv.contiguous()).run()
+mla_queries_triton = run_launches(mla_queries, mla_queries_launches, "q", "w_uk")
+mla_values_triton = run_launches(mla_values, mla_values_launches, "o", "w_uv")

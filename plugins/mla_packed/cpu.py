@@ -2,45 +2,12 @@
 
 from typing import Any
 
-from mtpbuild.plugins.contrib import FLOATS, HALVES, INTS, ROWS, WEIGHT
-from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.mla_attention.cpu import sizes
-
-LatentAttention = operator(
-    "LatentAttention",
-    {
-        **{"q": FLOATS, "w_uk": WEIGHT, "w_uv": WEIGHT, "cos": FLOATS, "sin": FLOATS},
-        **{"cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
-        **{"w_uk_scales": HALVES, "w_uv_scales": HALVES, "chosen": INTS},
-    },
-    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "N": 0, "interleaved": 0},
-    optional=("w_uk_scales", "w_uv_scales", "chosen"),
-)
+from mtpbuild.plugins.cpu.onnx import emit
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.mla_attention.cpu import latent_rows
+from mtpbuild.plugins.mla_packed.op import mla_packed
 
 
-def mla_packed_cpu(
-    q: Any,
-    w_uk: Any,
-    w_uk_scales: Any,
-    w_uv: Any,
-    w_uv_scales: Any,
-    cos: Any,
-    sin: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    scale: float,
-    kv_lora_rank: int,
-    v_head_dim: int,
-    interleaved: bool,
-    chosen: Any = None,
-) -> Any:
-    rows = cache, fresh, base, first
-    return LatentAttention(
-        *(q, w_uk, w_uv, cos, sin, *rows, w_uk_scales, w_uv_scales, chosen),
-        **sizes(cache, fresh, kv_lora_rank),
-        scale=scale,
-        N=v_head_dim,
-        interleaved=int(interleaved),
-    )
+def mla_packed_cpu(*operands: Any) -> Any:
+    known = bind(mla_packed, operands)
+    return emit(mla_packed, known, **latent_rows(known))

@@ -1,14 +1,17 @@
 """mla_packed: `mla_queries`, `mla_attention` and `mla_values` in one, with packed projections."""
 
-import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
-@torch.library.custom_op("mtpbuild::mla_packed", mutates_args=())
+@define(
+    lambda q, w_uk, v_head_dim: q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim),
+    Node("LatentAttention", renamed={"kv_lora_rank": "latent", "v_head_dim": "N"}),
+)
 def mla_packed(
     q: Tensor,
     w_uk: Tensor,
@@ -36,10 +39,3 @@ def mla_packed(
     q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
     o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank, chosen)
     return mla_values(o, unpacked(w_uv, w_uv_scales, v_head_dim).mT)
-
-
-@mla_packed.register_fake
-def _(q: Tensor, w_uk: Tensor, *others: object) -> Tensor:
-    v_head_dim = others[11]
-    assert isinstance(v_head_dim, int)
-    return q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim)

@@ -4,11 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.rope.op import rope
 
+NODE = Node("LatentRows", renamed={"eps": "epsilon"}, typed="cache")
 
-@torch.library.custom_op("mtpbuild::mla_rows", mutates_args=())
+
+def empty_rows(a: Tensor, kv_norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results; a may be a product's parts [splits, B, T, ..]."""
+    (B, T, width), kept = a.shape[-3:], kv_norm.shape[0] + 2 * cos.shape[-1]
+    return kv_norm.new_empty(B, T, width - kept), kv_norm.new_empty(B, 1, T, kept)
+
+
+@define(empty_rows, NODE)
 def mla_rows(
     a: Tensor,
     q_norm: Tensor | None,
@@ -33,16 +42,9 @@ def mla_rows(
     return q.contiguous(), torch.cat([latent, key], dim=-1)[:, None]
 
 
-@mla_rows.register_fake
-def empty_rows(
-    a: Tensor, q_norm: Tensor | None, kv_norm: Tensor, cos: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the op's results; a may be a product's parts [splits, B, T, ..]."""
-    (B, T, width), kept = a.shape[-3:], kv_norm.shape[0] + 2 * cos.shape[-1]
-    return kv_norm.new_empty(B, T, width - kept), kv_norm.new_empty(B, 1, T, kept)
-
-
-@torch.library.custom_op("mtpbuild::mla_rows_write", mutates_args=())
+@define(
+    lambda a, kv_norm, cos, cache: (*empty_rows(a, kv_norm, cos), torch.empty_like(cache)), NODE
+)
 def mla_rows_write(
     a: Tensor,
     q_norm: Tensor | None,
@@ -62,16 +64,3 @@ def mla_rows_write(
     q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
     rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
-
-
-@mla_rows_write.register_fake
-def _(
-    a: Tensor,
-    q_norm: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    *others: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *empty_rows(a, q_norm, kv_norm, cos), torch.empty_like(cache)

@@ -1,11 +1,15 @@
 """mla_rows in Triton: two programs per token, one for its queries and one for its cache row."""
 
-import torch
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, tile
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, run_launches, tile
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_rows.op import empty_rows, mla_rows, mla_rows_write
 
@@ -80,90 +84,46 @@ def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     return other, tl.where(first, -1.0, 1.0)
 
 
-def rows_launch(
-    a: Tensor,
-    q_norm: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
-    cache: Tensor | None = None,
-    start: Tensor | None = None,
-) -> Launch:
-    """Return the launch of `mla_rows`; the kernel also writes the rows into `cache`, if given.
+def rows_launch(op: CustomOpDef, operands: Sequence[Any]) -> Launch:
+    """Return the launch of `mla_rows`; the kernel also writes the rows into a cache, if given.
 
-    a: may be a split product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    The first operand may be a split product's parts [splits, B, T, ..] in fp32, which the kernel
+    sums.
     """
-    q, fresh = empty_rows(a, q_norm, kv_norm, cos)
+    known = {"cache": None, "start": None} | bind(op, operands)
+    a, kv_norm, cos, cache = (known[name] for name in ("a", "kv_norm", "cos", "cache"))
+    q, fresh = empty_rows(a, kv_norm, cos)
     (B, T, Q), R = q.shape, 2 * cos.shape[-1]
     constants = {
         "PARTS": a.shape[0] if a.dim() == 4 else 1,
-        **{"QUERY": Q, "RANK": kv_norm.shape[0], "ROPE": R, "EPS": eps, "INTERLEAVED": interleaved},
+        **{"QUERY": Q, "RANK": kv_norm.shape[0], "ROPE": R, "EPS": known["eps"]},
+        "INTERLEAVED": known["interleaved"],
         **{"WIDE": tile(Q), "LATENT": tile(kv_norm.shape[0]), "ROTARY": tile(R)},
     }
-    inputs = (a, q_norm, kv_norm, cos, sin, start, cache)
+    inputs = (a, known["q_norm"], kv_norm, cos, known["sin"], known["start"], cache)
     sizes = (T, 0 if cache is None else cache.shape[2])
     return Launch(latent_row, (B * T, 2), inputs, sizes, (q, fresh), constants)
 
 
-def mla_rows_launches(*operands: object) -> Launches:
+def mla_rows_launches(*operands: Any) -> Launches:
     """Return the launch of mla_rows."""
-    launch = rows_launch(*operands)  # type: ignore[arg-type]
+    launch = rows_launch(mla_rows, operands)
     return Launches((launch,), launch.outputs)
 
 
-def mla_rows_write_launches(
-    a: Tensor,
-    q_norm: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    start: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Launches:
-    """Return the launch of mla_rows_write, which writes into `cache` itself."""
-    launch = rows_launch(a, q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
-    return Launches((launch,), (*launch.outputs, cache))
+mla_rows_triton = run_launches(mla_rows, mla_rows_launches, "a")
 
 
-@by_kernels(mla_rows)
-def mla_rows_triton(a: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Run mla_rows on a GPU."""
-    return rows_launch(a.contiguous(), *operands).run()  # type: ignore[arg-type]
+@by_kernels(mla_rows_write, "mla_rows_into", writes=("cache",), returns=tuple[Tensor, Tensor])
+def mla_rows_into(a: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    """Run mla_rows_write on a GPU in place; return only the query input and the rows."""
+    return rows_launch(mla_rows_write, (a.contiguous(), *operands)).run()
 
 
 @by_kernels(mla_rows_write)
-def mla_rows_write_triton(
-    a: Tensor,
-    q_norm: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    *others: object,
-) -> tuple[Tensor, ...]:
+def mla_rows_write_triton(*operands: Any) -> tuple[Tensor, ...]:
     """Run mla_rows_write on a GPU, on a copy of the cache; `mla_rows_into` works in place."""
-    written = cache.clone()
-    q, fresh = mla_rows_into(a, q_norm, kv_norm, cos, sin, written, *others)
-    return q, fresh, written
-
-
-@torch.library.triton_op("mtpbuild_triton::mla_rows_into", mutates_args={"cache"})
-def mla_rows_into(
-    a: Tensor,
-    q_norm: Tensor | None,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    start: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    """Run mla_rows_write on a GPU in place; return only the query input and the rows."""
-    operands = (a.contiguous(), q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
-    q, fresh = rows_launch(*operands).run()
-    return q, fresh
+    known = bind(mla_rows_write, operands)
+    known["cache"] = known["cache"].clone()
+    q, fresh = mla_rows_into(*known.values())
+    return q, fresh, known["cache"]

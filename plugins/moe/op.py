@@ -4,13 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256
 NOBODY = -1
 
 
-@torch.library.custom_op("mtpbuild::moe_route", mutates_args=())
+def empty_routes(logits: Tensor, experts: int, always: int) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results of moe_route."""
+    weights = logits.new_empty(*logits.shape[:-1], experts + always)
+    return weights, torch.empty_like(weights, dtype=torch.int32)
+
+
+@define(empty_routes, Node("Route", renamed={"kept_groups": "kept"}))
 def moe_route(
     logits: Tensor,
     bias: Tensor,
@@ -54,23 +61,7 @@ def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple
     return torch.cat([weights, ones], -1), torch.cat([ids, shared.expand(ones.shape)], -1)
 
 
-@moe_route.register_fake
-def empty_routes(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
-    always: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the results of moe_route."""
-    weights = logits.new_empty(*logits.shape[:-1], experts + always)
-    return weights, torch.empty_like(weights, dtype=torch.int32)
-
-
-@torch.library.custom_op("mtpbuild::moe", mutates_args=())
+@define(lambda x: torch.empty_like(x))
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -99,11 +90,8 @@ def moe(
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
-moe.register_fake(lambda x, *others: torch.empty_like(x))
-
-
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
     """Gather some experts' weights, dequantised if they have scales."""
-    values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
+    values, *scales = (part if part is None else part.index_select(0, ids) for part in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])

@@ -14,15 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import (
     Launch,
     Launches,
-    bind,
     by_kernels,
     cdiv,
+    run_launches,
     tile,
 )
-from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
+from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
 from mtpbuild.plugins.tiles import (
     load_rows,
     split_count,
@@ -243,23 +244,19 @@ def down(
             tl.store(to, value * weight[:, None], (rows < count)[:, None] & right[None, :])
 
 
-def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
-    """Return the launch of moe_route, whose outputs are the op's results."""
+def moe_route_launches(*operands: Any) -> Launches:
+    """Return the launch of moe_route."""
+    known = bind(moe_route, operands)
+    logits, bias = known["logits"], known["bias"]
     *axes, X = logits.shape
     names = ("groups", "kept_groups", "experts", "normalise", "factor")
-    known = bind(moe_route, (logits, bias, *how))
     kernels = ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
     constants = {"EXPERTS": X, "ROW": tile(X, 2), "ALWAYS": known["always"]}
     constants |= {to: known[name] for to, name in zip(kernels, names, strict=True)}
     constants["WIDE"] = tile(known["experts"] + known["always"], 2)
-    results = empty_routes(logits, bias, *how)
-    return Launch(route, (prod(axes),), (logits, bias), (), results, constants, warps=1)
-
-
-def moe_route_launches(*operands: Any) -> Launches:
-    """Return the launch of moe_route, with its results."""
-    launch = route_launch(*operands)
-    return Launches((launch,), launch.outputs)
+    results = empty_results(moe_route, known)
+    launch = Launch(route, (prod(axes),), (logits, bias), (), results, constants, warps=1)
+    return Launches((launch,), results)
 
 
 def moe_launches(*operands: Any) -> Launches:
@@ -290,15 +287,12 @@ def moe_launches(*operands: Any) -> Launches:
     parts = known["weights"].new_empty(N, k, E)
     known |= {"sums": sums, "SPLITS": splits}
     first = Launch.by_name(gate_and_up, (*grid, splits), known | up, {"sums": sums})
-    grid, made = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
-    second = Launch.by_name(down, grid, known | down_, made | {"parts": parts})
+    grid, outputs = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
+    second = Launch.by_name(down, grid, known | down_, outputs | {"parts": parts})
     return Launches((first, second), parts)
 
 
-@by_kernels(moe_route)
-def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Run moe_route on a GPU."""
-    return route_launch(*operands).run()
+moe_route_triton = run_launches(moe_route, moe_route_launches)
 
 
 @by_kernels(moe)

@@ -1,6 +1,5 @@
 """product_packed: x @ W for a weight in the layout of the CPU's kernels."""
 
-import torch
 from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import (
@@ -9,9 +8,13 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
+from mtpbuild.plugins.definition import Node, define
 
 
-@torch.library.custom_op("mtpbuild::product_packed", mutates_args=())
+@define(
+    lambda x, outputs: x.new_empty(*x.shape[:-1], outputs),
+    Node("Product", renamed={"outputs": "N"}),
+)
 def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
@@ -28,6 +31,3 @@ def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
         return unpacked_floats(values, outputs).mT
     bits = values.shape[-1] // 128
     return dequantise(unpacked_values(values, outputs), unpacked_scales(scales, outputs), bits)
-
-
-product_packed.register_fake(lambda x, values, scales, outputs: x.new_empty(*x.shape[:-1], outputs))

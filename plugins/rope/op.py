@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 
-@torch.library.custom_op("mtpbuild::rope", mutates_args=())
+
+@define(lambda x: torch.empty_like(x))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
     """Rotate x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32; the result has x's layout.
 
@@ -21,6 +23,3 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> 
     if rest.shape[-1]:
         y = torch.cat([y, rest], -1)
     return y.flatten(-2).contiguous()
-
-
-rope.register_fake(lambda x, *others: torch.empty_like(x))

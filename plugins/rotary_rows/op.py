@@ -3,8 +3,16 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 
-@torch.library.custom_op("mtpbuild::rotary_rows", mutates_args=())
+
+def empty_places(start: Tensor, inv_freq: Tensor, tokens: int) -> tuple[Tensor, ...]:
+    """Return empty tensors like the results."""
+    cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
+    return cos, like(cos), like(start), like(start), like(start)
+
+
+@define(empty_places, Node("Places", sizes=("tokens", "end")))
 def rotary_rows(
     start: Tensor,
     active: Tensor | None,
@@ -28,12 +36,3 @@ def rotary_rows(
     angles = positions[..., None].float() * inv_freq
     first = torch.full_like(start, offset)
     return angles.cos() * scale, angles.sin() * scale, base, place, first
-
-
-@rotary_rows.register_fake
-def empty_places(
-    start: Tensor, active: Tensor | None, inv_freq: Tensor, tokens: int, *_: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return empty tensors for the op's results."""
-    cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
-    return cos, like(cos), like(start), like(start), like(start)

@@ -1,11 +1,13 @@
 """rotary_rows in Triton: one program per token."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, tile
-from mtpbuild.plugins.rotary_rows.op import empty_places, rotary_rows
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
+from mtpbuild.plugins.rotary_rows.op import rotary_rows
 
 
 @triton.jit
@@ -39,24 +41,16 @@ def place_token(
         tl.store(first + b, OFFSET)
 
 
-def rotary_rows_launches(
-    start: Tensor,
-    active: Tensor | None,
-    inv_freq: Tensor,
-    tokens: int,
-    offset: int,
-    end: int,
-    scale: float,
-) -> Launches:
+def rotary_rows_launches(*operands: Any) -> Launches:
     """Return the op's launch."""
-    results, pairs = empty_places(start, active, inv_freq, tokens), inv_freq.shape[0]
-    constants = {"PAIRS": pairs, "OFFSET": offset, "SCALE": scale, "WIDE": tile(pairs, 2)}
+    known = bind(rotary_rows, operands)
+    results, pairs = empty_results(rotary_rows, known), known["inv_freq"].shape[0]
+    constants = {"PAIRS": pairs, "OFFSET": known["offset"], "SCALE": known["scale"]}
+    constants["WIDE"] = tile(pairs, 2)
+    start, active, inv_freq, tokens, _, end, _ = known.values()
     grid, inputs = (start.shape[0] * tokens,), (start, active, inv_freq)
     launch = Launch(place_token, grid, inputs, (tokens, end), results, constants, warps=1)
     return Launches((launch,), results)
 
 
-@by_kernels(rotary_rows)
-def rotary_rows_triton(start: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Run rotary_rows on a GPU."""
-    return rotary_rows_launches(start.contiguous(), *operands).run()  # type: ignore[arg-type]
+rotary_rows_triton = run_launches(rotary_rows, rotary_rows_launches, "start")

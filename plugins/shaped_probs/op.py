@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
+from mtpbuild.plugins.definition import define
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape a distribution
 
@@ -31,13 +32,10 @@ def shaped_probs(logits: Tensor, controls: Controls) -> Tensor:
     return when(filters.any(), _filtered, _unfiltered, (p, k, mass, least))[0]
 
 
-@torch.library.custom_op("mtpbuild::shaped_probs", mutates_args=())
+@define(lambda logits: torch.empty_like(logits))
 def shaped_probs_op(logits: Tensor, controls: Sequence[Tensor]) -> Tensor:
     """Do `shaped_probs` as an op, for targets with its kernel; others trace the reference."""
     return shaped_probs(logits, name_controls(controls))
-
-
-shaped_probs_op.register_fake(lambda logits, controls: torch.empty_like(logits))
 
 
 def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:

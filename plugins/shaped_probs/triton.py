@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
 from mtpbuild.plugins.control_tensors import name_controls
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels
+from mtpbuild.plugins.launch import Launch, Launches, run_launches
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
 ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
@@ -138,7 +138,4 @@ def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launche
     return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)
 
 
-@by_kernels(shaped_probs_op)
-def shaped_probs_triton(logits: Tensor, controls: Sequence[Tensor]) -> Tensor:
-    """Run shaped_probs on a GPU."""
-    return shaped_probs_launches(logits.contiguous(), controls).run()
+shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")

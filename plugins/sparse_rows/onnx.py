@@ -5,12 +5,13 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
+from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.mla_attention.onnx import count as count_of
 from mtpbuild.plugins.mla_attention.onnx import counted, ints
 from mtpbuild.plugins.rope.onnx import rope_onnx
-from mtpbuild.plugins.sparse_rows.op import NONE
+from mtpbuild.plugins.sparse_rows.op import NONE, choose_rows
 
-BEHIND = (1 << 63) - 1  # a position after all others
+AFTER_ALL = (1 << 63) - 1  # a position after all others
 
 
 def index_keys_onnx(
@@ -21,19 +22,10 @@ def index_keys_onnx(
     return rope_onnx(normed, cos, sin, 1, interleaved)
 
 
-def choose_rows_onnx(
-    q: Any,
-    weights: Any,
-    cos: Any,
-    sin: Any,
-    cache: Any,
-    fresh: Any,
-    base: Any,
-    first: Any,
-    count: int,
-    interleaved: bool,
-) -> Any:
+def choose_rows_onnx(*operands: Any) -> Any:
     """Emit the op: score the cache's and the fresh rows together [B, T, S + F], then take TopK."""
+    known = bind(choose_rows, operands)
+    q, weights, cos, sin, cache, fresh, base, first, count, interleaved = known.values()
     heads = int(weights.shape[2])
     size = int(q.shape[2]) // heads
     turned = rope_onnx(q, cos, sin, heads, interleaved)
@@ -51,10 +43,10 @@ def choose_rows_onnx(
     fresh_place = op.Add(op.Sub(order, rows), start)
     position = op.Where(op.Less(order, rows), order, fresh_place)
     there = op.Greater(values, number(-math.inf))
-    behind = op.Constant(value_int=BEHIND)
-    found, _ = op.TopK(op.Where(there, position, behind), most, axis=-1, largest=0)
+    after_all = op.Constant(value_int=AFTER_ALL)
+    found, _ = op.TopK(op.Where(there, position, after_all), most, axis=-1, largest=0)
     none = op.Constant(value_int=NONE)
-    found = op.Where(op.Equal(found, behind), none, found)
+    found = op.Where(op.Equal(found, after_all), none, found)
     left = op.Concat(ints(0, 0, 0, 0, 0), op.Sub(ints(count), most), axis=0)
     return op.Pad(found, left, none)
 

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.rope.op import rope
 
 NONE = -1  # padding, if a token sees fewer rows than it may choose
 
 
-@torch.library.custom_op("mtpbuild::index_keys", mutates_args=())
+@define(lambda a: torch.empty_like(a), Node("IndexKeys", renamed={"eps": "epsilon"}))
 def index_keys(
     a: Tensor,
     weight: Tensor,
@@ -30,10 +31,10 @@ def index_keys(
     return rope(F.layer_norm(a, weight.shape, weight, bias, eps), cos, sin, 1, interleaved)
 
 
-index_keys.register_fake(lambda a, *others: torch.empty_like(a))
-
-
-@torch.library.custom_op("mtpbuild::choose_rows", mutates_args=())
+@define(
+    lambda q, weights, count: q.new_empty(*weights.shape[:2], count, dtype=torch.int64),
+    Node("ChooseRows"),
+)
 def choose_rows(
     q: Tensor,
     weights: Tensor,
@@ -75,17 +76,10 @@ def choose_rows(
 
 def in_rising_order(position: Tensor, there: Tensor, count: int) -> Tensor:
     """Sort the valid positions [.., k] and pad them with `NONE` to `count`."""
-    behind = torch.iinfo(torch.int64).max
-    found = torch.where(there, position, behind).sort(dim=-1).values
-    found = torch.where(found == behind, NONE, found)
+    after_all = torch.iinfo(torch.int64).max
+    found = torch.where(there, position, after_all).sort(dim=-1).values
+    found = torch.where(found == after_all, NONE, found)
     return F.pad(found, (0, count - found.shape[-1]), value=NONE)
-
-
-@choose_rows.register_fake
-def _(q: Tensor, weights: Tensor, *others: object) -> Tensor:
-    count = others[-2]
-    assert isinstance(count, int)
-    return q.new_empty(*weights.shape[:2], count, dtype=torch.int64)
 
 
 def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
+from mtpbuild.plugins.definition import bind
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 from mtpbuild.plugins.sparse_rows.op import choose_rows
 
@@ -156,10 +156,10 @@ def best_rows(
 def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
     """Choose tiles for heads of `size` values that fit into 48 KB of shared memory."""
     deep = tile(size)
-    made: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
+    constants: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
     if keys == torch.float32:
-        return made | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
-    return made | {"CHUNK": deep, "BLOCK_N": 64, "PRECISION": "ieee"}
+        return constants | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
+    return constants | {"CHUNK": deep, "BLOCK_N": 64, "PRECISION": "ieee"}
 
 
 def choose_rows_launches(
@@ -191,7 +191,4 @@ def choose_rows_launches(
     return Launches((first, second), chosen)
 
 
-@by_kernels(choose_rows)
-def choose_rows_triton(q: Tensor, weights: Tensor, *others: Any) -> Tensor:
-    """Run choose_rows on a GPU."""
-    return choose_rows_launches(q.contiguous(), weights.contiguous(), *others).run()
+choose_rows_triton = run_launches(choose_rows, choose_rows_launches, "q", "weights")

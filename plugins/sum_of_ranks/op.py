@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import define
 from mtpbuild.runtime.contract.sums import GROUP
 
 
-@torch.library.custom_op("mtpbuild::sum_of_ranks", mutates_args=())
+@define(lambda x: x.new_empty(x.shape))
 def sum_of_ranks(x: Tensor, peers: Tensor) -> Tensor:
     """Sum all ranks' x [..] in fp32, rank 0's first: every rank gets the same bits every time.
 
@@ -20,6 +21,3 @@ def sum_of_ranks(x: Tensor, peers: Tensor) -> Tensor:
     for part in every.view(ranks, *x.shape).unbind():
         total = total + part.float()
     return total.to(x.dtype)
-
-
-sum_of_ranks.register_fake(lambda x, peers: x.new_empty(x.shape))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
 from mtpbuild.runtime.contract.sums import BLOCK, BLOCKS, CALLS, MOST, SIGNALS
 
@@ -90,7 +90,4 @@ def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
     return Launches((launch,), out)
 
 
-@by_kernels(sum_of_ranks)
-def sum_of_ranks_triton(x: Tensor, peers: Tensor) -> Tensor:
-    """Run sum_of_ranks on a GPU."""
-    return sum_of_ranks_launches(x.contiguous(), peers).run()
+sum_of_ranks_triton = run_launches(sum_of_ranks, sum_of_ranks_launches, "x")

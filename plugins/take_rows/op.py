@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 
-@torch.library.custom_op("mtpbuild::take_rows", mutates_args=())
+
+@define(
+    lambda x, start, count: x.new_empty(start.shape[0], count, *x.shape[2:]),
+    Node("Take", typed="x"),
+)
 def take_rows(x: Tensor, start: Tensor, count: int) -> Tensor:
     """Take `count` rows of x [B, N, ..] from start [B] on -> [B, count, ..]; all must exist."""
     index = start[:, None]
@@ -12,8 +17,3 @@ def take_rows(x: Tensor, start: Tensor, count: int) -> Tensor:
         index = index + torch.arange(count, device=x.device)
     index = index.reshape(*index.shape, *[1] * (x.dim() - 2))
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
-
-
-@take_rows.register_fake
-def _(x: Tensor, start: Tensor, count: int) -> Tensor:
-    return x.new_empty(start.shape[0], count, *x.shape[2:])

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.definition import Node, define
 
-@torch.library.custom_op("mtpbuild::weigh_experts", mutates_args=())
+
+@define(lambda x: torch.empty_like(x), Node("Weigh"))
 def weigh_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: int, always: int) -> Tensor:
     """Weight x [.., X * I], I numbers for each of X = `experts` experts, by `moe_route`'s results.
 
@@ -15,6 +17,3 @@ def weigh_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: int, always:
     every = every.scatter(-1, ids.long(), weights)
     every = torch.cat([every, every.new_ones(*weights.shape[:-1], always)], dim=-1)
     return (x.unflatten(-1, (experts, -1)) * every[..., None]).flatten(-2)
-
-
-weigh_experts.register_fake(lambda x, *others: torch.empty_like(x))

@@ -63,7 +63,7 @@ def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> Non
     """One node of each layer reads them, whatever the tokens: nothing gathers them for a token."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
     portable = read_manifest(engine).build.cpu_layout is None
-    axes, node_type = (3, "MoE") if portable else (4, "FloatExperts")
+    axes, node_type = (3, "MoE") if portable else (4, "Experts")
     weights = {i.name for i in graph.initializer if len(i.dims) == axes and i.dims[0] == EXPERTS}
     apart(graph)
     readers = [node for node in graph.node if weights & set(node.input)]

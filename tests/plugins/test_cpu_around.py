@@ -30,7 +30,7 @@ def operands(bits: int | None, rows: tuple[int, ...], outputs: int = N) -> dict[
     given: dict[str, Any] = {"x": rng.standard_normal((*rows, K), np.float32)}
     if bits is None:
         weight = torch.from_numpy(rng.standard_normal((K, outputs), np.float32))
-        given["values"] = packed_floats(weight).numpy()
+        given |= {"values": packed_floats(weight).numpy(), "scales": None}
     else:
         values, scales, _ = random_weight(rng, (outputs, K), bits)
         given["values"] = packed_values(values).numpy()
@@ -46,35 +46,32 @@ def operands(bits: int | None, rows: tuple[int, ...], outputs: int = N) -> dict[
 def test_products(
     bits: int | None, rows: tuple[int, ...], left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    op = "FloatProduct" if bits is None else "Product"
     given = operands(bits, rows) | dict.fromkeys(left)
-    [got] = same_everywhere(monkeypatch, op, given, FLOAT, N=N, epsilon=1e-5)
+    [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=N, epsilon=1e-5)
     x = given["x"]
     if "norm" not in left:
         [x] = run("Norm", {"x": x, "w": given["norm"]}, FLOAT, 1, epsilon=1e-5)
     plain = given | {"x": x, "norm": None, "sum": None}
-    [wanted] = run(op, plain, FLOAT, 1, N=N)
+    [wanted] = run("Product", plain, FLOAT, 1, N=N)
     np.testing.assert_array_equal(got, wanted if "sum" in left else wanted + given["sum"])
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_gates(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = "GatedFloatProduct" if bits is None else "GatedProduct"
     given = operands(bits, (5,), 128)
     del given["sum"]
-    [got] = same_everywhere(monkeypatch, op, given, FLOAT, N=128, epsilon=1e-5)
+    [got] = same_everywhere(monkeypatch, "GatedProduct", given, FLOAT, N=128, epsilon=1e-5)
     [x] = run("Norm", {"x": given["x"], "w": given["norm"]}, FLOAT, 1, epsilon=1e-5)
-    [wanted] = run(op, given | {"x": x, "norm": None}, FLOAT, 1, N=128)
+    [wanted] = run("GatedProduct", given | {"x": x, "norm": None}, FLOAT, 1, N=128)
     np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 @pytest.mark.parametrize(("name", "size"), [("norm", (95,)), ("norm", (1, 96)), ("sum", (5, 99))])
 def test_damaged_operands(bits: int | None, name: str, size: tuple[int, ...]) -> None:
-    op = "FloatProduct" if bits is None else "Product"
     given = operands(bits, (5,)) | {name: np.zeros(size, np.float32)}
-    with pytest.raises(Exception, match=f"mtpbuild {op}: "):
-        run(op, given, FLOAT, 1, N=N, epsilon=1e-5)
+    with pytest.raises(Exception, match="mtpbuild Product: "):
+        run("Product", given, FLOAT, 1, N=N, epsilon=1e-5)
 
 
 X, E, INNER, CHOSEN = 5, 96, 64, 3
@@ -84,13 +81,14 @@ def mixture(bits: int | None, tokens: tuple[int, ...]) -> dict[str, Any]:
     rng = np.random.default_rng(len(tokens))
     given: dict[str, Any] = {
         "x": rng.standard_normal((*tokens, E), np.float32),
+        "weights": rng.standard_normal((*tokens, CHOSEN), np.float32),
         "ids": rng.integers(-1, X, (*tokens, CHOSEN)).astype(np.int32),
     }
     if bits is None:
         both = torch.from_numpy(rng.standard_normal((X, E, 2 * INNER), np.float32))
         down = torch.from_numpy(rng.standard_normal((X, INNER, E), np.float32))
-        given["both"] = packed_floats(pairs_of_floats(both)).numpy()
-        given["down"] = packed_floats(down).numpy()
+        given |= {"both": packed_floats(pairs_of_floats(both)).numpy(), "both_scales": None}
+        given |= {"down": packed_floats(down).numpy(), "down_scales": None}
     else:
         for name, shape in {"both": (X, 2 * INNER, E), "down": (X, E, INNER)}.items():
             values, scales, _ = random_weight(rng, shape, bits)
@@ -98,7 +96,6 @@ def mixture(bits: int | None, tokens: tuple[int, ...]) -> dict[str, Any]:
                 values, scales = gates_then_ups(values), gates_then_ups(scales)
             given[name] = packed_values(values).numpy()
             given[f"{name}_scales"] = packed_scales(scales).numpy()
-    given["weights"] = rng.standard_normal((*tokens, CHOSEN), np.float32)
     given["sum"] = rng.standard_normal((*tokens, E), np.float32)
     return given
 
@@ -109,18 +106,17 @@ def test_mixtures(
     bits: int | None, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token's sum is in the order of its ids; of an id that is nobody's nothing is added."""
-    op = "FloatExperts" if bits is None else "Experts"
     given = mixture(bits, tokens)
-    [got] = same_everywhere(monkeypatch, op, given, FLOAT)
+    [got] = same_everywhere(monkeypatch, "Experts", given, FLOAT)
     x, ids = given["x"].reshape(-1, E), given["ids"].reshape(-1, CHOSEN)
     weights, wanted = given["weights"].reshape(-1, CHOSEN), np.zeros_like(x)
     for i in range(CHOSEN):
-        one = given | {"x": x, "ids": ids[:, i].clip(0).astype(np.int64)}
-        [made] = run(op, one | {"weights": None, "sum": None}, FLOAT, 1)
+        one = given | {"x": x, "ids": ids[:, i : i + 1].clip(0), "sum": None}
+        [made] = run("Experts", one | {"weights": np.ones_like(weights[:, :1])}, FLOAT, 1)
         share = wanted + made * weights[:, i : i + 1]
         wanted = np.where(ids[:, i : i + 1] < 0, wanted, share)
     np.testing.assert_array_equal(got.reshape(-1, E), wanted + given["sum"].reshape(-1, E))
-    [without] = run(op, given | {"sum": None}, FLOAT, 1)
+    [without] = run("Experts", given | {"sum": None}, FLOAT, 1)
     np.testing.assert_array_equal(without.reshape(-1, E), wanted)
 
 
@@ -128,9 +124,9 @@ def test_mixtures(
 def test_mixtures_by_definition(bits: int | None) -> None:
     """The op's reference agrees as far as rounding goes."""
     given = mixture(bits, (2, 4))
-    [got] = run("FloatExperts" if bits is None else "Experts", given | {"sum": None}, FLOAT, 1)
+    [got] = run("Experts", given | {"sum": None}, FLOAT, 1)
     names = ("x", "weights", "ids", "both", "both_scales", "down", "down_scales")
-    parts = [torch.from_numpy(given[name]) if name in given else None for name in names]
+    parts = [None if given[n] is None else torch.from_numpy(given[n]) for n in names]
     wanted = experts_packed(*parts).numpy()
     close = 2e-5 if bits is None else 0.03  # the kernels round rows to int8
     assert np.abs(got - wanted).max() < close * np.abs(wanted).max()
@@ -147,9 +143,8 @@ WRONG: dict[str, NDArray[Any]] = {
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("name", [*WRONG])
 def test_damaged_mixtures(bits: int | None, name: str) -> None:
-    op = "FloatExperts" if bits is None else "Experts"
-    with pytest.raises(Exception, match=f"mtpbuild {op}: "):
-        run(op, mixture(bits, (2, 4)) | {name: WRONG[name]}, FLOAT, 1)
+    with pytest.raises(Exception, match="mtpbuild Experts: "):
+        run("Experts", mixture(bits, (2, 4)) | {name: WRONG[name]}, FLOAT, 1)
 
 
 def embedding() -> dict[str, NDArray[Any]]:

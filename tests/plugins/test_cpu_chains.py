@@ -43,14 +43,14 @@ def layer() -> tuple[onnx.ModelProto, Given]:
     given: Given = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
     given |= {"start": np.array([0, 4]), "window": rng.integers(0, V, (B, T))}
     given |= {"drafts": np.array([2, 1]), "lengths": np.array([0, 4]), "active": np.ones(B, bool)}
-    rows = ["ab", "kv_norm", "cos", "sin", "", "cache", "start"]
+    rows = ["ab", "", "kv_norm", "cos", "sin", "cache", "start"]
     nodes = [
         own("Norm", ["x", "norm"], ["n"], epsilon=1e-6),
-        own("FloatProduct", ["n", "a"], ["ab"]),
+        own("Product", ["n", "a"], ["ab"]),
         own("LatentRows", rows, ["q", "fresh", "held"], epsilon=1e-5, interleaved=1),
         helper.make_node("Add", ["q", "x"], ["sum"]),
-        own("FloatProduct", ["sum", "b", "norm", "x"], ["y"], epsilon=1e-6),
-        own("FloatProduct", ["y", "head"], ["logits"]),
+        own("Product", ["sum", "b", "", "norm", "x"], ["y"], epsilon=1e-6),
+        own("Product", ["y", "head"], ["logits"]),
         own(
             "Accept",
             ["logits", "window", "drafts", "lengths", "active"],

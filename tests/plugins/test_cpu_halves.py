@@ -112,6 +112,7 @@ def test_latent_rows() -> None:
     given: Given = {name: rng.standard_normal(s).astype(F) for name, s in shapes.items()}
     given["start"] = np.array([0, S - T])
     order = ("a", "q_norm", "kv_norm", "cos", "sin", "cache", "start")
+    given = {name: given[name] for name in order}
 
     def definition(operands: list[torch.Tensor]) -> Any:
         return mla_rows_write(*operands, 1e-6, True)
@@ -128,6 +129,7 @@ def test_grouped_rows() -> None:
     given: Given = {name: rng.standard_normal(s).astype(F) for name, s in shapes.items()}
     given["start"] = np.array([0, S - T])
     order = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
+    given = {name: given[name] for name in order}
 
     def definition(operands: list[torch.Tensor]) -> Any:
         return grouped_rows_write(*operands, H, G, D, 1e-6)
@@ -145,7 +147,7 @@ def test_rounding() -> None:
     given |= {name: np.zeros((1, 1, 0), F) for name in ("cos", "sin")}
     given |= {"cache": np.zeros((1, 1, 2, 14), F), "start": np.array([1])}
     graph = {"heads": 1, "groups": 1, "width": 7, "epsilon": 1e-6, "plus_one": 0}
-    names = ("a", "cos", "sin", "q_norm", "k_norm", "cache", "start")
+    names = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
     ones = {name: np.ones(7, F) for name in ("q_norm", "k_norm")}
     ordered = {name: (given | ones)[name] for name in names}
     _, fresh, _ = run_halved("GroupedRowsBf16", ordered, 3, **graph)

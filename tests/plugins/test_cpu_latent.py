@@ -37,10 +37,10 @@ def test_rows(interleaved: bool, normed: bool, monkeypatch: pytest.MonkeyPatch) 
     width = latent + 2 * half
     given: dict[str, NDArray[Any] | None] = {
         "a": rng.standard_normal((B, T, Q + width), np.float32),
+        "q_norm": rng.standard_normal(Q, np.float32) if normed else None,
         "kv_norm": rng.standard_normal(latent, np.float32),
         "cos": rng.standard_normal((B, T, half), np.float32),
         "sin": rng.standard_normal((B, T, half), np.float32),
-        "q_norm": rng.standard_normal(Q, np.float32) if normed else None,
         "cache": rng.standard_normal((B, 1, S, width), np.float32),
         "start": np.array([0, S - T]),
     }
@@ -97,14 +97,13 @@ def test_attention(
     uv, uv_scales, project = heads(rng, bits[1], H, latent, v)
     given: dict[str, NDArray[Any] | None] = {
         "q": rng.standard_normal((B, T, H * (n + 2 * half)), np.float32),
-        **{"w_uk": uk, "w_uv": uv},
+        **{"w_uk": uk, "uk_scales": uk_scales, "w_uv": uv, "uv_scales": uv_scales},
         "cos": rng.standard_normal((B, T, half), np.float32),
         "sin": rng.standard_normal((B, T, half), np.float32),
         "cache": rng.standard_normal((B, 1, S, latent + 2 * half), np.float32),
         "fresh": rng.standard_normal((B, 1, T, latent + 2 * half), np.float32),
         "base": rng.integers(1, S - T, B),
         "first": np.zeros(B, np.int64),
-        **{"uk_scales": uk_scales, "uv_scales": uv_scales},
     }
     how: dict[str, Any] = {"scale": 0.2, "groups": 1, "values": 0, "latent": latent, "written": 0}
     how |= {"N": v, "interleaved": int(interleaved)}
@@ -123,12 +122,7 @@ def test_attention(
     values = [project(h, mixed[:, h].reshape(-1, latent)).reshape(B, T, v) for h in range(H)]
     np.testing.assert_array_equal(got, np.concatenate(values, axis=-1))
 
-    def tensor(name: str) -> torch.Tensor | None:
-        array = given[name]
-        return None if array is None else torch.from_numpy(array)
-
-    order = ("q", "w_uk", "uk_scales", "w_uv", "uv_scales", "cos", "sin")
-    operands: list[Any] = [tensor(name) for name in (*order, "cache", "fresh", "base", "first")]
+    operands: list[Any] = [a if a is None else torch.from_numpy(a) for a in given.values()]
     wanted = mla_packed(*operands, 0.2, latent, v, interleaved).numpy()
     error = np.abs(got - wanted).max() / np.abs(wanted).max()
     assert error < (1e-5 if bits == (32, 32) else 0.05)  # integers round their inputs to int8

@@ -196,9 +196,10 @@ def test_latent_attention_to_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     angles = rng.standard_normal((2, B, T, half), np.float32)
     q = rng.standard_normal((B, T, H * (n + 2 * half)), np.float32)
     given: dict[str, NDArray[Any] | None] = {
-        **{"q": q, "uk": uk, "uv": uv, "cos": angles[0], "sin": angles[1]},
+        **{"q": q, "uk": uk, "uk_scales": None, "uv": uv, "uv_scales": None},
+        **{"cos": angles[0], "sin": angles[1]},
         **rows,
-        **{"uk_scales": None, "uv_scales": None, "chosen": chosen},
+        "chosen": chosen,
     }
     how = {"scale": 0.2, "groups": 1, "values": 0, "latent": latent, "written": 0, "N": v}
     how |= {"interleaved": 1}

@@ -74,11 +74,11 @@ def test_join(kind: type, sizes: tuple[int, ...], axis: int) -> None:
 def test_a_float_embedding() -> None:
     table = np.random.default_rng(0).standard_normal((7, 5), np.float32)
     given: Given = {"tokens": np.array([[0, 6, 3], [3, 3, 1]]), "table": table}
-    [got] = run("FloatEmbedding", given, (F,), 1)
+    [got] = run("Embedding", given, (F,), 1)
     np.testing.assert_array_equal(got, table[given["tokens"]])
     for wrong in (7, -1):
-        with pytest.raises(Exception, match=f"mtpbuild FloatEmbedding: no token {wrong} of 7"):
-            run("FloatEmbedding", given | {"tokens": np.array([wrong])}, (F,), 1)
+        with pytest.raises(Exception, match=f"mtpbuild Embedding: no token {wrong} of 7"):
+            run("Embedding", given | {"tokens": np.array([wrong])}, (F,), 1)
 
 
 @pytest.mark.parametrize("V", [1, 16, 700, 5000])
@@ -142,8 +142,8 @@ def grouped(T: int, H: int, G: int, D: int, half: int, others: int) -> Given:
     rng = np.random.default_rng(D + H)
     B, S = 2, 9
     shapes: dict[str, tuple[int, ...]] = {"a": (B, T, (H + 2 * G) * D + others)}
-    shapes |= {"cos": (B, T, half), "sin": (B, T, half)}
-    shapes |= {"q_norm": (D,), "k_norm": (D,), "cache": (B, 1, S, 2 * G * D)}
+    shapes |= {"q_norm": (D,), "k_norm": (D,), "cos": (B, T, half), "sin": (B, T, half)}
+    shapes["cache"] = (B, 1, S, 2 * G * D)
     given: Given = {name: rng.standard_normal(s, np.float32) for name, s in shapes.items()}
     return given | {"start": np.array([0, S - T])}
 
@@ -174,7 +174,7 @@ def test_grouped_rows(
     how: dict[str, Any] = {"heads": H, "groups": G, "width": D, "epsilon": 1e-6}
     how["plus_one"] = int(plus_one)
     q, fresh, cache = same_everywhere(monkeypatch, ROWS[0], given, ROWS[1], **how)
-    a, cos, sin, *norms, kept, _ = given.values()
+    a, *norms, cos, sin, kept, _ = given.values()
     assert a is not None
     assert cos is not None
     assert sin is not None
@@ -265,12 +265,11 @@ def test_a_bias(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     given: Given = {"x": rng.standard_normal((2, 3, K), np.float32)}
     if bits is None:
         weight = torch.from_numpy(rng.standard_normal((K, N), np.float32))
-        given["values"] = packed_floats(weight).numpy()
+        given |= {"values": packed_floats(weight).numpy(), "scales": None}
     else:
         values, scales, _ = random_weight(rng, (N, K), bits)
         given |= {"values": packed_values(values).numpy(), "scales": packed_scales(scales).numpy()}
-    op = "FloatProduct" if bits is None else "Product"
     bias = rng.standard_normal(N, np.float32)
-    [plain] = run(op, given, (F,), 1, N=N)
-    [got] = same_everywhere(monkeypatch, op, given | {"norm": None, "sum": bias}, (F,), N=N)
+    [plain] = run("Product", given, (F,), 1, N=N)
+    [got] = same_everywhere(monkeypatch, "Product", given | {"norm": None, "sum": bias}, (F,), N=N)
     np.testing.assert_array_equal(got, plain + bias)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.targets.onnx_graph import CPU, ONNX, OPSET
+from mtpbuild.builder.targets.onnx_graph import ONNX, OPSET
 from mtpbuild.plugins import (
+    CPU,
     accept_rewind,
     choose_rows,
     experts,

@@ -77,7 +77,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.kv_write.triton import kv_launch
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
-    from mtpbuild.plugins.moe.triton import moe_launches, route_launch
+    from mtpbuild.plugins.moe.triton import moe_launches, moe_route_launches
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
     from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
@@ -118,7 +118,9 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         *accept_rewind_launches(logits, window, slots, slots, on).each,
         *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
         *shaped_probs_launches(logits, asked).each,
-        route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
+        *moe_route_launches(
+            empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5
+        ).each,
         *scaled(fp8),
         *scaled(nvfp4),
         product_launch(x, empty(s.hidden, 1000, dtype=s.dtype), None, None),

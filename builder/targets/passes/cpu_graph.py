@@ -11,9 +11,9 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 
 # By operator: the index of the input for the weight of a norm that its rows pass first, and of the
 # input for what is added to its result.
-NORM = {"Product": 3, "GatedProduct": 3, "FloatProduct": 2, "GatedFloatProduct": 2}
-SUM = {"Product": 4, "FloatProduct": 3, "Experts": 7, "FloatExperts": 5}
-BIASED = ("Product", "FloatProduct")  # the sum may also be a bias: one number per output
+NORM = {"Product": 3, "GatedProduct": 3}
+SUM = {"Product": 4, "Experts": 7}
+BIASED = ("Product",)  # the sum may also be a bias: one number per output
 
 # The index of the input for a recurrent state, and of the one for the slots that start from zeros.
 STATES = {

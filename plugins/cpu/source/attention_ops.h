@@ -1,6 +1,6 @@
 // Attention over cached and fresh rows.
 #pragma once
-#include "op.h"
+#include "cache_rows.h"
 
 namespace {
 
@@ -18,16 +18,13 @@ namespace {
 // The result is that of attention over a cache of only these rows.
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,   ort::FLOAT,
-                                         ort::INT64, ort::INT64, ort::INT64};
-  static constexpr unsigned optional = 1 << 5;
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, ANY, FLOAT, INT64, INT64, maybe(INT64)};
   float scale;
   int64_t groups, values, latent, heads;
   bool written;
 
   Attention(const Kernels& k, const Attributes& from)
-      : k(k),
+      : Usual(k, from),
         scale(from.real("scale")),
         groups(from.integer("groups")),
         values(from.integer("values")),
@@ -36,52 +33,49 @@ struct Attention : Usual {
         written(from.integer("written") != 0) {}
 
   void compute(Call& call) const {
-    Tensor q = call.input(0), cache = call.input(1);
-    Tensor fresh = call.input(2), base = call.input(3);
-    Tensor first = call.input(4);
-    std::vector<int64_t> shape{q.shape};
-    checked(q, cache, fresh);
-    shape.back() = product(latent, std::max<int64_t>(heads, 1));
-    float* y = call.output(shape);
-    attend(call, q, cache, fresh, base, first, call.input(5, true), y);
+    Tensor q = call.input(0), cache = call.input(1), fresh = call.input(2);
+    Job job(*this, q, cache, fresh);
+    float* y = call.output(q.with_last(product(latent, std::max<int64_t>(heads, 1))));
+    attend(call, job, call.input(3), call.input(4), call.input(5, true), y);
   }
 
   // Does the same with operands of another operator.
   void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
               const Tensor& base, const Tensor& first, const Tensor& chosen, float* y) const {
-    Job job = checked(q, cache, fresh);
-    std::vector<int64_t> slots{job.slots};
-    NEED(base.shape == slots && first.shape == slots, name, "no place for each slot");
-    job.y = y;
-    if (chosen.memory) return attend_to(call, job, base, chosen);
-    std::vector<Lanes> lanes;
-    int64_t most = 0, sixteens = up(job.queries(), LANES);
-    for (int64_t i = 0; i < product(job.slots, groups, sixteens); i++) {
-      lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
-      most = std::max(most, lanes.back().end);
-    }
-    int64_t width = job.width + latent;
-    run(call, job, lanes, product(job.slots, job.heads, job.tokens, most, width));
+    attend(call, Job(*this, q, cache, fresh), base, first, chosen, y);
   }
 
  private:
   struct Job {
-    int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
+    Rows rows;
+    int64_t slots, heads, tokens, width, per_group;
     bool by_token;  // a token's heads are adjacent
-    const float *q, *fresh;
-    const void* cache;
-    bool halves;  // the cache is bfloat16
-    float* y;
-    // Returns the row in q of a head of token m (of all slots), unless `by_token`.
-    int64_t row(int64_t m, int64_t head) const {
-      return (m / tokens * heads + head) * tokens + m % tokens;
+    const float* q;
+
+    Job(const Attention& own, const Tensor& queries, const Tensor& cache, const Tensor& fresh)
+        : rows(name, cache, fresh, queries.rank() > 0 ? queries.shape[0] : 0),
+          by_token(own.heads > 0),
+          q(queries.data<float>()) {
+      NEED(queries.rank() == (by_token ? 3 : 4), name, "queries " + queries.text());
+      NEED(!by_token || queries.shape[2] % own.heads == 0, name,
+           std::to_string(own.heads) + " heads, " + queries.text());
+      slots = queries.shape[0], tokens = queries.shape[by_token ? 1 : 2];
+      heads = by_token ? own.heads : queries.shape[1];
+      width = by_token ? queries.shape[2] / heads : queries.shape[3];
+      NEED(own.groups > 0 && own.latent > 0 && own.values >= 0 && own.values <= rows.stride &&
+               width > 0 && heads % own.groups == 0 && product(own.groups, width) <= rows.stride &&
+               product(own.groups, own.latent) <= rows.stride - own.values,
+           name, "queries " + queries.text() + " over " + cache.text());
+      per_group = heads / own.groups;
     }
     // Returns the number of queries of a slot and a group; query i is of token i / per_group.
     int64_t queries() const { return per_group * tokens; }
+    // Returns the row in q of a head of token m (of all slots).
+    int64_t row(int64_t m, int64_t head) const {
+      return by_token ? m * heads + head : (m / tokens * heads + head) * tokens + m % tokens;
+    }
     int64_t place(int64_t slot, int64_t group, int64_t query) const {
-      int64_t head = group * per_group + query % per_group, token = query / per_group;
-      if (by_token) return (slot * tokens + token) * heads + head;
-      return (slot * heads + head) * tokens + token;
+      return row(slot * tokens + query / per_group, group * per_group + query % per_group);
     }
   };
   // Up to 16 queries of a slot and a group.
@@ -90,40 +84,35 @@ struct Attention : Usual {
     int32_t seen[LANES];
   };
 
-  Job checked(const Tensor& q, const Tensor& cache, const Tensor& fresh) const {
-    bool by_token = heads > 0;
-    NEED(q.rank() == (by_token ? 3 : 4) && cache.rank() == 4 && fresh.rank() == 4, name,
-         "operands have 4 axes, not " + q.text());
-    NEED(!by_token || q.shape[2] % heads == 0, name, std::to_string(heads) + " heads, " + q.text());
-    Job job{};
-    job.slots = q.shape[0], job.by_token = by_token;
-    job.heads = by_token ? heads : q.shape[1], job.tokens = q.shape[by_token ? 1 : 2];
-    job.width = by_token ? q.shape[2] / heads : q.shape[3], job.stride = cache.shape[3];
-    job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
-    auto fit = [&](const Tensor& rows) {
-      return rows.shape[0] == job.slots && rows.shape[1] == 1 && rows.shape[3] == job.stride;
-    };
-    bool inside = groups > 0 && latent > 0 && values >= 0 && values <= job.stride &&
-                  job.width > 0 && job.heads % groups == 0 &&
-                  product(groups, job.width) <= job.stride &&
-                  product(groups, latent) <= job.stride - values;
-    NEED(fit(cache) && fit(fresh) && inside, name,
-         "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
-    NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
-    job.per_group = job.heads / groups;
-    job.halves = cache.type == ort::BFLOAT16;
-    NEED(job.halves || cache.type == ort::FLOAT, name, "a cache of another type");
-    job.q = q.data<float>(), job.cache = cache.memory, job.fresh = fresh.data<float>();
-    return job;
+  void attend(Call& call, const Job& job, const Tensor& base, const Tensor& first,
+              const Tensor& chosen, float* y) const {
+    NEED(base.is({job.slots}) && first.is({job.slots}), name, "no place for each slot");
+    if (chosen.memory) return attend_to(call, job, base, chosen, y);
+    std::vector<Lanes> lanes;
+    int64_t most = 0, sixteens = up(job.queries(), LANES);
+    for (int64_t i = 0; i < product(job.slots, groups, sixteens); i++) {
+      lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
+      most = std::max(most, lanes.back().end);
+    }
+    in_splits(
+        call, static_cast<int64_t>(lanes.size()), 1, up(most, mtp::SPLIT),
+        product(job.slots, job.heads, job.tokens, most, job.width + latent),
+        [&](int64_t i) { return up(lanes[i].end, mtp::SPLIT); },
+        [&](int64_t i, int64_t split, float* part) { attend(job, lanes[i], split, part); },
+        [&](int64_t i, const float* part) {
+          for (int64_t n = 0; n < LANES && lanes[i].first + n < job.queries(); n++)
+            finish(part, n,
+                   y + job.place(lanes[i].slot, lanes[i].group, lanes[i].first + n) * latent);
+        });
   }
 
   // Returns which positions 16 queries see; clamped, as an idle slot may have any base and first.
   Lanes look(const Job& job, int64_t number, const int64_t* base, const int64_t* first) const {
-    int64_t sixteens = up(job.queries(), LANES), group = number / sixteens;
+    int64_t sixteens = up(job.queries(), LANES), group = number / sixteens, old = job.rows.old;
     Lanes lanes{group / groups, group % groups, number % sixteens * LANES, 0, 0, {}};
-    int64_t from = std::max<int64_t>(0, min(base[lanes.slot], job.rows));
-    lanes.base = written ? job.rows : from;
-    int64_t limit = written ? job.rows : min<int64_t>(from + job.fresh_rows, INT32_MAX);
+    int64_t from = job.rows.clamped(base[lanes.slot]);
+    lanes.base = written ? old : from;
+    int64_t limit = written ? old : min<int64_t>(from + job.rows.count, INT32_MAX);
     int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
     for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
       int64_t seen = min(limit, from + offset + (lanes.first + i) / job.per_group + 1);
@@ -133,85 +122,86 @@ struct Attention : Usual {
     return lanes;
   }
 
-  // Runs all lanes. Each is a task; if they are few, each split is a task. Sums are the same.
-  void run(Call& call, const Job& job, const std::vector<Lanes>& lanes, int64_t work) const {
-    int64_t count = static_cast<int64_t>(lanes.size()), splits = 1;
-    for (const Lanes& each : lanes) splits = std::max(splits, up(each.end, mtp::SPLIT));
-    int64_t size = (2 + latent) * LANES;
-    if (count >= 16 || splits == 1) {
-      tasks(call, count, work, [&](int64_t i) {
+  // Attends in splits, with `blocks` partial results of 16 lanes each, and folds the splits in
+  // ascending order. Each of `count` jobs is a task; if they are few, each of its splits is one.
+  // Sums are the same.
+  template <class S, class A, class F>
+  void in_splits(Call& call, int64_t count, int64_t blocks, int64_t most, int64_t work,
+                 const S& splits, const A& attend, const F& finish) const {
+    int64_t size = product(blocks, 2 + latent, LANES);
+    auto fold = [&](float* into, float* later) {
+      for (int64_t at = 0; at < size; at += (2 + latent) * LANES)
+        k.fold(partial(into + at), partial(later + at), latent);
+    };
+    if (count >= 16 || most <= 1) {
+      return tasks(call, count, work, [&](int64_t i) {
         auto parts = scratch<float>(2, size);
-        attend_all(job, lanes[i], partial(&parts[0]), partial(&parts[size]));
-        finish(job, lanes[i], partial(&parts[0]));
+        attend(i, 0, &parts[0]);
+        for (int64_t n = 1; n < splits(i); n++) {
+          attend(i, n, &parts[size]);
+          fold(&parts[0], &parts[size]);
+        }
+        finish(i, &parts[0]);
       });
-      return;
     }
-    auto parts = scratch<float>(count, splits, size);
-    tasks(call, product(count, splits), work, [&](int64_t t) {
-      if (t % splits == 0 || t % splits * mtp::SPLIT < lanes[t / splits].end)
-        attend(job, lanes[t / splits], t % splits, partial(&parts[t * size]));
+    auto parts = scratch<float>(count, most, size);
+    tasks(call, product(count, most), work, [&](int64_t t) {
+      if (t % most == 0 || t % most < splits(t / most))
+        attend(t / most, t % most, &parts[t * size]);
     });
-    tasks(call, count, product(count, splits, latent, LANES), [&](int64_t i) {
-      mtp::Partial into = partial(&parts[i * splits * size]);
-      for (int64_t n = 1; n * mtp::SPLIT < lanes[i].end; n++)
-        k.fold(into, partial(&parts[(i * splits + n) * size]), latent);
-      finish(job, lanes[i], into);
+    tasks(call, count, product(count, most, size), [&](int64_t i) {
+      float* into = &parts[i * most * size];
+      for (int64_t n = 1; n < splits(i); n++) fold(into, into + n * size);
+      finish(i, into);
     });
   }
 
-  // Runs attention to chosen rows; splits become tasks as in `run`.
-  void attend_to(Call& call, const Job& job, const Tensor& base, const Tensor& chosen) const {
+  // Runs attention to chosen rows.
+  void attend_to(Call& call, const Job& job, const Tensor& base, const Tensor& chosen,
+                 float* y) const {
     NEED(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
              chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
          name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
     NEED(values == 0 && latent <= job.width, name,
          std::to_string(latent) + " values of chosen rows, which are " + std::to_string(job.width) +
              " wide");
-    int64_t count = job.slots * job.tokens, most = chosen.shape[2];
-    int64_t splits = up(most, mtp::SPLIT), size = product(up(job.heads, LANES), 2 + latent, LANES);
-    int64_t work = product(count, most, job.heads, job.width + latent);
-    if (count >= 16 || splits == 1) {
-      tasks(call, count, work, [&](int64_t m) {
-        auto parts = scratch<float>(2, size);
-        attend_to(job, base, chosen, m, 0, &parts[0]);
-        for (int64_t n = 1; n < splits; n++) {
-          attend_to(job, base, chosen, m, n, &parts[size]);
-          fold(job, &parts[0], &parts[size]);
-        }
-        finish(job, m, &parts[0]);
-      });
-      return;
-    }
-    auto parts = scratch<float>(count, splits, size);
-    tasks(call, product(count, splits), work, [&](int64_t t) {
-      attend_to(job, base, chosen, t / splits, t % splits, &parts[t * size]);
-    });
-    tasks(call, count, product(count, splits, size), [&](int64_t m) {
-      float* into = &parts[m * splits * size];
-      for (int64_t n = 1; n < splits; n++) fold(job, into, into + n * size);
-      finish(job, m, into);
-    });
+    int64_t count = job.slots * job.tokens, most = chosen.shape[2], splits = up(most, mtp::SPLIT);
+    in_splits(
+        call, count, up(job.heads, LANES), splits,
+        product(count, most, job.heads, job.width + latent), [&](int64_t) { return splits; },
+        [&](int64_t m, int64_t split, float* parts) {
+          attend_to(job, base.data<int64_t>(), chosen, m, split, parts);
+        },
+        [&](int64_t m, const float* parts) {
+          for (int64_t head = 0; head < job.heads; head++)
+            finish(parts + head / LANES * (2 + latent) * LANES, head % LANES,
+                   y + job.row(m, head) * latent);
+        });
   }
 
   // Runs a token's heads on a split of its chosen rows, which are copied to adjacent places.
-  void attend_to(const Job& job, const Tensor& base, const Tensor& chosen, int64_t m, int64_t split,
-                 float* parts) const {
+  void attend_to(const Job& job, const int64_t* base, const Tensor& chosen, int64_t m,
+                 int64_t split, float* parts) const {
     int64_t most = chosen.shape[2], begin = split * mtp::SPLIT, count = 0;
     int64_t end = min(most, begin + mtp::SPLIT), slot = m / job.tokens;
     auto rows = scratch<float>(end - begin, job.width);
-    int64_t from = std::max<int64_t>(0, min(base.data<int64_t>()[slot], job.rows));
+    int64_t from = written ? job.rows.old : job.rows.clamped(base[slot]);
+    int64_t limit = written ? from : from + job.rows.count;
     for (int64_t i = begin; i < end; i++) {
       int64_t at = chosen.data<int64_t>()[m * most + i];
-      count += copied(job, slot, from, at, &rows[count * job.width]);
+      float* to = &rows[count * job.width];
+      if (at == NO_NUMBER) std::fill_n(to, job.width, NAN);
+      if (at == NO_NUMBER || (at >= 0 && at < limit)) count++;
+      if (at < 0 || at >= limit) continue;
+      const float* row = job.rows.at(slot, from, at, 0, job.width, to);
+      if (row != to) std::copy_n(row, job.width, to);
     }
     for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
       int32_t seen[LANES];
       auto queries = scratch<float>(job.width, LANES);
       for (int64_t i = 0; i < LANES; i++) {
         bool there = head + i < job.heads;
-        const float* row = job.q + (there ? job.row(m, head + i) * job.width : 0);
-        for (int64_t c = 0; c < job.width; c++)
-          queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
+        put_query(job, there ? job.row(m, head + i) : -1, i, &queries[0]);
         seen[i] = there ? static_cast<int32_t>(count) : 0;
       }
       mtp::Attention a{queries.get(), seen, &rows[0],  nullptr, nullptr, count,
@@ -220,85 +210,47 @@ struct Attention : Usual {
     }
   }
 
-  // Copies the numbers of a row that attention reads; returns whether the row exists.
-  bool copied(const Job& job, int64_t slot, int64_t base, int64_t at, float* to) const {
-    int64_t old = written ? job.rows : base;
-    if (at == NO_NUMBER) return std::fill_n(to, job.width, NAN), true;
-    if (at < 0 || at >= (written ? old : old + job.fresh_rows)) return false;
-    if (at >= old) {
-      const float* row = job.fresh + (slot * job.fresh_rows + at - old) * job.stride;
-      std::memcpy(to, row, job.width * sizeof(float));
-      return true;
+  // Runs some lanes on a split of the rows.
+  void attend(const Job& job, const Lanes& lanes, int64_t split, float* part) const {
+    auto queries = scratch<float>(job.width, LANES);
+    for (int64_t i = 0; i < LANES; i++) {
+      bool there = lanes.first + i < job.queries();
+      put_query(job, there ? job.place(lanes.slot, lanes.group, lanes.first + i) : -1, i,
+                &queries[0]);
     }
-    int64_t place = (slot * job.rows + at) * job.stride;
-    if (!job.halves)
-      std::memcpy(to, static_cast<const float*>(job.cache) + place, job.width * sizeof(float));
-    for (int64_t i = 0; job.halves && i < job.width; i++)
-      to[i] = mtp::wide(static_cast<const mtp::Bf16*>(job.cache)[place + i]);
-    return true;
+    const Rows& rows = job.rows;
+    int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
+    bool meet = begin < lanes.base && lanes.base < end;
+    auto copy = scratch<float>(meet || rows.halves ? mtp::CHUNK : 0, rows.stride);
+    int64_t old = lanes.slot * rows.old * rows.stride;
+    mtp::Attention a{};
+    a.queries = queries.get(), a.seen = lanes.seen;
+    if (rows.halves)
+      a.halves = rows.cache.data<mtp::Bf16>() + old;
+    else
+      a.cache = rows.cache.data<float>() + old;
+    a.fresh = rows.fresh.data<float>() + lanes.slot * rows.count * rows.stride;
+    a.base = lanes.base, a.stride = rows.stride;
+    a.keys = lanes.group * job.width, a.width = job.width;
+    a.values = values + lanes.group * latent, a.latent = latent;
+    k.attend(a, begin, end, copy.get(), partial(part));
   }
 
-  void fold(const Job& job, float* into, float* later) const {
-    for (int64_t h = 0, at = 0; h < job.heads; h += LANES, at += (2 + latent) * LANES)
-      k.fold(partial(into + at), partial(later + at), latent);
-  }
-
-  void finish(const Job& job, int64_t m, float* parts) const {
-    for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
-      mtp::Partial done = partial(parts);
-      for (int64_t i = 0; i < LANES && head + i < job.heads; i++)
-        finish(done, i, job.y + job.row(m, head + i) * latent);
-    }
+  // Writes a row of q, scaled, or zeros into a lane.
+  void put_query(const Job& job, int64_t row, int64_t lane, float* queries) const {
+    const float* from = job.q + std::max<int64_t>(row, 0) * job.width;
+    for (int64_t c = 0; c < job.width; c++)
+      queries[c * LANES + lane] = row < 0 ? 0.0f : from[c] * scale;
   }
 
   // Writes a lane's result.
-  void finish(const mtp::Partial& done, int64_t lane, float* row) const {
-    float total = done.total[lane], factor = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
-    for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + lane] * factor;
+  void finish(const float* part, int64_t lane, float* row) const {
+    float total = part[LANES + lane], factor = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
+    for (int64_t d = 0; d < latent; d++) row[d] = part[(2 + d) * LANES + lane] * factor;
   }
 
   static mtp::Partial partial(float* memory) {
     return {memory, memory + LANES, memory + 2 * LANES};
-  }
-
-  void attend_all(const Job& job, const Lanes& lanes, mtp::Partial into, mtp::Partial next) const {
-    attend(job, lanes, 0, into);
-    for (int64_t n = 1; n * mtp::SPLIT < lanes.end; n++) {
-      attend(job, lanes, n, next);
-      k.fold(into, next, latent);
-    }
-  }
-
-  void attend(const Job& job, const Lanes& lanes, int64_t split, const mtp::Partial& out) const {
-    auto queries = scratch<float>(job.width, LANES);
-    for (int64_t i = 0; i < LANES; i++) {
-      bool there = lanes.first + i < job.queries();
-      int64_t place = there ? job.place(lanes.slot, lanes.group, lanes.first + i) : 0;
-      const float* row = job.q + place * job.width;
-      for (int64_t c = 0; c < job.width; c++)
-        queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
-    }
-    int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
-    bool meet = begin < lanes.base && lanes.base < end;
-    auto copy = scratch<float>(meet || job.halves ? mtp::CHUNK : 0, job.stride);
-    int64_t old = lanes.slot * job.rows * job.stride;
-    mtp::Attention a{queries.get(),
-                     lanes.seen,
-                     job.halves ? nullptr : static_cast<const float*>(job.cache) + old,
-                     job.halves ? static_cast<const mtp::Bf16*>(job.cache) + old : nullptr,
-                     job.fresh + lanes.slot * job.fresh_rows * job.stride,
-                     lanes.base,
-                     job.stride,
-                     lanes.group * job.width,
-                     job.width,
-                     values + lanes.group * latent,
-                     latent};
-    k.attend(a, begin, end, copy.get(), out);
-  }
-
-  void finish(const Job& job, const Lanes& lanes, const mtp::Partial& done) const {
-    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++)
-      finish(done, i, job.y + job.place(lanes.slot, lanes.group, lanes.first + i) * latent);
   }
 };
 

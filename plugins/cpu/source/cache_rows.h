@@ -5,8 +5,8 @@
 namespace {
 
 // Rotates the pairs of x [2 * half]; interleaved: pairs are adjacent, else `half` apart.
-void rotate(const float* x, const float* cos, const float* sin, int64_t half, bool interleaved,
-            float* y) {
+inline void rotate(const float* x, const float* cos, const float* sin, int64_t half,
+                   bool interleaved, float* y) {
   int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
   for (int64_t i = 0; i < half; i++) {
     float a = x[i * step], b = x[i * step + apart];
@@ -31,6 +31,38 @@ struct Angles {
   }
 };
 
+// The rows that attention reads: a cache [B, 1, S, R] in fp32 or bfloat16, and fresh rows
+// [B, 1, F, R], whose positions follow those of a slot's rows in the cache.
+struct Rows {
+  Tensor cache, fresh;
+  int64_t stride, old, count;  // numbers of a row; rows of a slot in the cache, and fresh ones
+  bool halves;                 // the cache is bfloat16
+
+  Rows(const char* op, const Tensor& cache, const Tensor& fresh, int64_t slots)
+      : cache(cache), fresh(fresh), halves(cache.type == ort::BFLOAT16) {
+    NEED(cache.rank() == 4 && fresh.rank() == 4, op, "rows have 4 axes, not " + cache.text());
+    stride = cache.shape[3], old = cache.shape[2], count = fresh.shape[2];
+    NEED(cache.is({slots, 1, old, stride}) && fresh.is({slots, 1, count, stride}), op,
+         "rows " + cache.text() + " and " + fresh.text() + " of " + std::to_string(slots) +
+             " slots");
+    NEED(old <= INT32_MAX && count <= INT32_MAX, op, "too many rows");
+    NEED(halves || cache.type == FLOAT, op, "a cache of another type");
+  }
+  // Clamps a slot's number of rows in the cache, since an idle slot may have any.
+  int64_t clamped(int64_t base) const { return std::max<int64_t>(0, min(base, old)); }
+  // Returns `size` numbers of the row at a position, from number `first` on. Positions from `base`
+  // on are fresh rows. bfloat16 becomes fp32 in `memory`.
+  const float* at(int64_t slot, int64_t base, int64_t position, int64_t first, int64_t size,
+                  float* memory) const {
+    if (position >= base)
+      return fresh.data<float>() + (slot * count + position - base) * stride + first;
+    int64_t place = (slot * old + position) * stride + first;
+    if (!halves) return cache.data<float>() + place;
+    for (int64_t i = 0; i < size; i++) memory[i] = mtp::wide(cache.data<mtp::Bf16>()[place + i]);
+    return memory;
+  }
+};
+
 // Cache rows: fresh [slots, 1, tokens, width].
 struct Fresh {
   int64_t slots, tokens, width;
@@ -43,17 +75,17 @@ template <class C>
 void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
                 const Fresh& size) {
   NEED(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
-           cache.shape[3] == size.width && start.shape == std::vector<int64_t>{size.slots},
+           cache.shape[3] == size.width && start.is({size.slots}),
        op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
-  C* held = call.output<C>(cache.shape, 2);
-  if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(C));
+  C* updated = call.output<C>(cache.shape, 2);
+  if (updated != cache.memory) std::memcpy(updated, cache.memory, cache.count(0, 4) * sizeof(C));
   for (int64_t slot = 0; slot < size.slots; slot++) {
     int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
     NEED(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
          std::to_string(size.tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
              std::to_string(rows));
     float* own = fresh + slot * size.tokens * size.width;
-    C* to = held + (slot * rows + at) * size.width;
+    C* to = updated + (slot * rows + at) * size.width;
     for (int64_t i = 0; i < size.tokens * size.width; i++) {
       if constexpr (std::is_same_v<C, float>)
         to[i] = own[i];

@@ -57,15 +57,19 @@ struct Attributes {
 };
 
 template <class T>
-constexpr Type TYPE = ANY;
-template <>
-constexpr Type TYPE<float> = FLOAT;
-template <>
-constexpr Type TYPE<mtp::Bf16> = BFLOAT16;
-template <>
-constexpr Type TYPE<int32_t> = INT32;
-template <>
-constexpr Type TYPE<int64_t> = INT64;
+constexpr Type TYPE = std::is_same_v<T, float>       ? FLOAT
+                      : std::is_same_v<T, mtp::Bf16> ? BFLOAT16
+                      : std::is_same_v<T, int32_t>   ? INT32
+                      : std::is_same_v<T, int64_t>   ? INT64
+                                                     : ANY;
+
+// The type of an operand or a result, which may be missing if it is optional.
+struct Operand {
+  Type type;
+  bool optional;
+  constexpr Operand(Type type, bool optional = false) : type(type), optional(optional) {}
+};
+constexpr Operand maybe(Type type) { return {type, true}; }
 
 // The operands, results and threads of one call.
 class Call {

@@ -7,27 +7,15 @@
 #pragma once
 #include <sstream>
 
-#include "op.h"
+#include "registry.h"
 
 namespace {
 
-// An operator's name, types and constructor, by which a chain creates and checks it.
-struct Kind {
-  const char* name;
-  const ort::Type* inputs;
-  size_t operands, results;
-  std::unique_ptr<ort::Operator> (*make)(const Kernels&, const Attributes&);
-};
-
-template <class Op>
-constexpr Kind kind() {
-  return {Op::name, Op::inputs, std::size(Op::inputs), std::size(Op::results),
-          [](const Kernels& k, const Attributes& from) -> std::unique_ptr<ort::Operator> {
-            return std::make_unique<Op>(k, from);
-          }};
+inline const mtp::Kind* kind_of(const std::string& name) {
+  for (const mtp::Kind& kind : mtp::all_kinds())
+    if (name == kind.name) return &kind;
+  return nullptr;
 }
-
-const Kind* kind_of(const std::string& name);
 
 struct Chain : ort::Operator {
   static constexpr const char* name = "Chain";
@@ -65,7 +53,7 @@ struct Chain : ort::Operator {
  private:
   static constexpr int64_t NONE = -1;
   struct Step {
-    const Kind* kind;
+    const mtp::Kind* kind;
     std::unique_ptr<ort::Operator> op;
     std::vector<int64_t> operands, results, spent;
   };
@@ -120,7 +108,7 @@ struct Chain : ort::Operator {
       if (number == NONE) return {};
       Tensor& tensor = values[number].tensor;
       if (number < chain.operands && !tensor.memory) tensor = node.input(number, optional);
-      ort::Type wanted = step.kind->inputs[place];
+      ort::Type wanted = step.kind->inputs[place].type;
       NEED(!tensor.memory || wanted == ort::ANY || wanted == tensor.type, step.kind->name,
            "an operand is of another type");
       NEED(tensor.memory || optional, step.kind->name, "an operand is missing");

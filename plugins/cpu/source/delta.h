@@ -13,12 +13,12 @@ constexpr int TOGETHER = 2;
 static_assert(mtp::COLUMNS % (16 * TOGETHER) == 0);
 
 // Runs token t for some columns: updates the state, reads it for the token's query, and puts into
-// `held` what the next token's key reads. Every number has one total, to which keys add in order.
-// A token loads and stores each number of the state once, which limits its speed: the state of 64
-// columns fills a first-level cache.
+// `retrieved` what the next token's key reads. Every number has one total, to which keys add in
+// order. A token loads and stores each number of the state once, which limits its speed: the state
+// of 64 columns fills a first-level cache.
 template <bool KEEPS, bool ASKS, bool GOES_ON>
 void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t reads, float* to,
-                 int64_t writes, Floats* held, float* out) {
+                 int64_t writes, Floats* retrieved, float* out) {
   const float *k = d.keys + t * d.stride, *q = ASKS ? d.queries + t * d.stride : nullptr;
   const float* next = GOES_ON ? k + d.stride : nullptr;
   Floats decay = same(d.decays[t * d.heads]), mixed[TOGETHER], found[TOGETHER];
@@ -26,40 +26,42 @@ void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t read
   for (int c = 0; c < TOGETHER; c++) mixed[c] = found[c] = same(0.0f);
   for (int64_t i = 0; i < d.width; i++) {
     Floats key = same(k[i]), query = same(ASKS ? q[i] : 0.0f);
-    Floats behind = same(GOES_ON ? next[i] : 0.0f);
+    Floats next_key = same(GOES_ON ? next[i] : 0.0f);
     for (int c = 0; c < TOGETHER; c++) {
-      Floats own = fma(key, held[c], mul(load(from + i * reads + 16 * c), decay));
+      Floats own = fma(key, retrieved[c], mul(load(from + i * reads + 16 * c), decay));
       if (KEEPS) store(to + i * writes + 16 * c, own);
       if (ASKS) mixed[c] = fma(query, own, mixed[c]);
-      if (GOES_ON) found[c] = fma(behind, mul(own, later), found[c]);
+      if (GOES_ON) found[c] = fma(next_key, mul(own, later), found[c]);
     }
   }
   for (int c = 0; c < TOGETHER; c++) {
     if (ASKS) store(out + 16 * c, mixed[c]);
-    held[c] = found[c];
+    retrieved[c] = found[c];
   }
 }
 
 template <bool ASKS>
 void delta_columns(const mtp::Delta& d, int64_t first) {
-  Floats held[TOGETHER], decay = same(d.decays[0]);
-  for (int c = 0; c < TOGETHER; c++) held[c] = same(0.0f);
+  Floats retrieved[TOGETHER], decay = same(d.decays[0]);
+  for (int c = 0; c < TOGETHER; c++) retrieved[c] = same(0.0f);
   const float* from = d.state + first;
   int64_t reads = d.reads;
   for (int64_t i = 0; i < d.width; i++)
     for (int c = 0; c < TOGETHER; c++)
-      held[c] = fma(same(d.keys[i]), mul(load(from + i * reads + 16 * c), decay), held[c]);
+      retrieved[c] =
+          fma(same(d.keys[i]), mul(load(from + i * reads + 16 * c), decay), retrieved[c]);
   for (int64_t t = 0; t < d.tokens; t++) {
     Floats share = same(d.shares[t * d.heads]);
     const float* v = d.values + t * mtp::COLUMNS + first;
-    for (int c = 0; c < TOGETHER; c++) held[c] = mul(share, sub(load(v + 16 * c), held[c]));
+    for (int c = 0; c < TOGETHER; c++)
+      retrieved[c] = mul(share, sub(load(v + 16 * c), retrieved[c]));
     float *out = d.out + t * mtp::COLUMNS + first, *own = d.between + first;
     if (t + 1 < d.tokens)
-      delta_token<true, ASKS, true>(d, t, from, reads, own, mtp::COLUMNS, held, out);
+      delta_token<true, ASKS, true>(d, t, from, reads, own, mtp::COLUMNS, retrieved, out);
     else if (d.after)
-      delta_token<true, ASKS, false>(d, t, from, reads, d.after + first, d.writes, held, out);
+      delta_token<true, ASKS, false>(d, t, from, reads, d.after + first, d.writes, retrieved, out);
     else
-      delta_token<false, ASKS, false>(d, t, from, reads, nullptr, 0, held, out);
+      delta_token<false, ASKS, false>(d, t, from, reads, nullptr, 0, retrieved, out);
     from = own, reads = mtp::COLUMNS;
   }
 }

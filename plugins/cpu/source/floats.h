@@ -33,13 +33,13 @@ void float_tile(const FloatTile& t, int64_t last) {
       const float* y = t.out[m] + 16 * (t.vector + v);
       totals[m][v] = t.begin == 0 ? same(0.0f) : v + 1 < V ? load(y) : load_some(y, last);
     }
-  auto add_all = [&](bool whole) __attribute__((always_inline)) {
+  auto add_all = [&](bool full) __attribute__((always_inline)) {
     for (int64_t k = t.begin, i = 0; k < t.end; k++, i += t.w.input)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         if (ROWS > 1 && ROWS <= 4)  // a page ahead, which the hardware does not prefetch
           __builtin_prefetch(lines[v] + i + 1024);
-        Floats line = whole || v + 1 < V ? load(lines[v] + i) : load_some(lines[v] + i, last);
+        Floats line = full || v + 1 < V ? load(lines[v] + i) : load_some(lines[v] + i, last);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) totals[m][v] = fma(same(t.x[m][k]), line, totals[m][v]);
       }

@@ -11,9 +11,9 @@ namespace {
 inline Floats exp(Floats x) {
   x = min(same(88.0f), max(same(-87.0f), x));
   Ints n = to_ints(mul(x, same(1.44269504f)));
-  Floats whole = to_floats(n);
-  Floats r = fma(whole, same(-0.693359375f), x);
-  r = fma(whole, same(2.12194440e-4f), r);
+  Floats rounded = to_floats(n);
+  Floats r = fma(rounded, same(-0.693359375f), x);
+  r = fma(rounded, same(2.12194440e-4f), r);
   Floats p = same(1.9875691500e-4f);
   p = fma(p, r, same(1.3981999507e-3f));
   p = fma(p, r, same(8.3334519073e-3f));

@@ -15,12 +15,7 @@ using mtp::Kernels;
 using mtp::LANES;
 using mtp::Panel;
 using mtp::PANEL;
-using ort::Attributes;
-using ort::Bad;
-using ort::Call;
-using ort::MOST;
-using ort::product;
-using ort::Tensor;
+using namespace ort;
 using std::min;
 
 constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications below which one thread is used
@@ -33,7 +28,7 @@ constexpr int64_t NO_NUMBER = -2;   // stands for a chosen row if a score is NaN
     if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
   } while (false)
 
-int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
+inline int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
 
 // Allocates uninitialised memory for the product of these sizes.
 template <class T, class... Sizes>
@@ -52,10 +47,12 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
     ort::parallel(call.context, count, task);
 }
 
-// Defaults of operators.
+// Defaults of operators; each has `name`, `inputs`, and `results` other than one of fp32.
 struct Usual : ort::Operator {
-  static constexpr ort::Type results[] = {ort::FLOAT};
-  static constexpr unsigned optional = 0, optional_results = 0;  // a bit for each operand or result
+  static constexpr Operand results[] = {FLOAT};
+  const Kernels& k;
+
+  Usual(const Kernels& k, const Attributes&) : k(k) {}
 };
 
 }  // namespace

@@ -52,39 +52,18 @@ struct CustomOp {
   Status* (*compute_v2)(void*, Context*);
 };
 
-enum Type {
-  ANY = 0,
-  FLOAT = 1,
-  UINT8 = 2,
-  INT32 = 6,
-  INT64 = 7,
-  BOOL = 9,
-  FLOAT16 = 10,
-  BFLOAT16 = 16
-};
-enum Kind { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
+using Type = int;
+constexpr Type ANY = 0, FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10,
+               BFLOAT16 = 16;
+constexpr int VARIADIC = 2;  // the kind of an operand; 0 is required, 1 optional
 
 // Indices in OrtApi.
-enum Place {
-  CREATE_STATUS = 0,
-  GET_ERROR_MESSAGE = 2,
-  CREATE_DOMAIN = 26,
-  DOMAIN_ADD = 27,
-  ADD_DOMAIN = 28,
-  TENSOR_DATA = 51,
-  ELEMENT_TYPE = 60,
-  DIMENSION_COUNT = 61,
-  DIMENSIONS = 62,
-  TENSOR_SHAPE = 65,
-  ATTRIBUTE_FLOAT = 85,
-  ATTRIBUTE_INT = 86,
-  ATTRIBUTE_STRING = 87,
-  CONTEXT_INPUT = 90,
-  CONTEXT_OUTPUT = 91,
-  RELEASE_STATUS = 93,
-  RELEASE_SHAPE = 99,
-  PARALLEL_FOR = 274,
-};
+using Place = int;
+constexpr Place CREATE_STATUS = 0, GET_ERROR_MESSAGE = 2, CREATE_DOMAIN = 26, DOMAIN_ADD = 27,
+                ADD_DOMAIN = 28, TENSOR_DATA = 51, ELEMENT_TYPE = 60, DIMENSION_COUNT = 61,
+                DIMENSIONS = 62, TENSOR_SHAPE = 65, ATTRIBUTE_FLOAT = 85, ATTRIBUTE_INT = 86,
+                ATTRIBUTE_STRING = 87, CONTEXT_INPUT = 90, CONTEXT_OUTPUT = 91, RELEASE_STATUS = 93,
+                RELEASE_SHAPE = 99, PARALLEL_FOR = 274;
 
 extern const void* const* api;
 
@@ -118,6 +97,13 @@ struct Tensor {
   }
   size_t rank() const { return shape.size(); }
   int64_t last() const { return shape.empty() ? 1 : shape.back(); }
+  int64_t rows() const { return count(0, rank() - 1); }
+  int64_t count() const { return count(0, rank()); }
+  bool is(const std::vector<int64_t>& sizes) const { return shape == sizes; }
+  std::vector<int64_t> with_last(int64_t size) const {
+    std::vector<int64_t> sizes = shape;
+    return sizes.back() = size, sizes;
+  }
   // Returns the product of sizes first .. end - 1, which `numbers` has bounded.
   int64_t count(size_t first, size_t end) const {
     int64_t all = 1;

@@ -1,8 +1,8 @@
 // An indexer's keys, and its choice of rows for each token.
-#pragma once
 #include <cmath>
 
 #include "cache_rows.h"
+#include "registry.h"
 
 namespace {
 
@@ -10,13 +10,14 @@ namespace {
 // cos, sin [B, T, R / 2]. Sums are added in ascending order.
 struct IndexKeys : Usual {
   static constexpr const char* name = "IndexKeys";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT};
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT};
   float epsilon;
   bool interleaved;
 
-  IndexKeys(const Kernels&, const Attributes& from)
-      : epsilon(from.real("epsilon")), interleaved(from.integer("interleaved") != 0) {}
+  IndexKeys(const Kernels& k, const Attributes& from)
+      : Usual(k, from),
+        epsilon(from.real("epsilon")),
+        interleaved(from.integer("interleaved") != 0) {}
 
   void compute(Call& call) const {
     Tensor a = call.input(0), weight = call.input(1), bias = call.input(2);
@@ -53,21 +54,21 @@ struct IndexKeys : Usual {
 // is its last D numbers.
 struct ChooseRows : Usual {
   static constexpr const char* name = "ChooseRows";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::ANY,   ort::FLOAT, ort::INT64, ort::INT64};
-  static constexpr ort::Type results[] = {ort::INT64};
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, ANY, FLOAT, INT64, INT64};
+  static constexpr Operand results[] = {INT64};
   static constexpr int64_t MOST_CHOSEN = 1 << 20;
   static constexpr int64_t PIECE = 512;       // rows of a task
   static constexpr int64_t SCORES = 1 << 22;  // most scores in memory, unless one token has more
-  const Kernels& k;
   int64_t count;
   bool interleaved;
 
   ChooseRows(const Kernels& k, const Attributes& from)
-      : k(k), count(from.integer("count")), interleaved(from.integer("interleaved") != 0) {}
+      : Usual(k, from),
+        count(from.integer("count")),
+        interleaved(from.integer("interleaved") != 0) {}
 
   void compute(Call& call) const {
-    Job job = checked(call);
+    Job job(call, count);
     Angles angles(name, call.input(2), call.input(3), job.slots, job.tokens);
     NEED(2 * angles.half <= job.size, name, "angles " + angles.cos.text());
     int64_t* y = call.output<int64_t>({job.slots, job.tokens, count});
@@ -91,52 +92,32 @@ struct ChooseRows : Usual {
 
  private:
   struct Job {
-    Tensor q, weights, cache, fresh, base, first;
-    int64_t slots, tokens, heads, size, stride, rows, fresh_rows;
-    // Returns the number of a slot's positions in the cache; clamped, for idle slots.
-    int64_t old(int64_t slot) const {
-      return std::max<int64_t>(0, min(base.data<int64_t>()[slot], rows));
+    Tensor q, weights, base, first;
+    Rows rows;
+    int64_t slots, tokens, heads, size;
+
+    Job(Call& call, int64_t count)
+        : q(call.input(0)),
+          weights(call.input(1)),
+          base(call.input(6)),
+          first(call.input(7)),
+          rows(name, call.input(4), call.input(5), weights.rank() > 0 ? weights.shape[0] : 0) {
+      NEED(q.rank() == 3 && weights.rank() == 3, name,
+           "queries " + q.text() + ", weights " + weights.text());
+      slots = q.shape[0], tokens = q.shape[1], heads = weights.shape[2];
+      size = heads > 0 ? q.shape[2] / heads : 0;
+      NEED(size > 0 && size <= rows.stride && q.shape[2] % heads == 0 &&
+               weights.is({slots, tokens, heads}) && base.is({slots}) && first.is({slots}),
+           name, "queries " + q.text() + ", weights " + weights.text());
+      NEED(count > 0 && count <= MOST_CHOSEN, name, "a choice of " + std::to_string(count));
     }
+    int64_t old(int64_t slot) const { return rows.clamped(base.data<int64_t>()[slot]); }
     // Returns the number of positions that token m (of all slots) sees.
     int64_t seen(int64_t m) const {
-      int64_t slot = m / tokens, offset = min(first.data<int64_t>()[slot], fresh_rows);
-      return old(slot) + min(fresh_rows, std::max<int64_t>(0, offset) + m % tokens + 1);
+      int64_t slot = m / tokens, offset = min(first.data<int64_t>()[slot], rows.count);
+      return old(slot) + min(rows.count, std::max<int64_t>(0, offset) + m % tokens + 1);
     }
   };
-
-  Job checked(Call& call) const {
-    Job job{call.input(0),
-            call.input(1),
-            call.input(4),
-            call.input(5),
-            call.input(6),
-            call.input(7),
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0};
-    const Tensor &q = job.q, &w = job.weights, &cache = job.cache, &fresh = job.fresh;
-    NEED(q.rank() == 3 && w.rank() == 3 && cache.rank() == 4 && fresh.rank() == 4, name,
-         "queries " + q.text() + ", weights " + w.text());
-    job.slots = q.shape[0], job.tokens = q.shape[1], job.heads = w.shape[2];
-    job.stride = cache.shape[3], job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
-    job.size = job.heads > 0 ? q.shape[2] / job.heads : 0;
-    auto fit = [&](const Tensor& r) {
-      return r.shape[0] == job.slots && r.shape[1] == 1 && r.shape[3] == job.stride;
-    };
-    std::vector<int64_t> slots{job.slots};
-    NEED(job.size > 0 && job.size <= job.stride && q.shape[2] % job.heads == 0 &&
-             w.shape[0] == job.slots && w.shape[1] == job.tokens && fit(cache) && fit(fresh) &&
-             job.base.shape == slots && job.first.shape == slots,
-         name, "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
-    NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
-    NEED(count > 0 && count <= MOST_CHOSEN, name, "a choice of " + std::to_string(count));
-    NEED(cache.type == ort::FLOAT || cache.type == ort::BFLOAT16, name, "a cache of another type");
-    return job;
-  }
 
   // Computes the scores of positions begin .. end - 1 for token m.
   void score(const Job& job, const Angles& angles, int64_t m, int64_t begin, int64_t end,
@@ -153,7 +134,7 @@ struct ChooseRows : Usual {
     for (int64_t at = begin; at < end; at += ROWS) {
       int64_t some = min(ROWS, end - at);
       for (int64_t i = 0; i < some; i++) {
-        rows[i] = key(job, slot, old, at + i, &wide[i * D]);
+        rows[i] = job.rows.at(slot, old, at + i, job.rows.stride - D, D, &wide[i * D]);
         out[i] = &products[i * H];
       }
       k.floats({&queries[0], D, PANEL * D, PANEL}, H, some, rows, out);
@@ -180,19 +161,6 @@ struct ChooseRows : Usual {
     }
   }
 
-  const float* key(const Job& job, int64_t slot, int64_t old, int64_t at, float* wide) const {
-    int64_t skipped = job.stride - job.size;
-    if (at >= old) {
-      int64_t row = slot * job.fresh_rows + at - old;
-      return job.fresh.data<float>() + row * job.stride + skipped;
-    }
-    int64_t place = (slot * job.rows + at) * job.stride + skipped;
-    if (job.cache.type == ort::FLOAT) return job.cache.data<float>() + place;
-    const mtp::Bf16* halves = job.cache.data<mtp::Bf16>() + place;
-    for (int64_t d = 0; d < job.size; d++) wide[d] = mtp::wide(halves[d]);
-    return wide;
-  }
-
   // Ties go to the lowest position. With a NaN there is no order, so no row is chosen.
   void choose(const float* scores, int64_t seen, int64_t* to) const {
     int64_t found = 0;
@@ -213,5 +181,7 @@ struct ChooseRows : Usual {
     for (; found < count; found++) to[found] = -1;
   }
 };
+
+const Registered<IndexKeys, ChooseRows> registered;
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Operators over single rows: norms, gates, sine and cosine, acceptance, log-softmax, argmax.
-#pragma once
 #include "logarithm.h"
-#include "op.h"
+#include "registry.h"
 #include "trigonometry.h"
 
 namespace {
@@ -9,17 +8,16 @@ namespace {
 // x [.., N] / rms(x) * weight [N]
 struct Norm : Usual {
   static constexpr const char* name = "Norm";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, FLOAT};
   float epsilon;
 
-  Norm(const Kernels& k, const Attributes& from) : k(k), epsilon(from.real("epsilon")) {}
+  Norm(const Kernels& k, const Attributes& from) : Usual(k, from), epsilon(from.real("epsilon")) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0), w = call.input(1);
     NEED(w.rank() == 1 && x.rank() > 0 && x.last() > 0 && x.last() == w.shape[0], name,
          x.text() + ", " + w.text());
-    int64_t rows = x.count(0, x.rank() - 1), size = x.last();
+    int64_t rows = x.rows(), size = x.last();
     float* y = call.output(x.shape);
     tasks(call, rows, product(4, rows, size), [&](int64_t m) {
       k.norm(x.data<float>() + m * size, w.data<float>(), size, epsilon, y + m * size);
@@ -30,20 +28,20 @@ struct Norm : Usual {
 // x * silu(z), or x * sigmoid(z): x and z have as many numbers; the result has z's shape.
 struct Gate : Usual {
   static constexpr const char* name = "Gate";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
+  static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr int64_t PART = 1024;  // numbers in a task
-  const Kernels& k;
   bool silu;
 
-  Gate(const Kernels& k, const Attributes& from) : k(k), silu(from.integer("silu") != 0) {}
+  Gate(const Kernels& k, const Attributes& from)
+      : Usual(k, from), silu(from.integer("silu") != 0) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0), z = call.input(1);
-    int64_t count = z.count(0, z.rank());
-    NEED(x.count(0, x.rank()) == count, name, x.text() + " times " + z.text());
+    int64_t count = z.count();
+    NEED(x.count() == count, name, x.text() + " times " + z.text());
     float* y = call.output(z.shape);
     tasks(call, up(count, PART), product(32, count), [&](int64_t i) {
-      int64_t first = i * PART, some = min(PART, count - first), whole = some / LANES * LANES;
+      int64_t first = i * PART, some = min(PART, count - first), vectors = some / LANES * LANES;
       const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
       float* out = y + first;
       if (!silu) {
@@ -52,13 +50,13 @@ struct Gate : Usual {
         return;
       }
       std::copy_n(gate, some, out);
-      k.gated(out, own, whole);
-      if (whole == some) return;
+      k.gated(out, own, vectors);
+      if (vectors == some) return;
       float gates[LANES] = {}, factors[LANES] = {};
-      std::copy(out + whole, out + some, gates);
-      std::copy(own + whole, own + some, factors);
+      std::copy(out + vectors, out + some, gates);
+      std::copy(own + vectors, own + some, factors);
       k.gated(gates, factors, LANES);
-      std::copy_n(gates, some - whole, out + whole);
+      std::copy_n(gates, some - vectors, out + vectors);
     });
   }
 };
@@ -67,14 +65,14 @@ struct Gate : Usual {
 template <bool COSINE>
 struct Circle : Usual {
   static constexpr const char* name = COSINE ? "Cos" : "Sin";
-  static constexpr ort::Type inputs[] = {ort::FLOAT};
+  static constexpr Operand inputs[] = {FLOAT};
 
-  Circle(const Kernels&, const Attributes&) {}
+  using Usual::Usual;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
     float* y = call.output(x.shape);
-    for (int64_t i = 0; i < x.count(0, x.rank()); i++) {
+    for (int64_t i = 0; i < x.count(); i++) {
       float sine, cosine;
       mtp::sine_and_cosine(x.data<float>()[i], &sine, &cosine);
       y[i] = COSINE ? cosine : sine;
@@ -87,12 +85,10 @@ struct Circle : Usual {
 // log-probabilities and margins [B, T].
 struct Accept : Usual {
   static constexpr const char* name = "Accept";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::INT64, ort::INT64, ort::INT64, ort::BOOL};
-  static constexpr ort::Type results[] = {ort::INT64, ort::INT64, ort::INT64, ort::FLOAT,
-                                          ort::FLOAT};
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, INT64, INT64, INT64, BOOL};
+  static constexpr Operand results[] = {INT64, INT64, INT64, FLOAT, FLOAT};
 
-  Accept(const Kernels& k, const Attributes&) : k(k) {}
+  using Usual::Usual;
 
   void compute(Call& call) const {
     Tensor logits = call.input(0), window = call.input(1);
@@ -132,15 +128,14 @@ struct Accept : Usual {
 // x [.., V] -> x - log(sum(exp(x))), with the same sum as Accept.
 struct LogSoftmax : Usual {
   static constexpr const char* name = "LogSoftmax";
-  static constexpr ort::Type inputs[] = {ort::FLOAT};
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT};
 
-  LogSoftmax(const Kernels& k, const Attributes&) : k(k) {}
+  using Usual::Usual;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
     NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
-    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
+    int64_t rows = x.rows(), V = x.last();
     float* y = call.output(x.shape);
     tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       const float* row = x.data<float>() + m * V;
@@ -154,20 +149,21 @@ struct LogSoftmax : Usual {
 // x [.., V] -> the index [..] of each row's highest number; ties go to the lowest index.
 struct ArgMax : Usual {
   static constexpr const char* name = "ArgMax";
-  static constexpr ort::Type inputs[] = {ort::FLOAT};
-  static constexpr ort::Type results[] = {ort::INT64};
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT};
+  static constexpr Operand results[] = {INT64};
 
-  ArgMax(const Kernels& k, const Attributes&) : k(k) {}
+  using Usual::Usual;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
     NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
-    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
+    int64_t rows = x.rows(), V = x.last();
     int64_t* y = call.output<int64_t>({x.shape.begin(), x.shape.end() - 1});
     tasks(call, rows, product(rows, V),
           [&](int64_t m) { y[m] = k.best(x.data<float>() + m * V, V, false).id; });
   }
 };
+
+const Registered<Norm, Gate, Circle<true>, Circle<false>, Accept, LogSoftmax, ArgMax> registered;
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Grouped-query attention's work between its product and its attention.
-#pragma once
 #include "cache_rows.h"
+#include "registry.h"
 
 namespace {
 
@@ -12,17 +12,15 @@ namespace {
 template <class C>
 struct GroupedRows : Usual {
   static constexpr const char* name = name_of<C>("GroupedRows", "GroupedRowsBf16");
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT,   ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::TYPE<C>, ort::INT64};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::TYPE<C>};
-  static constexpr unsigned optional = 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6, optional_results = 1 << 2;
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   maybe(FLOAT), FLOAT,
+                                       FLOAT, maybe(TYPE<C>), maybe(INT64)};
+  static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
   int64_t heads, groups, width;
   float epsilon;
   bool plus_one;  // a norm multiplies by 1 + weight
 
   GroupedRows(const Kernels& k, const Attributes& from)
-      : k(k),
+      : Usual(k, from),
         heads(from.integer("heads")),
         groups(from.integer("groups")),
         width(from.integer("width")),
@@ -36,9 +34,9 @@ struct GroupedRows : Usual {
          name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], all = a.shape[2], rows = slots * tokens;
     int64_t keys = groups * width, queries = all - 2 * keys;
-    Angles angles(name, call.input(1), call.input(2), slots, tokens);
+    Angles angles(name, call.input(3), call.input(4), slots, tokens);
     NEED(2 * angles.half <= width, name, "angles " + angles.cos.text() + " of a head's numbers");
-    std::vector<float> q_norm = weight(call.input(3, true)), k_norm = weight(call.input(4, true));
+    std::vector<float> q_norm = weight(call.input(1, true)), k_norm = weight(call.input(2, true));
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
     tasks(call, rows, product(8, rows, all), [&](int64_t m) {
@@ -58,7 +56,7 @@ struct GroupedRows : Usual {
  private:
   std::vector<float> weight(const Tensor& norm) const {
     if (!norm.memory) return {};
-    NEED(norm.shape == std::vector<int64_t>{width}, name, "norm " + norm.text());
+    NEED(norm.is({width}), name, "norm " + norm.text());
     std::vector<float> all(norm.data<float>(), norm.data<float>() + width);
     for (float& each : all) each += plus_one ? 1.0f : 0.0f;
     return all;
@@ -73,5 +71,7 @@ struct GroupedRows : Usual {
     std::copy(x + 2 * angles.half, x + width, y + 2 * angles.half);
   }
 };
+
+const Registered<GroupedRows<float>, GroupedRows<mtp::Bf16>> registered;
 
 }  // namespace

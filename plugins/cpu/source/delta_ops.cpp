@@ -1,36 +1,30 @@
 // The gated delta rule, token by token, and the convolution before it.
 //
 // begins [B]: slots whose request begins; their states are read as zeros.
-#pragma once
 #include "exponential.h"
-#include "op.h"
+#include "registry.h"
 
 namespace {
 
 using mtp::COLUMNS;
 
-bool are_of(const Tensor& begins, int64_t slots) {
-  return !begins.memory || begins.shape == std::vector<int64_t>{slots};
-}
+bool are_of(const Tensor& begins, int64_t slots) { return !begins.memory || begins.is({slots}); }
 
 // silu of a causal convolution: x [B, T, C], the k - 1 inputs before x [B, k - 1, C], weight
 // [k, C], begins or none -> [B, T, C].
 struct CausalConv : Usual {
   static constexpr const char* name = "CausalConv";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL};
-  static constexpr unsigned optional = 1 << 3;
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, maybe(BOOL)};
   static constexpr int64_t TAPS = 64;  // maximum of k
-  const Kernels& k;
 
-  CausalConv(const Kernels& k, const Attributes&) : k(k) {}
+  using Usual::Usual;
 
   void compute(Call& call) const override {
     Tensor x = call.input(0), tail = call.input(1), weight = call.input(2);
     Tensor begins = call.input(3, true);
     bool fit = x.rank() == 3 && weight.rank() == 2 && weight.shape[0] > 0 &&
                weight.shape[0] <= TAPS && weight.shape[1] == x.shape[2] &&
-               tail.shape == std::vector<int64_t>{x.shape[0], weight.shape[0] - 1, x.shape[2]} &&
-               are_of(begins, x.shape[0]);
+               tail.is({x.shape[0], weight.shape[0] - 1, x.shape[2]}) && are_of(begins, x.shape[0]);
     NEED(fit, name, x.text() + " behind " + tail.text() + ", weight " + weight.text());
     int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
     float* y = call.output(x.shape);
@@ -54,10 +48,9 @@ struct CausalConv : Usual {
 // [B, T, C], n, begins or none -> [B, k, C].
 struct LastInputs : Usual {
   static constexpr const char* name = "LastInputs";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::INT64, ort::BOOL};
-  static constexpr unsigned optional = 1 << 3;
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, INT64, maybe(BOOL)};
 
-  LastInputs(const Kernels&, const Attributes&) {}
+  using Usual::Usual;
 
   void compute(Call& call) const override {
     Tensor tail = call.input(0), x = call.input(1), n = call.input(2);
@@ -108,8 +101,7 @@ struct DeltaJob {
     std::vector<int64_t> own{heads}, gates{slots, tokens, 2 * heads};
     bool fit = groups > 0 && both == 2 * groups * width && heads % groups == 0 &&
                state.shape[0] == slots && ba.shape == gates && rate.shape == own &&
-               bias.shape == own && are_of(begins, slots) &&
-               (!counted || n.shape == std::vector<int64_t>{slots});
+               bias.shape == own && are_of(begins, slots) && (!counted || n.is({slots}));
     NEED(fit, op, mixed.text() + ", " + ba.text() + " with " + state.text());
     each = heads / groups;
   }
@@ -158,38 +150,29 @@ struct DeltaJob {
   void block(const Kernels& k, int64_t slot, int64_t head, int64_t first, int64_t some,
              float* outputs, float* after) const {
     int64_t count = this->count(slot), row = slot * tokens, at = (slot * heads + head) * width;
-    bool zero = begins.memory && begins.data<uint8_t>()[slot], whole = some == COLUMNS;
+    bool zero = begins.memory && begins.data<uint8_t>()[slot], full = some == COLUMNS;
     const float* from = state.data<float>() + at * values + first;
     float* to = after ? after + at * values + first : nullptr;
     auto own = scratch<float>(2 * count + width, COLUMNS);
-    float *out = &own[count * COLUMNS], *held = out + count * COLUMNS;
+    float *out = &own[count * COLUMNS], *copy = out + count * COLUMNS;
     if (zero)
-      std::fill_n(held, width * COLUMNS, 0.0f);
-    else if (!whole || !count)
-      gather(from, values, width, some, held);
-    bool there = whole && !zero && count;  // the state is read without a copy
+      std::fill_n(copy, width * COLUMNS, 0.0f);
+    else if (!full || !count)
+      gather(from, values, width, some, copy);
+    bool there = full && !zero && count;  // the state is read without a copy
     int64_t size = groups * width, key = row * size + head / each * width;
     gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
            count, some, own.get());
-    mtp::Delta d{queries ? &queries[key] : nullptr,
-                 &keys[key],
-                 own.get(),
-                 &decays[row * heads + head],
-                 &shares[row * heads + head],
-                 count,
-                 size,
-                 heads,
-                 width,
-                 out,
-                 there ? from : held,
-                 !to || whole ? to : held,
-                 there ? values : COLUMNS,
-                 whole ? values : COLUMNS,
-                 held};
+    mtp::Delta d{};
+    d.queries = queries ? &queries[key] : nullptr, d.keys = &keys[key], d.values = own.get();
+    d.decays = &decays[row * heads + head], d.shares = &shares[row * heads + head];
+    d.tokens = count, d.stride = size, d.heads = heads, d.width = width, d.out = out;
+    d.state = there ? from : copy, d.reads = there ? values : COLUMNS;
+    d.after = !to || full ? to : copy, d.writes = full ? values : COLUMNS, d.between = copy;
     if (count) k.delta(d);
     if (outputs)
       scatter(out, count, some, heads * values, outputs + (row * heads + head) * values + first);
-    if (to && (!whole || !count)) scatter(held, width, some, values, to);
+    if (to && (!full || !count)) scatter(copy, width, some, values, to);
   }
   // Copies rows of `some` numbers, `stride` apart, to adjacent rows of COLUMNS, padded with zeros.
   static void gather(const float* from, int64_t stride, int64_t rows, int64_t some, float* to) {
@@ -207,14 +190,12 @@ struct DeltaJob {
 // The outputs of all tokens -> [B, T, H, V], and if requested the state after them.
 struct DeltaRule : Usual {
   static constexpr const char* name = "DeltaRule";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::FLOAT, ort::BOOL};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
-  static constexpr unsigned optional = 1 << 5, optional_results = 1 << 1;
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, maybe(BOOL)};
+  static constexpr Operand results[] = {FLOAT, maybe(FLOAT)};
   bool keeps;  // whether there is the second result
 
-  DeltaRule(const Kernels& k, const Attributes& from) : k(k), keeps(from.integer("keeps") != 0) {}
+  DeltaRule(const Kernels& k, const Attributes& from)
+      : Usual(k, from), keeps(from.integer("keeps") != 0) {}
 
   void compute(Call& call) const override {
     DeltaJob job(name, call, false);
@@ -228,12 +209,9 @@ struct DeltaRule : Usual {
 // The state [B, H, K, V] after the first n [B] tokens; n = 0 leaves it unchanged.
 struct DeltaAdvance : Usual {
   static constexpr const char* name = "DeltaAdvance";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::INT64, ort::BOOL};
-  static constexpr unsigned optional = 1 << 6;
-  const Kernels& k;
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT64, maybe(BOOL)};
 
-  DeltaAdvance(const Kernels& k, const Attributes&) : k(k) {}
+  using Usual::Usual;
 
   void compute(Call& call) const override {
     DeltaJob job(name, call, true);
@@ -242,5 +220,7 @@ struct DeltaAdvance : Usual {
     job.run(k, call, nullptr, after);
   }
 };
+
+const Registered<CausalConv, LastInputs, DeltaRule, DeltaAdvance> registered;
 
 }  // namespace

@@ -1,6 +1,5 @@
 // A step's small operators: taking, joining, splitting and looking up rows, placing tokens.
-#pragma once
-#include "op.h"
+#include "registry.h"
 #include "trigonometry.h"
 
 namespace {
@@ -9,17 +8,16 @@ namespace {
 template <class T>
 struct Take : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Take" : "TakeInts";
-  static constexpr ort::Type inputs[] = {ort::TYPE<T>, ort::INT64};
-  static constexpr ort::Type results[] = {ort::TYPE<T>};
+  static constexpr Operand inputs[] = {TYPE<T>, INT64};
+  static constexpr Operand results[] = {TYPE<T>};
   int64_t count;
 
-  Take(const Kernels&, const Attributes& from) : count(from.integer("count")) {}
+  Take(const Kernels& k, const Attributes& from) : Usual(k, from), count(from.integer("count")) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0), start = call.input(1);
-    NEED(x.rank() > 1 && start.shape == std::vector<int64_t>{x.shape[0]} && count > 0 &&
-             count <= x.shape[1],
-         name, std::to_string(count) + " rows of " + x.text());
+    NEED(x.rank() > 1 && start.is({x.shape[0]}) && count > 0 && count <= x.shape[1], name,
+         std::to_string(count) + " rows of " + x.text());
     std::vector<int64_t> shape = x.shape;
     shape[1] = count;
     T* y = call.output<T>(shape);
@@ -38,12 +36,11 @@ struct Take : Usual {
 template <class T>
 struct Join : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Join" : "JoinInts";
-  static constexpr ort::Type inputs[] = {ort::TYPE<T>, ort::TYPE<T>, ort::TYPE<T>, ort::TYPE<T>};
-  static constexpr ort::Type results[] = {ort::TYPE<T>};
-  static constexpr unsigned optional = 1 << 2 | 1 << 3;
+  static constexpr Operand inputs[] = {TYPE<T>, TYPE<T>, maybe(TYPE<T>), maybe(TYPE<T>)};
+  static constexpr Operand results[] = {TYPE<T>};
   int64_t axis;
 
-  Join(const Kernels&, const Attributes& from) : axis(from.integer("axis")) {}
+  Join(const Kernels& k, const Attributes& from) : Usual(k, from), axis(from.integer("axis")) {}
 
   void compute(Call& call) const {
     std::vector<Tensor> parts;
@@ -78,11 +75,11 @@ struct Join : Usual {
 // x [.., N] -> the first `first` columns, and the others.
 struct Split : Usual {
   static constexpr const char* name = "Split";
-  static constexpr ort::Type inputs[] = {ort::FLOAT};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
+  static constexpr Operand inputs[] = {FLOAT};
+  static constexpr Operand results[] = {FLOAT, FLOAT};
   int64_t first;
 
-  Split(const Kernels&, const Attributes& from) : first(from.integer("first")) {}
+  Split(const Kernels& k, const Attributes& from) : Usual(k, from), first(from.integer("first")) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
@@ -95,31 +92,9 @@ struct Split : Usual {
     shape.back() = rest;
     float* b = call.output(shape, 1);
     const float* row = x.data<float>();
-    for (int64_t m = x.count(0, x.rank() - 1); m > 0; m--, row += first + rest) {
+    for (int64_t m = x.rows(); m > 0; m--, row += first + rest) {
       a = std::copy_n(row, first, a);
       b = std::copy_n(row + first, rest, b);
-    }
-  }
-};
-
-// Rows of an fp32 embedding: tokens [..], table [V, K] -> [.., K].
-struct FloatEmbedding : Usual {
-  static constexpr const char* name = "FloatEmbedding";
-  static constexpr ort::Type inputs[] = {ort::INT64, ort::FLOAT};
-
-  FloatEmbedding(const Kernels&, const Attributes&) {}
-
-  void compute(Call& call) const {
-    Tensor tokens = call.input(0), table = call.input(1);
-    NEED(table.rank() == 2, name, "table " + table.text());
-    std::vector<int64_t> shape = tokens.shape;
-    shape.push_back(table.shape[1]);
-    float* y = call.output(shape);
-    for (int64_t m = 0; m < tokens.count(0, tokens.rank()); m++) {
-      int64_t id = tokens.data<int64_t>()[m];
-      NEED(id >= 0 && id < table.shape[0], name,
-           "no token " + std::to_string(id) + " of " + std::to_string(table.shape[0]));
-      y = std::copy_n(table.data<float>() + id * table.shape[1], table.shape[1], y);
     }
   }
 };
@@ -129,15 +104,13 @@ struct FloatEmbedding : Usual {
 // [B].
 struct Places : Usual {
   static constexpr const char* name = "Places";
-  static constexpr ort::Type inputs[] = {ort::INT64, ort::BOOL, ort::FLOAT, ort::INT64, ort::INT64};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::INT64, ort::INT64,
-                                          ort::INT64};
-  static constexpr unsigned optional = 1 << 1;
+  static constexpr Operand inputs[] = {INT64, maybe(BOOL), FLOAT, INT64, INT64};
+  static constexpr Operand results[] = {FLOAT, FLOAT, INT64, INT64, INT64};
   int64_t offset;
   float scale;
 
-  Places(const Kernels&, const Attributes& from)
-      : offset(from.integer("offset")), scale(from.real("scale")) {}
+  Places(const Kernels& k, const Attributes& from)
+      : Usual(k, from), offset(from.integer("offset")), scale(from.real("scale")) {}
 
   void compute(Call& call) const {
     Tensor start = call.input(0), active = call.input(1, true), frequencies = call.input(2);
@@ -169,9 +142,11 @@ struct Places : Usual {
 
  private:
   static int64_t number(const Tensor& x) {
-    NEED(x.count(0, x.rank()) == 1, name, "no number, but " + x.text());
+    NEED(x.count() == 1, name, "no number, but " + x.text());
     return *x.data<int64_t>();
   }
 };
+
+const Registered<Take<float>, Take<int64_t>, Join<float>, Join<int64_t>, Split, Places> registered;
 
 }  // namespace

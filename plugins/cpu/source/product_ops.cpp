@@ -1,0 +1,120 @@
+// Products with weights of either kind, and an embedding.
+#include "registry.h"
+#include "weights.h"
+
+namespace {
+
+// x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times a weight for each of H heads
+// -> [B, H, T, N]; with optional norm and sum (Around).
+struct Product : Usual {
+  static constexpr const char* name = "Product";
+  static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT), maybe(FLOAT)};
+  int64_t outputs;  // of a packed weight; 0 if the weight is not packed
+  float epsilon;
+
+  Product(const Kernels& k, const Attributes& from)
+      : Usual(k, from),
+        outputs(from.value_or<int64_t>("N", 0)),
+        epsilon(from.value_or("epsilon", 0.0f)) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), values = call.input(1);
+    bool heads = values.rank() == (outputs ? 4 : 3);
+    Weight weight = weight_of(name, values, call.input(2, true), heads, outputs);
+    std::visit([&](const auto& w) { multiply(call, x, w, heads); }, weight);
+  }
+
+ private:
+  template <class W>
+  void multiply(Call& call, const Tensor& x, const W& w, bool heads) const {
+    bool fits = heads ? x.rank() == 4 && x.shape[1] == w.matrices : x.rank() > 0;
+    NEED(fits && x.last() == w.inputs, name,
+         "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
+    std::vector<int64_t> shape = x.with_last(w.outputs);
+    Around around(name, call, 3, epsilon, x, shape);
+    float* y = call.output(shape);
+    int64_t all = x.rows(), rows = heads ? x.shape[2] : all;
+    int64_t matrices = heads ? product(x.shape[0], w.matrices) : 1;
+    Inputs<W> inputs(k, call, w, x.data<float>(), all, &around);
+    by_tiles(call, inputs, matrices, rows, w.outputs, W::work(all, product(w.inputs, w.outputs)), y,
+             [&](int64_t matrix, int64_t panel, int64_t columns, int64_t some, auto in, auto out) {
+               w.multiply(k, matrix % w.matrices, panel, columns, some, in, out);
+               for (int64_t i = 0; i < some; i++) around.add(out[i] - y, columns, y);
+             });
+  }
+};
+
+// silu(x @ gates) * (x @ ups): x [.., K], a packed weight of N outputs, gates first -> [.., N / 2];
+// with an optional norm of x.
+struct GatedProduct : Usual {
+  static constexpr const char* name = "GatedProduct";
+  static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT)};
+  int64_t outputs;
+  float epsilon;
+
+  GatedProduct(const Kernels& k, const Attributes& from)
+      : Usual(k, from), outputs(from.integer("N")), epsilon(from.value_or("epsilon", 0.0f)) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    NEED(outputs > 0 && outputs % (2 * PANEL) == 0, name, std::to_string(outputs) + " outputs");
+    Weight weight = weight_of(name, call.input(1), call.input(2, true), 0, outputs);
+    std::visit([&](const auto& w) { multiply(call, x, w); }, weight);
+  }
+
+ private:
+  template <class W>
+  void multiply(Call& call, const Tensor& x, const W& w) const {
+    NEED(x.rank() > 0 && x.last() == w.inputs, name,
+         "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
+    int64_t rows = x.rows(), inner = outputs / 2;
+    std::vector<int64_t> shape = x.with_last(inner);
+    Around around(name, call, 3, epsilon, x, shape);
+    float* y = call.output(shape);
+    Inputs<W> inputs(k, call, w, x.data<float>(), rows, &around);
+    by_tiles(call, inputs, 1, rows, inner, W::work(rows, product(w.inputs, outputs)), y,
+             [&](int64_t, int64_t panel, int64_t columns, int64_t some, auto in, auto gates) {
+               alignas(64) float ups[ROWS][WIDE * PANEL];
+               float* out[ROWS];
+               for (int64_t i = 0; i < some; i++) out[i] = ups[i];
+               w.multiply(k, 0, panel, columns, some, in, gates);
+               w.multiply(k, 0, inner / PANEL + panel, columns, some, in, out);
+               for (int64_t i = 0; i < some; i++) k.gated(gates[i], ups[i], columns);
+             });
+  }
+};
+
+// Rows of an embedding: tokens [..] and a table [V, K], or int8 [V, K / 32, 32] with scales
+// [V, K / 32] -> [.., K].
+struct Embedding : Usual {
+  static constexpr const char* name = "Embedding";
+  static constexpr Operand inputs[] = {INT64, ANY, maybe(FLOAT16)};
+  using Usual::Usual;
+
+  void compute(Call& call) const {
+    Tensor tokens = call.input(0), table = call.input(1), scales = call.input(2, true);
+    bool floats = table.type == FLOAT;
+    bool fits = floats ? table.rank() == 2 && !scales.memory
+                       : table.type == UINT8 && table.rank() == 3 && table.last() == BLOCK &&
+                             scales.is({table.shape[0], table.shape[1]});
+    NEED(fits, name, "values " + table.text() + " and scales " + scales.text());
+    int64_t vocabulary = table.shape[0], width = table.count(1, table.rank());
+    std::vector<int64_t> shape = tokens.shape;
+    shape.push_back(width);
+    float* y = call.output(shape);
+    for (int64_t m = 0; m < tokens.count(); m++, y += width) {
+      int64_t id = tokens.data<int64_t>()[m];
+      NEED(id >= 0 && id < vocabulary, name,
+           "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
+      if (floats) std::copy_n(table.data<float>() + id * width, width, y);
+      for (int64_t i = 0; !floats && i < width; i++) {
+        float scale = mtp::half(scales.data<uint16_t>()[(id * width + i) / BLOCK]);
+        y[i] = static_cast<float>(table.data<uint8_t>()[id * width + i] - 128) * scale;
+      }
+    }
+  }
+};
+
+const Registered<Product, GatedProduct, Embedding> registered;
+
+}  // namespace

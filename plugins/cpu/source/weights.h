@@ -1,0 +1,221 @@
+// Weights of products, in fp32 or in integers, and what may be done to a product's rows and
+// results.
+#pragma once
+#include <variant>
+
+#include "op.h"
+
+namespace {
+
+using mtp::FloatPanels;
+
+constexpr int64_t WIDE = 4;  // most panels in a task, about as many as one fp32 row uses at once
+constexpr int64_t INTEGERS = 4;  // integer multiplications in the time of an fp32 one; also the
+                                 // rows up to which reading the weight takes longest
+
+// The sizes of a weight: one or more matrices of `outputs` outputs in panels of 32.
+struct Matrices {
+  int64_t matrices, inputs, outputs, panels;
+};
+
+// Optional work around a product x [.., K] -> y. Operand `place` is the weight [K] of an RMSNorm of
+// x before the product. The operand after it is added to y; it has y's shape, or one number for
+// each output.
+struct Around {
+  Tensor norm, sum;
+  float epsilon;
+  int64_t width;
+  bool bias;
+
+  Around(const char* op, Call& call, size_t place, float epsilon, const Tensor& x,
+         const std::vector<int64_t>& y)
+      : norm(call.input(place, true)), sum(call.input(place + 1, true)), epsilon(epsilon) {
+    NEED(!norm.memory || norm.is({x.last()}), op, "rows " + x.text() + ", norm " + norm.text());
+    bias = sum.is({y.back()});
+    width = y.back();
+    NEED(!sum.memory || bias || sum.shape == y, op, "the sum with " + sum.text());
+  }
+  // Adds the operand to `count` numbers of the result, from y[place] on.
+  void add(int64_t place, int64_t count, float* y) const {
+    if (!sum.memory) return;
+    const float* added = sum.data<float>() + (bias ? place % width : place);
+    for (int64_t i = 0; i < count; i++) y[place + i] += added[i];
+  }
+};
+
+// fp32 matrices [.., panels, K, 32]; or [.., K, N], not packed, if the operator names no outputs.
+struct FloatWeight : Matrices {
+  using Input = float;                    // rows are multiplied as they are
+  static constexpr int64_t UNIT = PANEL;  // Inputs that hold 32 numbers
+  const float* values;
+  bool packed;
+
+  FloatWeight(const char* op, const Tensor& w, size_t outer, int64_t named)
+      : values(w.data<float>()), packed(named != 0) {
+    NEED(w.rank() == outer + (packed ? 3 : 2), op, "weight is " + w.text());
+    matrices = w.count(0, outer);
+    inputs = w.shape[w.rank() - 2];
+    outputs = packed ? named : w.last();
+    panels = up(outputs, PANEL);
+    NEED(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels), op,
+         std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
+  }
+  int64_t size() const { return inputs; }  // of a row, in Inputs
+  static int64_t share(int64_t) { return WIDE; }
+  static int64_t work(int64_t rows, int64_t numbers) { return product(rows, numbers); }
+  static const float* as_given(const float* x) { return x; }
+  static void convert(const Kernels&, const float* x, int64_t count, float* to) {
+    std::copy_n(x, count, to);
+  }
+  // Multiplies up to ROWS rows by `columns` outputs of a matrix, from one of its panels on.
+  void multiply(const Kernels& k, int64_t matrix, int64_t panel, int64_t columns, int64_t rows,
+                const float* const* in, float* const* out) const {
+    FloatPanels from{values + (matrix * panels + panel) * inputs * PANEL, inputs, inputs * PANEL,
+                     PANEL};
+    if (!packed)
+      from = {values + matrix * inputs * outputs + panel * PANEL, inputs, PANEL, outputs};
+    k.floats(from, columns, rows, in, out);
+  }
+};
+
+// Integers [.., panels, blocks, 128 * bits] with fp16 scales [.., panels, blocks, 32].
+struct IntegerWeight : Matrices {
+  using Input = InputBlock;           // rows are rounded to int8 in blocks
+  static constexpr int64_t UNIT = 1;  // Inputs that hold 32 numbers
+  const uint8_t* values;
+  const uint16_t* scales;
+  int64_t blocks, bits;
+
+  IntegerWeight(const char* op, const Tensor& v, const Tensor& s, size_t outer, int64_t named)
+      : values(v.data<uint8_t>()), scales(s.data<uint16_t>()), bits(v.last() / 128) {
+    NEED(v.rank() == outer + 3 && s.rank() == outer + 3, op,
+         "weight is " + v.text() + ", " + s.text());
+    bool alike = std::equal(v.shape.begin(), v.shape.end() - 1, s.shape.begin());
+    NEED(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
+         "no packed weight has values " + v.text() + " and scales " + s.text());
+    panels = v.shape[outer];
+    blocks = v.shape[outer + 1];
+    matrices = v.count(0, outer);
+    inputs = blocks * BLOCK;
+    outputs = named;
+    NEED(outputs > 0 && panels == up(outputs, PANEL) && blocks > 0, op,
+         std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32, " +
+             std::to_string(blocks) + " blocks of inputs");
+  }
+  int64_t size() const { return blocks; }
+  static int64_t share(int64_t panels) { return std::max<int64_t>(1, min(WIDE, panels / 16)); }
+  static int64_t work(int64_t rows, int64_t numbers) {
+    return product(std::max(rows, INTEGERS), numbers) / INTEGERS;
+  }
+  static const InputBlock* as_given(const float*) { return nullptr; }
+  static void convert(const Kernels& k, const float* x, int64_t count, InputBlock* to) {
+    k.quantise(x, count / BLOCK, to);
+  }
+  void multiply(const Kernels& k, int64_t matrix, int64_t panel, int64_t columns, int64_t rows,
+                const InputBlock* const* in, float* const* out) const {
+    alignas(64) float last[ROWS][PANEL];
+    float* to[ROWS];
+    for (int64_t n = 0; n < columns; n += PANEL, panel++) {
+      int64_t first = (matrix * panels + panel) * blocks, some = min(PANEL, columns - n);
+      for (int64_t i = 0; i < rows; i++) to[i] = some == PANEL ? out[i] + n : last[i];
+      (bits == 4 ? k.panel4 : k.panel8)(
+          {values + first * 128 * bits, scales + first * PANEL, blocks}, rows, in, to);
+      for (int64_t i = 0; some < PANEL && i < rows; i++) std::copy_n(last[i], some, out[i] + n);
+    }
+  }
+};
+
+using Weight = std::variant<FloatWeight, IntegerWeight>;
+
+// Returns the weight of an operand with `outer` axes before those of a matrix, and its scales.
+inline Weight weight_of(const char* op, const Tensor& values, const Tensor& scales, size_t outer,
+                        int64_t outputs) {
+  if (values.type == ort::FLOAT) {
+    NEED(!scales.memory, op, "scales of fp32");
+    return FloatWeight(op, values, outer, outputs);
+  }
+  NEED(values.type == ort::UINT8 && scales.memory, op, "no packed weight");
+  return IntegerWeight(op, values, scales, outer, outputs);
+}
+
+// The rows of a product, normed and in the form that the weight is multiplied by.
+template <class W>
+struct Inputs {
+  using Input = typename W::Input;
+  int64_t size;
+  std::unique_ptr<Input[]> own;
+  const Input* rows;
+
+  Inputs(const Kernels& k, Call& call, const W& w, const float* x, int64_t count,
+         const Around* around = nullptr)
+      : size(w.size()) {
+    const float* norm = around && around->norm.memory ? around->norm.data<float>() : nullptr;
+    rows = norm ? nullptr : W::as_given(x);
+    if (rows) return;
+    own = scratch<Input>(count, size);
+    rows = own.get();
+    tasks(call, count, product(count, w.inputs, 4), [&](int64_t m) {
+      const float* row = x + m * w.inputs;
+      auto normed = scratch<float>(norm ? w.inputs : 0);
+      if (norm) k.norm(row, norm, w.inputs, around->epsilon, normed.get());
+      W::convert(k, norm ? normed.get() : row, w.inputs, &own[m * size]);
+    });
+  }
+  const Input* operator[](int64_t row) const { return rows + row * size; }
+};
+
+// Distribution of a matrix's panels over tasks, evenly.
+struct Shares {
+  int64_t outputs, panels, count, step;
+
+  Shares(int64_t outputs, int64_t wide)
+      : outputs(outputs),
+        panels(up(outputs, PANEL)),
+        count(up(panels, wide)),
+        step(up(panels, std::max<int64_t>(count, 1))) {}
+  int64_t first(int64_t share) const { return min(panels, share * step); }
+  int64_t columns(int64_t share) const {
+    return min(outputs, first(share + 1) * PANEL) - min(outputs, first(share) * PANEL);
+  }
+};
+
+// Runs tile(matrix, panel, columns, some, in, out) for all pieces of products of `rows` rows by
+// matrices -> y [matrices, rows, outputs]: some rows, up to ROWS, and the panels of a task.
+template <class W, class F>
+void by_tiles(Call& call, const Inputs<W>& inputs, int64_t matrices, int64_t rows, int64_t outputs,
+              int64_t work, float* y, const F& tile) {
+  Shares shares(outputs, W::share(up(outputs, PANEL)));
+  int64_t pieces = up(rows, ROWS);
+  tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
+    int64_t share = t / pieces % shares.count, matrix = t / pieces / shares.count;
+    int64_t first = t % pieces * ROWS, some = min(ROWS, rows - first), panel = shares.first(share);
+    const typename W::Input* in[ROWS];
+    float* out[ROWS];
+    for (int64_t i = 0; i < some; i++) {
+      in[i] = inputs[matrix * rows + first + i];
+      out[i] = y + (matrix * rows + first + i) * outputs + panel * PANEL;
+    }
+    tile(matrix, panel, shares.columns(share), some, in, out);
+  });
+}
+
+// Multiplies up to ROWS rows of floats by a matrix.
+inline void project(const Kernels& k, const Weight& weight, int64_t matrix, int64_t rows,
+                    const float* const* x, float* const* y) {
+  std::visit(
+      [&](const auto& w) {
+        using Input = typename std::decay_t<decltype(w)>::Input;
+        if constexpr (std::is_same_v<Input, float>)
+          return w.multiply(k, matrix, 0, w.outputs, rows, x, y);
+        auto own = scratch<Input>(rows, w.size());
+        const Input* in[ROWS];
+        for (int64_t i = 0; i < rows; i++) {
+          in[i] = &own[i * w.size()];
+          w.convert(k, x[i], w.inputs, &own[i * w.size()]);
+        }
+        w.multiply(k, matrix, 0, w.outputs, rows, in, y);
+      },
+      weight);
+}
+
+}  // namespace

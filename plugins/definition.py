@@ -1,0 +1,68 @@
+"""The definition of an op, from which its registrations are made.
+
+The signature of an op's reference is its specification: tensors, tensors that may be missing, and
+numbers. `define` adds what the results look like and, where the CPU's library has an operator that
+does the same, its node. The op in PyTorch, its results without values, its node in ONNX and its
+launches on a GPU take the operands from there, by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator of the CPU's library that computes an op.
+
+    Its inputs are the op's tensors and its attributes the op's numbers, in the op's order.
+    """
+
+    name: str
+    renamed: Mapping[str, str] = field(default_factory=dict)  # number -> attribute
+    sizes: tuple[str, ...] = ()  # numbers that are inputs
+    typed: str = ""  # the tensor whose type is a part of the operator's name, unless it is fp32
+    constants: Mapping[str, int] = field(default_factory=dict)  # attributes that no number gives
+
+
+EMPTY: dict[CustomOpDef, Callable[..., Any]] = {}  # in the order of definition
+NODES: dict[CustomOpDef, Node] = {}
+
+
+def define(
+    empty: Callable[..., Any], node: Node | None = None
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Register a reference as the op of its name.
+
+    empty: returns empty tensors like the results; its parameters name the operands that it needs.
+    """
+
+    def register(reference: Callable[..., Any]) -> CustomOpDef:
+        name = reference.__name__.removesuffix("_op")
+        op = torch.library.custom_op(f"mtpbuild::{name}", reference, mutates_args=())
+        EMPTY[op] = empty
+        if node is not None:
+            NODES[op] = node
+        op.register_fake(lambda *operands, **named: empty_results(op, bind(op, operands, named)))
+        return op
+
+    return register
+
+
+def bind(
+    op: CustomOpDef, operands: Sequence[Any], named: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an op's operands by the reference's parameter names, with its defaults."""
+    bound = signature(op._init_fn).bind(*operands, **named or {})
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def empty_results(op: CustomOpDef, known: Mapping[str, Any]) -> Any:
+    """Return empty tensors like the op's results; known: its operands by name."""
+    empty = EMPTY[op]
+    return empty(**{name: known[name] for name in signature(empty).parameters})
