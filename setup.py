@@ -29,7 +29,9 @@ class BuildLibrary(build_ext):
             compile_library(temporary / "library.so", compiler)
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(f"the CPU kernels cannot be compiled: {error}") from None
-        self.copy_file(str(temporary / "library.so"), self.get_ext_fullpath(ext.name))
+        place = Path(self.get_ext_fullpath(ext.name))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(temporary / "library.so"), str(place))
 
 
 code = {
