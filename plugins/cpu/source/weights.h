@@ -184,7 +184,8 @@ struct Shares {
 template <class W, class F>
 void by_tiles(Call& call, const Inputs<W>& inputs, int64_t matrices, int64_t rows, int64_t outputs,
               int64_t work, float* y, const F& tile) {
-  Shares shares(outputs, W::share(up(outputs, PANEL)));
+  // On one thread there are as few tasks as can be.
+  Shares shares(outputs, work < SMALL ? WIDE : W::share(up(outputs, PANEL)));
   int64_t pieces = up(rows, ROWS);
   tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
     int64_t share = t / pieces % shares.count, matrix = t / pieces / shares.count;
