@@ -95,7 +95,7 @@ class FirstDraft(nn.Module):
         module = self.model.module(0)
         rows = self.model.rope(start, hidden.shape[1])
         x = self.model.draft_input(0, emitted, hidden, rows)
-        x, cache = module.last(x, state[MTP_CACHE], rows, at)
+        x, cache = module.forward_last(x, state[MTP_CACHE], rows, at)
         return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
 
 
@@ -121,7 +121,7 @@ class FurtherDraft(nn.Module):
         module, before = self.model.module(0), side.shape[2]
         rows = self.model.rope(start + before, 1, base=start)
         x = self.model.draft_input(0, draft, hidden, rows)
-        x, side = module.ahead(x, cache, side, rows)
+        x, side = module.forward_uncached(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
 
 

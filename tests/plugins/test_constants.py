@@ -91,7 +91,7 @@ def test_the_numbers(form: str, shape: tuple[int, int], by_input: bool) -> None:
     assert constants.weight("FLOAT", *weight, "b") is found  # once, however often it is used
     kind = {"fp8": "FP8", "nvfp4": "FP4"}[form]
     assert network.made.count(f"{kind} {[*shape]}") == 1
-    assert set(constants.held) == {
+    assert set(constants.by_layer) == {
         f"a_{part}" for part in ("values", "scales", "scales_2")[: 2 + (form == "nvfp4")]
     }
 
@@ -118,7 +118,7 @@ def test_one_number_for_all() -> None:
     found = constants.weight("FLOAT", values, scales, second, "a")
     torch.testing.assert_close(found, dequantise(values, scales, second), rtol=2.0**-22, atol=0.0)
     assert "FLOAT []" in network.made
-    assert constants.held["a_scales_2"].data_ptr() != second.data_ptr()
+    assert constants.by_layer["a_scales_2"].data_ptr() != second.data_ptr()
 
 
 def test_a_product() -> None:
