@@ -28,7 +28,7 @@ from mtpbuild.runtime.contract.programs import PrefixCaching
 from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
 from mtpbuild.runtime.prefix_cache.files import PRIVATE, STATES, PrefixFiles
-from mtpbuild.runtime.prefix_cache.tree import Span, common, root_key
+from mtpbuild.runtime.prefix_cache.tree import RowSpan, common, root_key
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.targets import find_target, targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -185,7 +185,7 @@ def write_prefix(
 ) -> None:
     path = folder / prefix_file(name)
     path.parent.mkdir(exist_ok=True)
-    PrefixFiles(manifest).write(path, Span(root_key(""), 0, tuple(tokens)), arrays)
+    PrefixFiles(manifest).write(path, RowSpan(root_key(""), 0, tuple(tokens)), arrays)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -8,7 +8,7 @@ from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.readable import stored_as
 from mtpbuild.builder.dry_run import size_of
 from mtpbuild.builder.forecast.cpu import MAPPED
-from mtpbuild.builder.forecast.weights import TIED, Layout, count_classes, in_engine
+from mtpbuild.builder.forecast.weights import TIED, CheckpointLayout, count_classes, in_engine
 from mtpbuild.builder.host import Room
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.targets.target import Target
@@ -71,7 +71,7 @@ def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file."""
     stored, config = SCHEMES[stored_as(folder)], plan.config
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
-    layout = Layout("", config, lambda _: None, lambda _: dtype, repeated=False)
+    layout = CheckpointLayout("", config, lambda _: None, lambda _: dtype, repeated=False)
     held = in_engine(layout, plan.scheme or stored, plan.style, plan.ranks, dtype)
     found = count_classes(held, plan.ranks)
     return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in found))

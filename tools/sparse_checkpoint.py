@@ -10,7 +10,12 @@ import argparse
 import shutil
 from pathlib import Path
 
-from mtpbuild.builder.forecast.weights import Layout, count_classes, find_layout, sum_portions
+from mtpbuild.builder.forecast.weights import (
+    CheckpointLayout,
+    count_classes,
+    find_layout,
+    sum_portions,
+)
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.weights.formats import Entry
@@ -19,7 +24,7 @@ from mtpbuild.builder.weights.placed import Shard, split, write_index
 from mtpbuild.runtime.ranks import ALONE
 
 
-def stored(layout: Layout) -> dict[str, Entry]:
+def stored(layout: CheckpointLayout) -> dict[str, Entry]:
     """Return every tensor of the repository, including the copies in MTP layers."""
     family, config = family_of(layout.config), layout.config
     table = family.weight_table(config, WHOLE)

@@ -16,8 +16,8 @@ from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import CostModel, StepLoad
 from mtpbuild.builder.forecast.weights import (
     TIED,
+    CheckpointLayout,
     CheckpointPortion,
-    Layout,
     count_classes,
     in_engine,
     sum_portions,
@@ -129,7 +129,7 @@ def needs_download(request: ForecastRequest) -> bool:
     return not given and model.find_weights() is None
 
 
-def engine_model(layout: Layout, scheme: Scheme | None) -> CostModel:
+def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
     style = GraphStyle(formats=FORMATS, cpu_kernels=True)
     found = count_classes(in_engine(layout, scheme, style, ALONE, "F32"), ALONE)

@@ -9,7 +9,12 @@ from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, CostModel, StepLoad, StepPart
-from mtpbuild.builder.forecast.weights import Layout, count_classes, find_layout, sum_portions
+from mtpbuild.builder.forecast.weights import (
+    CheckpointLayout,
+    count_classes,
+    find_layout,
+    sum_portions,
+)
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
@@ -167,7 +172,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     )
 
 
-def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, Layout]:
+def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, CheckpointLayout]:
     """Check the flags and find the model's layout; fill in the usual nextn if none is given."""
     for name in ("max_seq_len", "max_batch", "context_len", "prefill_chunk"):
         if (value := getattr(request, name)) < 1:

@@ -66,7 +66,7 @@ class CheckpointPortion:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """The format in which a checkpoint stores each weight, from its files or its recipe."""
 
     name: str
@@ -82,12 +82,12 @@ class Layout:
         return {"": Entry(self.plain(stored), stored.shape)}
 
 
-def find_layout(model: str, checkpoint: Path | None) -> Layout:
+def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     """Find a model's layout: in a recipe, which needs no weights, or in a folder's headers."""
     recipe = find_recipe(model)
     if recipe is not None and checkpoint is None:
         config, scheme = load_config(recipe.config_folder), SCHEMES[recipe.layout]
-        return Layout(
+        return CheckpointLayout(
             recipe.name,
             config,
             lambda stored: format_by(scheme, config, stored),
@@ -99,7 +99,7 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
     opened = open_checkpoint(found.folder)
     config = opened.settle(config)
     opened.check(config)
-    return Layout(
+    return CheckpointLayout(
         found.name,
         config,
         lambda stored: opened.format(stored.name),
@@ -109,8 +109,8 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
 
 
 def in_engine(
-    layout: Layout, scheme: Scheme | None, style: GraphStyle, ranks: Ranks, dtype: str
-) -> Layout:
+    layout: CheckpointLayout, scheme: Scheme | None, style: GraphStyle, ranks: Ranks, dtype: str
+) -> CheckpointLayout:
     """Return the layout of an engine's weights; dtype: of those that are not quantised."""
     config = layout.config
 
@@ -126,7 +126,7 @@ def in_engine(
     )
 
 
-def count_classes(layout: Layout, ranks: Ranks) -> list[WeightClass]:
+def count_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights of every class, the main model's first."""
     found: dict[tuple[str, bool], WeightClass] = {}
     for stored in family_table(layout.config).stored.values():
@@ -163,7 +163,9 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     return kind, layer >= config.num_hidden_layers
 
 
-def sum_portions(layout: Layout, found: list[WeightClass]) -> dict[str, CheckpointPortion]:
+def sum_portions(
+    layout: CheckpointLayout, found: list[WeightClass]
+) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
     sums = {MAIN: CheckpointPortion(), MODULES: CheckpointPortion(), COPIES: CheckpointPortion()}
     by_key = {(one.name, one.module): one for one in found}

@@ -5,9 +5,9 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.contrib import FLOATS, contrib
 from mtpbuild.plugins.delta_rule.op import EPSILON
 from mtpbuild.plugins.mla_attention.onnx import ints
+from mtpbuild.plugins.onnx import FLOATS, contrib
 
 NAMES = ("query", "key", "value", "past_state", "decay", "beta")
 LinearAttention = contrib(

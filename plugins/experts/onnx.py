@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.contrib import FLOATS, contrib
+from mtpbuild.plugins.onnx import FLOATS, contrib
 
 ATTRIBUTES = {
     "k": 1,

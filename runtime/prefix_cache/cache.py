@@ -15,7 +15,7 @@ from mtpbuild.runtime.free_memory import free_memory
 from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
 from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
-from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, Entry, PrefixTree
+from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.scheduler import Filling
 from mtpbuild.runtime.targets import targets_with
@@ -112,7 +112,7 @@ class PrefixCache:
 
     def restore(self, folder: PrefixFolder) -> None:
         """Add the entries that earlier processes left in the folder; they are read on first use."""
-        tree, found, restored = self.tree, [*folder.spans()], dict[int, Entry]()
+        tree, found, restored = self.tree, [*folder.spans()], dict[int, CacheEntry]()
         blocks = {e.key: e for e in tree.entries() if isinstance(e, Block)}
         # Parents come before their children, blocks before their states.
         for age in sorted(range(len(found)), key=lambda age: (found[age].start, found[age].states)):
@@ -156,7 +156,7 @@ class PrefixCache:
             entry = self.tree.add_states(last, own, self._states_size)
             self._keep([entry], partial(self._programs.save_states, slot, entry.number))
 
-    def _keep(self, entries: Sequence[Entry], save: Callable[[], bool]) -> bool:
+    def _keep(self, entries: Sequence[CacheEntry], save: Callable[[], bool]) -> bool:
         """Fill new entries by a call, each of which depends on the first; drop them if it fails."""
         saved = False
         try:
@@ -176,16 +176,16 @@ class PrefixCache:
         """Return the last position of a prompt whose recurrent states other prompts can reuse."""
         return min(filling.end - self._refilled, len(filling.request.prompt) - self.tree.lookahead)
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: CacheEntry) -> None:
         self._programs.discard(entry.number)
         if self._folder is not None and not entry.pinned:
             self._folder.delete(entry.key)
 
-    def _adopt(self, entry: Entry, arrays: Arrays, is_whole: Callable[[], bool]) -> None:
+    def _adopt(self, entry: CacheEntry, arrays: Arrays, is_whole: Callable[[], bool]) -> None:
         self._programs.adopt(entry.number, arrays)
         entry.load = is_whole
 
-    def _read(self, folder: PrefixFolder, entry: Entry) -> bool:
+    def _read(self, folder: PrefixFolder, entry: CacheEntry) -> bool:
         """Read an entry's file; return False if it is damaged."""
         if (arrays := folder.read(entry.key)) is None:
             return False

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.prefix_cache.tree import Span
+from mtpbuild.runtime.prefix_cache.tree import RowSpan
 from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
 
 TOKENS = "tokens"  # name of the tensor with the token ids
@@ -37,9 +37,9 @@ class PrefixFile:
     data: NDArray[np.uint8]  # all bytes of the tensors
 
     @property
-    def span(self) -> Span:
+    def span(self) -> RowSpan:
         tokens = tuple(self.tensors[TOKENS].tolist())
-        return Span(self.about["parent"], int(self.about["start"]), tokens, not self.rows)
+        return RowSpan(self.about["parent"], int(self.about["start"]), tokens, not self.rows)
 
     @property
     def rows(self) -> Arrays:
@@ -72,7 +72,7 @@ class PrefixFiles:
         self._widths = {s.name: s.sizes["width"] for s in manifest.state if s.role == "rows"}
         self._shapes = {s.name: s.shape[1:] for s in manifest.state if s.role == "recurrent"}
 
-    def write(self, path: Path, span: Span, arrays: Arrays) -> None:
+    def write(self, path: Path, span: RowSpan, arrays: Arrays) -> None:
         """Write a file atomically, readable by its owner alone.
 
         arrays: rows by the names of their states, recurrent states as `STATES`.

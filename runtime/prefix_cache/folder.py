@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from mtpbuild.runtime.prefix_cache.files import STATES, Arrays, PrefixFiles
-from mtpbuild.runtime.prefix_cache.tree import Entry, Span
+from mtpbuild.runtime.prefix_cache.tree import CacheEntry, RowSpan
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -41,7 +41,7 @@ class PrefixFolder:
         self._thread.start()
         self._failed = False
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[RowSpan]:
         """Yield what the files of earlier processes have, the oldest first."""
         paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
         foreign = 0
@@ -63,7 +63,7 @@ class PrefixFolder:
         if foreign:
             log.warning("%s: %d files of another engine were removed", self._folder, foreign)
 
-    def write(self, entry: Entry, arrays: Arrays) -> None:
+    def write(self, entry: CacheEntry, arrays: Arrays) -> None:
         """Queue an entry to be written; nobody may change the arrays.
 
         If the disk is too slow, some files are not written, which limits the memory of the queue.

@@ -12,7 +12,7 @@ BLOCK = 64  # rows that are saved and evicted together
 Match: TypeAlias = "list[tuple[Block, int]]"  # blocks from a root on, and how many rows of each
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """The tokens of some rows of a prompt, and the `lookahead` tokens after them."""
 
     parent: str  # key of the block before the rows, or of a root
@@ -28,11 +28,11 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CacheEntry:
     """Rows or recurrent states that are saved under a number."""
 
     parent: "Block | None"
-    span: Span
+    span: RowSpan
     key: str
     number: int
     size: int  # bytes that count towards the tree's limit
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Block(Entry):
+class Block(CacheEntry):
     """Up to `BLOCK` rows.
 
     The last rows of MTP modules depend on the `lookahead` tokens after them, so a block can be used
@@ -52,7 +52,7 @@ class Block(Entry):
     """
 
     followers: "list[Block]" = field(default_factory=list)  # sorted by their tokens
-    states: dict[int, Entry] = field(default_factory=dict)
+    states: dict[int, CacheEntry] = field(default_factory=dict)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -81,18 +81,18 @@ class PrefixTree:
     nothing under other roots. evict: deletes what is saved for an entry.
     """
 
-    def __init__(self, limit: int, lookahead: int, evict: Callable[[Entry], None]) -> None:
+    def __init__(self, limit: int, lookahead: int, evict: Callable[[CacheEntry], None]) -> None:
         self.limit, self.lookahead, self._evict = limit, lookahead, evict
         self.used = 0  # bytes
         self.roots: dict[str, Block] = {}
         # What can be evicted, the least recently used first, and children before their parents.
-        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._order: OrderedDict[CacheEntry, None] = OrderedDict()
         self._round = 0
         self._numbers = itertools.count()
 
     def find(
         self, tokens: Sequence[int], most: int, salt: str, *, states: bool = False
-    ) -> tuple[Match, Entry | None]:
+    ) -> tuple[Match, CacheEntry | None]:
         """Return the path of a prompt's first rows, at most `most` of them.
 
         states: end the path at recurrent states, and return them, too.
@@ -152,7 +152,7 @@ class PrefixTree:
     ) -> Block:
         """Add a block, for which there must be room, after a parent."""
         start = parent.span.start + (0 if parent.parent is None else BLOCK)
-        span = Span(parent.key, start, tokens)
+        span = RowSpan(parent.key, start, tokens)
         block = Block(parent, span, span.key, next(self._numbers), size, pinned)
         insort(parent.followers, block, key=block_tokens)
         if parent.parent is None:
@@ -160,10 +160,10 @@ class PrefixTree:
         self._count(block)
         return block
 
-    def add_states(self, block: Block, rows: int, size: int, *, pinned: bool = False) -> Entry:
+    def add_states(self, block: Block, rows: int, size: int, *, pinned: bool = False) -> CacheEntry:
         """Add recurrent states, for which there must be room, after some of a block's rows."""
         span = block.span._replace(tokens=block.tokens[: rows + self.lookahead], states=True)
-        entry = Entry(block, span, span.key, next(self._numbers), size, pinned)
+        entry = CacheEntry(block, span, span.key, next(self._numbers), size, pinned)
         block.states[rows] = entry
         self._count(entry)
         return entry
@@ -177,7 +177,7 @@ class PrefixTree:
             self.drop(oldest)
         return True
 
-    def use(self, entry: Entry | None) -> None:
+    def use(self, entry: CacheEntry | None) -> None:
         """Mark an entry and the path to it as used in this round."""
         while entry is not None:
             entry.used = self._round
@@ -185,7 +185,7 @@ class PrefixTree:
                 self._order.move_to_end(entry)
             entry = entry.parent
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: CacheEntry) -> None:
         """Evict an entry and all that depends on it."""
         parent = entry.parent
         assert parent is not None
@@ -205,7 +205,7 @@ class PrefixTree:
         while self._order:
             self.drop(next(iter(self._order)))
 
-    def sort(self, oldest_first: Iterable[Entry]) -> None:
+    def sort(self, oldest_first: Iterable[CacheEntry]) -> None:
         """Set the order in which entries were used, and evict what exceeds the limit."""
         for entry in oldest_first:
             self._round += 1
@@ -214,17 +214,17 @@ class PrefixTree:
         self._round += 1
         self.make_room(0)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheEntry]:
         """Yield all blocks and states, parents before children."""
         yield from below(*self.roots.values())
 
     def root(self, key: str) -> Block:
         """Return a root by its key; it is new and not in the tree yet if nothing is under it."""
-        return self.roots.get(key) or Block(None, Span("", 0, ()), key, 0, 0, pinned=True)
+        return self.roots.get(key) or Block(None, RowSpan("", 0, ()), key, 0, 0, pinned=True)
 
     def _longest_path(
         self, tokens: Sequence[int], most: int, salt: str, states: bool
-    ) -> tuple[Match, Entry | None]:
+    ) -> tuple[Match, CacheEntry | None]:
         path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
         node: Block | None = self.root(root_key(salt))
         at, last = 0, None
@@ -243,7 +243,7 @@ class PrefixTree:
             node = near if rows == BLOCK else None
         return (best, last) if states else (path, None)
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: CacheEntry) -> None:
         self.used += entry.size
         entry.used = self._round
         if not entry.pinned:
@@ -254,7 +254,7 @@ def root_key(salt: str) -> str:
     return hashlib.sha256(salt.encode()).hexdigest()
 
 
-def below(*entries: Entry) -> Iterator[Entry]:
+def below(*entries: CacheEntry) -> Iterator[CacheEntry]:
     """Yield these, except roots, and everything that depends on them, parents before children."""
     waiting = [*entries]
     while waiting:

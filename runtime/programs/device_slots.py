@@ -45,7 +45,7 @@ class DeviceSlots(Slots):
         raise NotImplementedError
 
 
-class Gpu(Protocol):
+class GpuMemory(Protocol):
     """The part of a GPU that is checked before an engine is loaded."""
 
     @property
@@ -54,7 +54,7 @@ class Gpu(Protocol):
 
 
 def check_gpu(
-    folder: Path, manifest: Manifest, gpu: Gpu, advice: str, held: str, size: int
+    folder: Path, manifest: Manifest, gpu: GpuMemory, advice: str, held: str, size: int
 ) -> None:
     """Raise EngineError for an engine for another GPU, or one that needs more memory than is free.
 

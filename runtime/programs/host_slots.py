@@ -200,12 +200,12 @@ class PackedCaches(Caches):
         self._unpack(slot)
         self._parked[slot] = rows
 
-    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
-        if target < self.packed <= source:
-            self._unpack(target)
+    def move(self, source: int, free: int, lengths: NDArray[Any]) -> None:
+        if free < self.packed <= source:
+            self._unpack(free)
         rows = int(lengths[source])
-        self._relocate([(self.start(source), self.start(target))], rows)
-        self._parked[target] = rows
+        self._relocate([(self.start(source), self.start(free))], rows)
+        self._parked[free] = rows
 
     def clear(self, slot: int) -> None:
         """Empty a slot and remove NaNs outside all slots' rows, as masked rows are still read.

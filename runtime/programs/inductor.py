@@ -14,8 +14,8 @@ from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms
-from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms, RankPrograms
+from mtpbuild.runtime.programs.inductor_dp import CpuAttentionDPPrograms, CudaAttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_ranks import CpuRankPrograms, CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.programs.torch_cuda import visible_gpus as visible_gpus
 
@@ -59,5 +59,5 @@ def load(
         raise EngineError(f"{folder}: built for a CPU, which has no CUDA graphs to switch off")
     if channel is None:
         return InductorPrograms(manifest, threads, opener)
-    of_rank_on_cpu = AttentionDPPrograms if apart else RankPrograms
+    of_rank_on_cpu = CpuAttentionDPPrograms if apart else CpuRankPrograms
     return of_rank_on_cpu(channel, manifest, threads, opener)

@@ -13,11 +13,11 @@ from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.inductor_cpu import shared
-from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms, RankPrograms
+from mtpbuild.runtime.programs.inductor_ranks import CpuRankPrograms, CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
-class AttentionDPPrograms(AttentionDP, RankPrograms):
+class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
     """The programs of one attention-DP rank on a CPU."""
 
     def __init__(
@@ -30,7 +30,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
         return self._gathered(super().step(self._own(active), rows))
 
     def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
-        RankPrograms.prefill(self, slot, start, tokens)
+        CpuRankPrograms.prefill(self, slot, start, tokens)
 
     def _fill_nothing(self, chunk: int) -> None:
         sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}

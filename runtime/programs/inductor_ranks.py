@@ -26,7 +26,7 @@ T = TypeVar("T")
 AHEAD = 2  # pieces of work that may be queued on a GPU before the host waits for the oldest
 
 
-class RankPrograms(InductorPrograms):
+class CpuRankPrograms(InductorPrograms):
     """The programs of one rank on a CPU."""
 
     def __init__(

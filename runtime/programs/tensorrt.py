@@ -65,6 +65,6 @@ def load(
     from mtpbuild.runtime.group.communicator import nccl_library  # with torch.distributed
     from mtpbuild.runtime.programs import tensorrt_ranks
 
-    kinds = tensorrt_ranks.RankPrograms, tensorrt_ranks.AttentionDPPrograms
+    kinds = tensorrt_ranks.TensorRtRankPrograms, tensorrt_ranks.TensorRtAttentionDPPrograms
     make = kinds[manifest.build.attention_dp]
     return make(channel, folder, manifest, trt, device, nccl or nccl_library)

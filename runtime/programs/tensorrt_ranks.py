@@ -17,7 +17,7 @@ from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 
 
-class RankPrograms(TensorRtPrograms):
+class TensorRtRankPrograms(TensorRtPrograms):
     """The programs of one rank; a step is one CUDA graph that includes its collectives.
 
     All ranks load, warm up and capture the same programs in the same order, as NCCL requires on a
@@ -49,7 +49,7 @@ class RankPrograms(TensorRtPrograms):
         self._device.settle(watch(self._channel, self._peers))
 
 
-class AttentionDPPrograms(AttentionDP, RankPrograms):
+class TensorRtAttentionDPPrograms(AttentionDP, TensorRtRankPrograms):
     """The programs of one rank with attention-DP: each rank has its own requests."""
 
     def __init__(
@@ -74,7 +74,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
         return self._gathered(super().step(self._own(active), rows))
 
     def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
-        RankPrograms.prefill(self, slot, start, tokens)
+        TensorRtRankPrograms.prefill(self, slot, start, tokens)
 
     def _fill_nothing(self, chunk: int) -> None:
         with self._channel.unbroken(), silent():

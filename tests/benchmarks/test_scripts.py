@@ -148,7 +148,7 @@ def test_what_got_worse() -> None:
 
 def test_a_steps_bound_counts_what_a_step_reads() -> None:
     roofline = script("roofline")
-    gpu = roofline.Gpu("", 0.0, 1e9, {"bf16": 1e9})
+    gpu = roofline.GpuSpec("", 0.0, 1e9, {"bf16": 1e9})
     _, parts = roofline.bound("deepseek-tiny", 0, 100, measure=lambda step_bytes: gpu)
     found = {part.name: part for part in parts}
     assert found["caches"].bytes == 4 * 100 * 20 * 80  # rows, layers, latent and rotary part

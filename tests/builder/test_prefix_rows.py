@@ -19,7 +19,7 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.prefix_cache import cache as prefix_cache
 from mtpbuild.runtime.prefix_cache import tree as prefix_tree
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.prefix_cache.tree import Entry, PrefixTree
+from mtpbuild.runtime.prefix_cache.tree import CacheEntry, PrefixTree
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.request import Request
@@ -182,7 +182,7 @@ def a_block_counts_twice(patch: pytest.MonkeyPatch) -> None:
     """Where a longer block takes the place of a shorter one."""
     drop = PrefixTree.drop
 
-    def wrong(self: PrefixTree, entry: Entry) -> None:
+    def wrong(self: PrefixTree, entry: CacheEntry) -> None:
         drop(self, entry)
         self.used += entry.size
 
@@ -190,7 +190,7 @@ def a_block_counts_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shorter_block_is_left_in_place(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: PrefixTree, entry: Entry) -> None:
+    def wrong(self: PrefixTree, entry: CacheEntry) -> None:
         self.used -= entry.size
 
     patch.setattr(PrefixTree, "drop", wrong)

@@ -23,11 +23,11 @@ from mtpbuild.runtime.contract.state import rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import inductor_ranks
-from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_dp import CpuAttentionDPPrograms, CudaAttentionDPPrograms
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fakes import fake_manifest
 
-AnyPrograms = AttentionDPPrograms | CudaAttentionDPPrograms
+AnyPrograms = CpuAttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
     rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 4)),  # 16 bytes, as compiled code wants
@@ -142,7 +142,7 @@ def ranks(
 
         channel = cast(Channel, Alone(rank))
         if request.param == "cpu":
-            return AttentionDPPrograms(channel, own, 1, opener)
+            return CpuAttentionDPPrograms(channel, own, 1, opener)
         gpu: Any = FakeGpu()
         return CudaAttentionDPPrograms(channel, nccl.Peers, own, gpu, opener)
 

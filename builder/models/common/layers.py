@@ -51,7 +51,7 @@ class RMSNorm(nn.RMSNorm):
         self.requires_grad_(False)
 
 
-class Kernels(nn.Module):
+class KernelModule(nn.Module):
     """A module that computes with kernels of ours after `use_kernels`."""
 
     kernels = False
@@ -70,12 +70,12 @@ def use_kernels(
     `most` tokens if the number is symbolic.
     """
     for module in model.modules():
-        if isinstance(module, Kernels):
+        if isinstance(module, KernelModule):
             module.kernels, module.most, module.fused = True, most, fused
             module.padded = padded
 
 
-class Rope(Kernels):
+class Rope(KernelModule):
     """Rotary angles from positions; no table of them limits the length of a sequence."""
 
     def __init__(self, rope: RopeConfig, dim: int) -> None:
@@ -114,7 +114,7 @@ class Rope(Kernels):
         return Rows(cos, sin, base, place, positions, first)
 
 
-class Attention(Kernels):
+class Attention(KernelModule):
     """The attention of a decoder layer."""
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class Attention(Kernels):
         raise NotImplementedError
 
 
-class MLP(Kernels):
+class MLP(KernelModule):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up_proj = parameter(hidden, 2 * inner)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import ExpertRows, PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
-from mtpbuild.builder.models.common.layers import MLP, Kernels
+from mtpbuild.builder.models.common.layers import MLP, KernelModule
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
@@ -22,7 +22,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 PADDED_TOKENS = 64  # given at a time to a kernel with fixed sizes
 
 
-class Gate(Kernels):
+class Gate(KernelModule):
     """A sigmoid router in fp32; the biased scores select, the unbiased ones weigh."""
 
     by_fused_kernels = ("e_score_correction_bias",)
@@ -84,7 +84,7 @@ class SoftmaxGate(nn.Module):
         return weights * c.routed_scaling_factor, ids
 
 
-class MoE(Kernels):
+class MoE(KernelModule):
     """The sum of a token's experts; with several ranks each computes a part of the sum.
 
     With attention-DP a rank gets the whole sum for its own tokens. Routed experts see the tokens of
