@@ -64,9 +64,9 @@ OUTSIDE = {
 }
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
-    "mtpbuild.builder.bench.figures": {"numpy"},
+    "mtpbuild.builder.measure.statistics": {"numpy"},
     "mtpbuild.builder.prefixes": {"numpy"},
-    "mtpbuild.builder.study.figures": {"numpy"},
+    "mtpbuild.builder.study": {"numpy"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
     "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {

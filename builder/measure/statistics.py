@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
 
@@ -70,8 +72,6 @@ def resample_interval(
 
 
 def compute_percentile(values: Sequence[float], percent: float) -> float:
-    import numpy as np
-
     return float(np.percentile(values, percent))
 
 

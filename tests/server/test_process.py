@@ -25,7 +25,8 @@ def started(loading: float, step: float = 0, drain: float = 5) -> subprocess.Pop
 
 def test_a_signal_while_the_engine_is_loaded() -> None:
     with started(60) as process:
-        time.sleep(1.5)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "loading\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 

@@ -18,6 +18,8 @@ QUIET = sys.argv[4:] == ["quiet"]
 
 
 def load() -> Engine:
+    if LOADING:
+        print("loading", file=sys.stderr, flush=True)
     time.sleep(LOADING)
     manifest = fake_manifest(max_seq_len=5000)
     return Engine(FakePrograms(manifest, step_s=STEP), manifest, fake_tokenizer())
