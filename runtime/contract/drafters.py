@@ -77,7 +77,7 @@ _drafters = Registry[DrafterRecord](
     (
         DrafterRecord(EAGLE, f"{PROGRAMS}:Eagle", lambda nextn: 1, lambda nextn: 1, adaptive=True),
         DrafterRecord(VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _past),
-        DrafterRecord(NONE, f"{PROGRAMS}:Idle"),
+        DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )
 find_drafter = _drafters.find

@@ -266,7 +266,7 @@ def blocked(checkpoint: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
 def test_killed(smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """While it runs no other one builds the same; after SIGKILL the next one goes on."""
     old = run(smallest, tmp_path / "engine")
-    left = tmp_path / ".engine.staged"
+    left = tmp_path / ".engine.building"
     with blocked(smallest, old.folder):
         for force in (False, True):
             with pytest.raises(BuildError, match=r"engine: another build of it is at work$"):
@@ -297,7 +297,7 @@ def test_killed_between_two_renames(smallest: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_else_is_removed(smallest: Path, tmp_path: Path) -> None:
-    names = {".engine.backup", ".other.building", "engine.staged", ".engine.staged-7"}
+    names = {".engine.backup", ".other.building", "engine.building", ".engine.building-7"}
     for name in names:
         (tmp_path / name).mkdir()
     run(smallest, tmp_path / "engine")

@@ -287,7 +287,7 @@ def test_interrupted(smallest: Path, tmp_path: Path) -> None:
     assert process.stdout.readline() == "in the middle\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    left, note = tmp_path / ".engine.staged", "goes on from what is finished: weights, in"
+    left, note = tmp_path / ".engine.building", "goes on from what is finished: weights, in"
     note = f"note: the same build of {tmp_path / 'engine'} {note} {left}"
     assert (process.returncode, out) == (130, "")
     assert without_stages(err) == f"{note}\n\ninterrupted\n"

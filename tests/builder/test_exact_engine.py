@@ -167,7 +167,7 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
     halved = BuildRequest(
         str(folder), nextn=(1,), out=tmp_path / "engine", options={"cache_dtype": "bfloat16"}
     )
-    with pytest.raises(UsageError, match=r"int8 or int4 weights .* would be one of float32$"):
+    with pytest.raises(UsageError, match=r"int8 or int4 weights: .* would be one of float32$"):
         build(halved)
     with pytest.raises(UsageError, match="--weights int8: a graph of standard operators"):
         build(replace(halved, scheme=build_scheme("int8"), options={"portable": True}))
@@ -177,7 +177,7 @@ def test_caches_in_bfloat16(tmp_path: Path) -> None:
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.4, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.5, .* panels64; build it again, or upgr"):
         Engine.load(engines[0])
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

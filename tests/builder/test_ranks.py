@@ -148,7 +148,7 @@ def test_a_pool_of_which_a_rank_takes_nothing(
 def test_a_request_that_one_rank_fails_at(
     engine: Path, model: PlainDeepseek, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """All ranks drop it in the same step and others go on; rows that one lacks no one has."""
+    """All ranks drop it in the same step and others go on; later prompts begin with its rows."""
     if rank == 0:
         rank_bugs.fails_at_requests(monkeypatch)
     else:
@@ -159,10 +159,9 @@ def test_a_request_that_one_rank_fails_at(
         with pytest.raises(RequestFailedError, match="the request failed: "):
             loaded.generate([*PROMPT, rank_bugs.UNLUCKY], GREEDY)
         assert other.result().token_ids == greedy(model, PROMPT, 16)
-        for cached in (False, True):
-            result = loaded.generate(PROMPT, GREEDY)
-            assert result.token_ids == greedy(model, PROMPT, 16)
-            assert bool(result.metrics.cached_tokens) is cached
+        result = loaded.generate(PROMPT, GREEDY)
+        assert result.token_ids == greedy(model, PROMPT, 16)
+        assert result.metrics.cached_tokens
         assert loaded.failure is None
 
 

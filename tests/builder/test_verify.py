@@ -138,7 +138,9 @@ def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
 def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase:
     """A case whose manifest says that the engine computes in `dtype`, with weights in a format."""
     made = case(kind)
-    build = made.engine.manifest.build.model_copy(update={"dtype": dtype, "weights": weights})
+    block = 32 if weights in ("int4", "int8") else None
+    changes = {"dtype": dtype, "weights": weights, "block_size": block}
+    build = made.engine.manifest.build.model_copy(update=changes)
     made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
     return made
 
@@ -413,7 +415,7 @@ def test_a_baseline_is_built(
     def built(request: module.VerifyRequest, manifest: Manifest) -> Manifest:
         folder = module.find_baseline(request, manifest, print)
         assert isinstance(folder, Path)
-        assert folder.parent == Path("engines")
+        assert folder.parent == Path("engines/.bench")
         return read_manifest(folder)
 
     manifest = toy_engine(Toy).manifest
