@@ -107,8 +107,11 @@ def test_the_peak_is_bounded(tp: int, rank: int, checkpoint: Path, tmp_path: Pat
 
 
 def test_quantising_on_the_way(tmp_path: Path) -> None:
-    """Embedding and head, half of all, never exist as floats: some rows at a time are encoded."""
+    """Embedding and head never exist as floats, which were 8 * LARGEST each, but integers twice.
+
+    Some rows at a time are encoded; a copy of the integers is packed for the kernels.
+    """
     checkpoint = holes(tmp_path / "model", SHAPE | {"vocab_size": 8 * SHAPE["vocab_size"]})
     taken, written = peak(checkpoint, tmp_path, 1, 0, "int4", "int8")
     assert written > 7 * LARGEST
-    assert 0 < taken < 4.5 * LARGEST
+    assert 0 < taken < 6 * LARGEST
