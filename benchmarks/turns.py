@@ -19,7 +19,7 @@ from script import TimedPrograms, parse_flags, run
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.request import FinishReason, Request
+from mtpbuild.runtime.requests.request import FinishReason, Request
 
 
 class Gaps:

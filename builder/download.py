@@ -20,7 +20,7 @@ from mtpbuild.builder.prepare import check_flags, check_machine, check_small_fil
 from mtpbuild.builder.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, MissingWeightsError
-from mtpbuild.runtime.tokenizer import TOKENIZER
+from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
     from mtpbuild.builder.hub import Repository

@@ -13,7 +13,7 @@ from typing import Any
 from mtpbuild.builder.checks import in_range, needs
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
-from mtpbuild.runtime.tokenizer import TOKENIZER
+from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 FLAG = "--draft-vocab"
 DRAFT_VOCAB = "draft_vocab.json"  # in an engine's folder

@@ -33,7 +33,7 @@ from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import ModelInfo, WeightsType
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
-from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
+from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 
 if TYPE_CHECKING:
     from mtpbuild.builder.recipe import FoundModel

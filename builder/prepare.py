@@ -26,9 +26,9 @@ from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.contract.rules import find_rule
+from mtpbuild.runtime.contract.target_options import make_options
+from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.target_options import make_options
-from mtpbuild.runtime.targets import find_target, targets_with
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel

@@ -34,9 +34,9 @@ from mtpbuild.runtime.contract.manifest import (
     check_files,
     read_manifest,
 )
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.safetensors_header import Header, read_header
-from mtpbuild.runtime.targets import find_target
 
 SHOWN = 6  # differences in one line
 

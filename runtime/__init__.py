@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest as Manifest
-    from mtpbuild.runtime.driver import Stream as Stream
-    from mtpbuild.runtime.engine import Engine as Engine
+    from mtpbuild.runtime.engine.driver import Stream as Stream
+    from mtpbuild.runtime.engine.engine import Engine as Engine
     from mtpbuild.runtime.errors import EngineError as EngineError
     from mtpbuild.runtime.errors import MtpbuildError as MtpbuildError
     from mtpbuild.runtime.errors import RequestError as RequestError
-    from mtpbuild.runtime.request import ChatResult as ChatResult
-    from mtpbuild.runtime.request import Chunk as Chunk
-    from mtpbuild.runtime.request import Result as Result
-    from mtpbuild.runtime.request import TokenLogprobs as TokenLogprobs
-    from mtpbuild.runtime.sampling import SamplingParams as SamplingParams
-    from mtpbuild.runtime.stats import EngineStats as EngineStats
-    from mtpbuild.runtime.stats import RequestMetrics as RequestMetrics
-    from mtpbuild.runtime.stats import SpeculativeDecoding as SpeculativeDecoding
-    from mtpbuild.runtime.structured import StructuredOutputs as StructuredOutputs
-    from mtpbuild.runtime.tokenizer import Tokenizer as Tokenizer
+    from mtpbuild.runtime.requests.request import ChatResult as ChatResult
+    from mtpbuild.runtime.requests.request import Chunk as Chunk
+    from mtpbuild.runtime.requests.request import Result as Result
+    from mtpbuild.runtime.requests.request import TokenLogprobs as TokenLogprobs
+    from mtpbuild.runtime.requests.stats import EngineStats as EngineStats
+    from mtpbuild.runtime.requests.stats import RequestMetrics as RequestMetrics
+    from mtpbuild.runtime.requests.stats import SpeculativeDecoding as SpeculativeDecoding
+    from mtpbuild.runtime.sampling.params import SamplingParams as SamplingParams
+    from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs as StructuredOutputs
+    from mtpbuild.runtime.text.tokenizer import Tokenizer as Tokenizer
     from mtpbuild.runtime.trace.recorder import Trace as Trace
 
 _MODULES = {
-    "driver": ("Stream",),
-    "engine": ("Engine",),
+    "engine.driver": ("Stream",),
+    "engine.engine": ("Engine",),
     "errors": ("EngineError", "MtpbuildError", "RequestError"),
     "contract.manifest": ("Manifest",),
-    "request": ("ChatResult", "Chunk", "Result", "TokenLogprobs"),
-    "sampling": ("SamplingParams",),
-    "stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
-    "structured": ("StructuredOutputs",),
-    "tokenizer": ("Tokenizer",),
+    "requests.request": ("ChatResult", "Chunk", "Result", "TokenLogprobs"),
+    "sampling.params": ("SamplingParams",),
+    "requests.stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
+    "sampling.structured_outputs": ("StructuredOutputs",),
+    "text.tokenizer": ("Tokenizer",),
     "trace.recorder": ("Trace",),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)

@@ -205,7 +205,7 @@ def test_what_only_some_systems_have_is_imported_in_two_places() -> None:
     """And there Windows does without it: `resource` for a build's peak and a template's limit."""
     some = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     users = {module for module, path in sources() if some & set(imports(path, module_level=False))}
-    assert users == {"mtpbuild.builder.cli.tables", "mtpbuild.runtime.template_process"}
+    assert users == {"mtpbuild.builder.cli.tables", "mtpbuild.runtime.text.template_process"}
 
 
 def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:

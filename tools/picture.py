@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.terminal import summary
+from mtpbuild.runtime.cli.terminal import summary
 
 QUESTION = "What is 47 + 85?"
 

@@ -27,7 +27,7 @@ from mtpbuild.runtime.contract.manifest import FloatType, read_manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.ranks import ALONE
-from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from on_gpu.machine import Machine, Row
 
 PROMPT = "def fibonacci(n):"
@@ -134,9 +134,9 @@ def variants(
     if machine.device == "cpu":
         yield "engine", partial(load_programs, folder, manifest), False
         return
+    from mtpbuild.runtime.gpu.torch_cuda import Gpu
     from mtpbuild.runtime.programs.aot_package import open_packages
     from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-    from mtpbuild.runtime.programs.torch_cuda import Gpu
 
     def load(graphs: bool) -> Programs:
         return CudaPrograms(manifest, Gpu(), open_packages(folder, manifest), graphs=graphs)

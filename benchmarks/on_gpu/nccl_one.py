@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import connect, watch
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 from on_gpu.checks import FAILED, Checks, near
 from on_gpu.machine import Machine
 from on_gpu.random_model import forget_ranks

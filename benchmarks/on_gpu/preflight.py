@@ -61,7 +61,7 @@ def gpu(checks: Checks) -> None:
 
 def one_part(checks: Checks) -> None:
     """Check a dense layer of one rank of two, in bfloat16."""
-    from mtpbuild.runtime.programs.torch_cuda import Gpu
+    from mtpbuild.runtime.gpu.torch_cuda import Gpu
     from on_gpu.machine import Machine
     from on_gpu.slice_bench import Bench, Eagerly
     from on_gpu.slices import small

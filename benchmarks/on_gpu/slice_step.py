@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.program.programs import Program
-from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from on_gpu.machine import Row, difference
 from on_gpu.parts import State
 from on_gpu.slice_bench import Bench, Eagerly, Runner

@@ -24,7 +24,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 
 

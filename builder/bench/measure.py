@@ -7,7 +7,7 @@ from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure import runs
 from mtpbuild.builder.measure.prompts import Group
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 
 WARM_UP_TOKENS = 32
 TIMED_STEPS = 16  # per context, of an engine and of its verifier

@@ -6,8 +6,8 @@ from pathlib import Path
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
-from mtpbuild.runtime.tokenizer import TOKENIZER
-from mtpbuild.runtime.tokenizer_files import TOKENIZER_CONFIG, special_tokens
+from mtpbuild.runtime.text.tokenizer import TOKENIZER
+from mtpbuild.runtime.text.tokenizer_files import TOKENIZER_CONFIG, special_tokens
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from mtpbuild.runtime.tokenizer import TOKENIZER
-from mtpbuild.runtime.tokenizer_files import (
+from mtpbuild.runtime.text.tokenizer import TOKENIZER
+from mtpbuild.runtime.text.tokenizer_files import (
     CHAT_TEMPLATE,
     MORE_TEMPLATES,
     SPECIAL_TOKENS_MAP,

@@ -12,7 +12,7 @@ from mtpbuild.builder.cli.build import build, quantize, recipes, refit
 from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import app as prefix
-from mtpbuild.runtime.cli import diff, inspect, run
+from mtpbuild.runtime.cli.commands import diff, inspect, run
 from mtpbuild.runtime.server.command import serve
 
 # Typer exports its UsageError only as the base of another one.

@@ -10,11 +10,11 @@ from typer import Option
 
 from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, show_progress
 from mtpbuild.builder.flags import BuildFlags
-from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.cli.commands import error_line
+from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
+from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.sampling_flags import CompatFlags, read_flags
-from mtpbuild.runtime.target_options import changed
 
 if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
@@ -54,7 +54,7 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
-    from mtpbuild.runtime.configuration import requested_ranks, sampling_settings
+    from mtpbuild.runtime.configuration.settings import requested_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(compat, also=ranks.said(), nextn=numbers, drafter=drafter)

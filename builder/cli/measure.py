@@ -16,20 +16,25 @@ from mtpbuild.builder.cli.shared import (
 )
 from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.cli import LoadFlags, error_line
-from mtpbuild.runtime.configuration import Configuration, check_engine, name_source, requested_ranks
-from mtpbuild.runtime.contract.drafters import offered
-from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.ranks import ALONE
-from mtpbuild.runtime.sampling_flags import (
+from mtpbuild.runtime.cli.commands import LoadFlags, error_line
+from mtpbuild.runtime.cli.sampling_flags import (
     CompatFlags,
     RelaxedFlags,
     SamplingFlags,
     read_flags,
     sampling_params,
 )
-from mtpbuild.runtime.target_options import changed
+from mtpbuild.runtime.configuration.settings import (
+    Configuration,
+    check_engine,
+    name_source,
+    requested_ranks,
+)
+from mtpbuild.runtime.contract.drafters import offered
+from mtpbuild.runtime.contract.target_options import changed
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 T = TypeVar("T")

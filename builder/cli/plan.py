@@ -9,7 +9,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, parse_range, print_result
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import show_progress
-from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.threads import THREADS, parse_threads

@@ -13,11 +13,11 @@ import typer
 
 from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration import Given, join, requested_ranks
+from mtpbuild.runtime.configuration.settings import Given, join, requested_ranks
+from mtpbuild.runtime.contract.target_options import option_flags
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
-from mtpbuild.runtime.target_options import option_flags
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan import Nextn

@@ -10,7 +10,7 @@ from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure.prompts import Prompt, add_seed, check_room, find_built_in
 from mtpbuild.builder.measure.runs import TimedAnswer, change_params, rotate, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.input_file import PromptLine, read_lines
+from mtpbuild.runtime.cli.input_file import PromptLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task

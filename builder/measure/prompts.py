@@ -8,10 +8,10 @@ from pathlib import Path
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import DatasetFlags
 from mtpbuild.builder.recipe import recipe_folder
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.cli.input_file import read_requests
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.sampling.params import SamplingParams
 
 BUILT_IN = ("code", "reasoning")
 OUTPUT_LEN = 256

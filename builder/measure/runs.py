@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from mtpbuild.builder.measure.prompts import Group, Prompt
 from mtpbuild.runtime.contract.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.request import FinishReason, Request
-from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.stats import SpeculativeDecoding
+from mtpbuild.runtime.requests.request import FinishReason, Request
+from mtpbuild.runtime.requests.stats import SpeculativeDecoding
+from mtpbuild.runtime.sampling.params import SamplingParams
 
 T = TypeVar("T")
 # An engine's first steps after another engine take up to 1.7 times as long, as its weights have

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from mtpbuild.builder.measure.runs import TimedAnswer
-from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, SpeculativeDecoding
 
 ALL = "all"  # the kind of prompts that stands for every kind
 RESAMPLES = 1000

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.targets import find_target, names
+from mtpbuild.runtime.contract.targets import find_target, names
 
 
 def load_target(name: str) -> Target:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.runtime.programs.torch_cuda import Gpu
+    from mtpbuild.runtime.gpu.torch_cuda import Gpu
 
 DEVICES = ("cpu", "cuda")
 STRATEGIES = ("nccl", "one-shot")
@@ -123,7 +123,7 @@ class Inductor(Target):
 
 def this_gpu() -> "Gpu":
     with needs("build", "torch"):
-        from mtpbuild.runtime.programs import torch_cuda
+        from mtpbuild.runtime.gpu import torch_cuda
 
     return torch_cuda.Gpu()
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.style import Attends, GraphStyle
+from mtpbuild.runtime.contract.targets import NoOptions
 from mtpbuild.runtime.errors import MissingDependencyError
-from mtpbuild.runtime.targets import NoOptions
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig

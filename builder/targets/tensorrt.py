@@ -57,7 +57,7 @@ class TensorRt(Target):
 
         Without a GPU it assumes one, and `check_machine` refuses to build.
         """
-        from mtpbuild.runtime.programs.cuda import Device
+        from mtpbuild.runtime.gpu.cuda import Device
 
         try:
             return (Device(self.name).compute_capability,)
@@ -98,7 +98,7 @@ class TensorRt(Target):
         """Raise BuildError if the engine could not be loaded by the GPU that compiles it."""
         from mtpbuild.builder.dry_run import size_of
         from mtpbuild.builder.plan import state_specs
-        from mtpbuild.runtime.programs.cuda import Device
+        from mtpbuild.runtime.gpu.cuda import Device
 
         try:
             free = Device(self.name).free_memory()
@@ -125,7 +125,7 @@ class TensorRt(Target):
             )
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
-        from mtpbuild.runtime.programs.cuda import Device
+        from mtpbuild.runtime.gpu.cuda import Device
 
         try:
             Device(self.name)

@@ -28,7 +28,7 @@ from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import install
-from mtpbuild.runtime.stats import COLLAPSED
+from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million times

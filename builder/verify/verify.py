@@ -23,11 +23,11 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, explain_missing, read_layers
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.prefix_cache.built_in import check_prefixes
-from mtpbuild.runtime.targets import find_target
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20

@@ -14,10 +14,10 @@ from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.programs import MIXED, SCORE
 from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
 from mtpbuild.runtime.files import check_regular, read_json
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
-from mtpbuild.runtime.targets import find_target
 
 FORMAT_VERSION: Literal[4] = 4
 MANIFEST = "engine.json"

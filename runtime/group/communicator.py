@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import ABORTING, run_within
 from mtpbuild.runtime.group.start import environment
-from mtpbuild.runtime.programs.cuda import Device
 
 LIBRARY, WHEEL = "libnccl.so.2", "nvidia.nccl"
 # Prompts are not captured and share the communicator with captured steps. NCCL's default allows

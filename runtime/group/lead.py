@@ -120,7 +120,9 @@ class LeadingPrograms:
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
     """Load rank 0's programs of an engine whose files were checked."""
     if rank := own_rank(folder, manifest):
-        raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.follow)")
+        raise EngineError(
+            f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.programs.follow)"
+        )
     *_, (own_folder, own) = own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:

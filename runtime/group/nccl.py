@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
 from mtpbuild.runtime.group.start import environment
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.threads import start_daemon
 
 SETTINGS = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mtpbuild.runtime.contract.sums import BLOCKS, BYTES, CALLS, PROGRAMS, RANKS
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 FAR = 1 << 30  # calls ahead; no rank makes so many before it leaves
 ADVICE = "build it with --allreduce-strategy nccl"

@@ -24,13 +24,13 @@ from mtpbuild.runtime.contract.manifest import (
     read_rank,
 )
 from mtpbuild.runtime.contract.sums import GROUP as GROUP
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
-from mtpbuild.runtime.targets import find_target
 
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `start_ranks`
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks per core than this are taken for a mistake
-FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
+FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.programs.follow")
 FLAGS = (  # flags of `mtpbuild build` in the command that builds missing ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
     *("target", "tp", "ep"),

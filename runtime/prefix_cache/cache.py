@@ -10,15 +10,15 @@ from typing import cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_type
+from mtpbuild.runtime.contract.targets import targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.free_memory import free_memory
 from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
 from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
-from mtpbuild.runtime.request import Request
-from mtpbuild.runtime.scheduler import Filling
-from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.requests.request import Request
+from mtpbuild.runtime.requests.scheduler import Filling
 
 log = logging.getLogger("mtpbuild")
 SHARE = 8  # by default the cache may take this fraction of the free memory: 1 / SHARE

@@ -8,8 +8,8 @@ from typing import Any
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Programs
-from mtpbuild.runtime.target_options import load_options, make_options
-from mtpbuild.runtime.targets import find_target
+from mtpbuild.runtime.contract.target_options import load_options, make_options
+from mtpbuild.runtime.contract.targets import find_target
 
 
 def load_programs(

@@ -7,6 +7,8 @@ from pathlib import Path
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
+from mtpbuild.runtime.gpu.torch_cuda import visible_gpus as visible_gpus
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.group.start import own_gpu
@@ -16,8 +18,6 @@ from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_dp import CpuAttentionDPPrograms, CudaAttentionDPPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CpuRankPrograms, CudaRankPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
-from mtpbuild.runtime.programs.torch_cuda import visible_gpus as visible_gpus
 
 
 def load(

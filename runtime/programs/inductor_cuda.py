@@ -15,11 +15,11 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
-from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 
 ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
 

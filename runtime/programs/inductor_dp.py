@@ -7,6 +7,7 @@ import torch
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput, host_type
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.programs.aot_package import Opener
@@ -14,7 +15,6 @@ from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.inductor_cpu import shared
 from mtpbuild.runtime.programs.inductor_ranks import CpuRankPrograms, CudaRankPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
 class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
 from mtpbuild.runtime.group.one_shot import share
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.threads import default_threads
 
 T = TypeVar("T")

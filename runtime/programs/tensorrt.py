@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu import cuda
+from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.start import own_gpu
-from mtpbuild.runtime.programs import cuda
-from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.device_slots import check_gpu
 from mtpbuild.runtime.programs.mapped_weights import mapped
 from mtpbuild.runtime.programs.tensorrt_api import shared_weights, tensorrt_api

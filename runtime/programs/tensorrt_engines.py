@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.programs.cuda import Device, DeviceArray
+from mtpbuild.runtime.gpu.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
 from mtpbuild.runtime.programs.mapped_weights import mapped
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported

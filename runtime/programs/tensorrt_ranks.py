@@ -9,11 +9,11 @@ import numpy as np
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.communicator import join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
-from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.server.answers import Answer, merge_streams
 from mtpbuild.runtime.server.errors import ApiError, JsonResponse, encode_json

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from mtpbuild.runtime.reasoning import AnswerPiece, ThinkingSplitter
-from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
+from mtpbuild.runtime.requests.stats import RequestMetrics
+from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
-from mtpbuild.runtime.stats import RequestMetrics
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.reasoning import AnswerPiece, ThinkingSplitter
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 CALL = {"name": "call", "arguments": "call"}
 

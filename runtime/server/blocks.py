@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtpbuild.runtime.reasoning import AnswerPiece
-from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice
 from mtpbuild.runtime.server.bodies import invalid_body
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
+from mtpbuild.runtime.text.reasoning import AnswerPiece
 
 Json = dict[str, Any]
 CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}

@@ -4,16 +4,14 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from mtpbuild.runtime.chat_template import ChatOptions
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import (
     ContextLengthError,
     MtpbuildError,
     RequestError,
     TemplateLimitError,
 )
-from mtpbuild.runtime.reasoning import BEGIN, END, AnswerPiece, ThinkingSplitter, opens_thought
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.params import check_refused, leading_field, read_params
@@ -22,6 +20,8 @@ from mtpbuild.runtime.server.roles import adapt_roles
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import forced_calls, form_field
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, detect_form
+from mtpbuild.runtime.text.chat_template import ChatOptions
+from mtpbuild.runtime.text.reasoning import BEGIN, END, AnswerPiece, ThinkingSplitter, opens_thought
 
 Json = dict[str, Any]
 T = TypeVar("T", bound=Answer)

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from typer import Option
 
-from mtpbuild.runtime.cli import LoadFlags, error_line
+from mtpbuild.runtime.cli.commands import LoadFlags, error_line
+from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError, install
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
-from mtpbuild.runtime.target_options import changed
 
 
 @error_line
@@ -34,9 +34,9 @@ def serve(
         raise MissingDependencyError(missing) from None
     from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.contract.manifest import read_manifest
-    from mtpbuild.runtime.engine import Engine
-    from mtpbuild.runtime.follow import follow
+    from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.group import start as ranks
+    from mtpbuild.runtime.programs.follow import follow
     from mtpbuild.runtime.server.tools import FORMS
 
     forms = [*FORMS, "none"]

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from math import isnan, nan
 from typing import Any
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError
-from mtpbuild.runtime.reasoning import AnswerPiece
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.params import read_params
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import form_field
+from mtpbuild.runtime.text.reasoning import AnswerPiece
 
 Json = dict[str, Any]
 DEFAULT_TOKENS = 16

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.server.answers import AnswerBlock
 from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
 from mtpbuild.runtime.server.chat import encode_prompt, make_tool_call, read_chat_as

@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from mtpbuild.runtime.contract.manifest import BuildInfo
-from mtpbuild.runtime.stats import EngineStats
+from mtpbuild.runtime.requests.stats import EngineStats
 
 FIRST = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),

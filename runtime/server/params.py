@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.sampling import SamplingParams, http_settings, to_params_fields
+from mtpbuild.runtime.sampling.params import SamplingParams, http_settings, to_params_fields
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import read_structured
-from mtpbuild.runtime.structured import StructuredOutputs
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from mtpbuild.runtime.sampling import SamplingParams, http_settings
+from mtpbuild.runtime.sampling.params import SamplingParams, http_settings
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough

@@ -11,13 +11,13 @@ from pydantic import ConfigDict, create_model
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.contract.target_options import load_options, option_flags
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.server.server import engine_defaults
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.target_options import load_options, option_flags
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:

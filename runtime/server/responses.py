@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.server.answers import AnswerBlock
 from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
 from mtpbuild.runtime.server.chat import make_tool_call, read_chat_as

@@ -15,7 +15,7 @@ import uvicorn
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.server.app import make_app

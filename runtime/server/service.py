@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import (
     EngineError,
     NotFiniteError,
@@ -15,8 +15,8 @@ from mtpbuild.runtime.errors import (
     RequestFailedError,
     StepError,
 )
-from mtpbuild.runtime.request import Chunk, Request
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.requests.request import Chunk, Request
+from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
 from mtpbuild.runtime.server.options import ServerOptions

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from mtpbuild.runtime.constraints.json_rules import json_rules
+from mtpbuild.runtime.constraints.json_schema import object_schema, prepare_schema
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.json_rules import json_rules
-from mtpbuild.runtime.json_schema import object_schema, prepare_schema
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, GenerationBody, Tool
 from mtpbuild.runtime.server.tools import Form
 from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL
 from mtpbuild.runtime.server.tools.tagged_grammar import tagged_rules
-from mtpbuild.runtime.structured import StructuredOutputs
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 INDEX = " /[0-9]{1,3}/ "

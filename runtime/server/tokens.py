@@ -7,7 +7,7 @@ from mtpbuild.runtime.server.chat import encode_prompt
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, TokensBody
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 MAX_CONTEXTS = 4  # longest text that is tokenised, in context lengths
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling import SETTINGS
+from mtpbuild.runtime.sampling.params import SETTINGS
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
 # A margin counts as a near-tie if it is at most this many times the largest difference of

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling import DEFAULTS
+from mtpbuild.runtime.sampling.params import DEFAULTS
 
 VERSION: Literal[1] = 1
 

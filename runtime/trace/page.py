@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, add_line
 
 TEMPLATE, PLACE = "page.html", "TRACE_DATA"

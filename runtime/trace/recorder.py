@@ -11,9 +11,9 @@ from typing import Any, TextIO
 import numpy as np
 
 from mtpbuild.runtime.contract.programs import Floats, StepOutput
-from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.request import FinishReason, Request
+from mtpbuild.runtime.requests.request import FinishReason, Request
 from mtpbuild.runtime.trace import lines
 from mtpbuild.runtime.trace.page import Page
 

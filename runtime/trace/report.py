@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from mtpbuild.runtime.trace.diff import RequestDiff, TraceDiff, TracedToken
 from mtpbuild.runtime.trace.lines import TraceFile
 

@@ -12,8 +12,8 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import UsageError
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder

@@ -31,10 +31,10 @@ from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.cli import LoadFlags
+from mtpbuild.runtime.cli.commands import LoadFlags
+from mtpbuild.runtime.cli.sampling_flags import CompatFlags, RelaxedFlags, SamplingFlags
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling_flags import CompatFlags, RelaxedFlags, SamplingFlags
 from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
 from tests.support.fakes import FakePrograms
 from tests.support.invoke import invoke as command

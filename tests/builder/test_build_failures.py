@@ -22,8 +22,8 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights import placed
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
-from mtpbuild.runtime.targets import find_target
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.stand_ins import failing
 

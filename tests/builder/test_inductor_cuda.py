@@ -20,10 +20,10 @@ from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, PrefixCaching
 from mtpbuild.runtime.errors import NotFiniteError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.checkpoints import lower

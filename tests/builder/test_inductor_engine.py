@@ -30,7 +30,8 @@ from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError, install
-from mtpbuild.runtime.programs import load_programs, torch_cuda
+from mtpbuild.runtime.gpu import torch_cuda
+from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms

@@ -25,11 +25,11 @@ from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.builder.weights.made import Share
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group import one_shot
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.ranks import Ranks
-from mtpbuild.runtime.targets import find_target
 from tests.support.checkpoints import lower, make_model
 from tests.support.fake_gpu import FakeGpu
 from tests.support.invoke import invoke

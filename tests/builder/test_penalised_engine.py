@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
-from mtpbuild.runtime.step_controls import make_step_controls
+from mtpbuild.runtime.requests.step_controls import make_step_controls
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
 from tests.support.engines import EngineBuilder

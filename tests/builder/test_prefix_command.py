@@ -14,7 +14,7 @@ from mtpbuild.builder.prefixes import Beginning
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from mtpbuild.runtime.prefix_cache.tree import common
-from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
 
 pytestmark = pytest.mark.xdist_group("tiny")

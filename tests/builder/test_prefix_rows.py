@@ -22,8 +22,8 @@ from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.prefix_cache.tree import CacheEntry, PrefixTree
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.request import Request
-from mtpbuild.runtime.scheduler import Filling, Scheduler
+from mtpbuild.runtime.requests.request import Request
+from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
 from tests.reference.eager import EagerPrograms
 from tests.support.engines import EngineBuilder
 from tests.support.families import lower_family

@@ -29,9 +29,9 @@ from mtpbuild.runtime.contract.manifest import (
     rank_name,
     read_manifest,
 )
+from mtpbuild.runtime.contract.targets import names
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_folders, start_ranks
-from mtpbuild.runtime.targets import names
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.compiler import needs_compiler
 from tests.support.fake_target import quick_target

@@ -28,10 +28,10 @@ from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
-from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import start_ranks
 from mtpbuild.runtime.prefix_cache.cache import open_prefix_cache
+from mtpbuild.runtime.programs.follow import follow
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks, rank_bugs

@@ -27,12 +27,12 @@ from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import LeadingPrograms
 from mtpbuild.runtime.group.nccl import SETTINGS, connect, run_within, watch
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import collectives, eager_ranks, rank_bugs

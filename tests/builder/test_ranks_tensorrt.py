@@ -22,8 +22,8 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import BuildError, EngineError
+from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt import held_bytes
 from mtpbuild.runtime.programs.tensorrt_engines import on_device
 from tests.reference.recompute import greedy

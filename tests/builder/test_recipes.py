@@ -15,8 +15,8 @@ from mtpbuild.builder.recipe import (
     name_model,
 )
 from mtpbuild.builder.weights.scheme import SCHEMES
+from mtpbuild.runtime.contract.targets import names
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
-from mtpbuild.runtime.targets import names
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
 from tests.support.stand_ins import importing

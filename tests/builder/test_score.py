@@ -10,7 +10,7 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.step_controls import make_step_controls
+from mtpbuild.runtime.requests.step_controls import make_step_controls
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder
 from tests.support.fakes import fake_manifest

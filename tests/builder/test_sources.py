@@ -78,7 +78,7 @@ def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:
         "builder/forecast/step.py",
         "builder/targets/lower_tensorrt.py",  # another target
         "builder/models/mimo/model.py",  # another family
-        "runtime/loop.py",
+        "runtime/engine/loop.py",
         "runtime/server/app.py",
     ],
 )

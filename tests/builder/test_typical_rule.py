@@ -29,8 +29,8 @@ from mtpbuild.runtime import Engine, Manifest, RequestError, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import MIXED, StepOutput
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.request import Request
-from mtpbuild.runtime.step_controls import make_step_controls
+from mtpbuild.runtime.requests.request import Request
+from mtpbuild.runtime.requests.step_controls import make_step_controls
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
 from tests.support import typical

@@ -13,11 +13,11 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.targets.capability import GPUS, architecture
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.programs.aot_package import open_packages
 from mtpbuild.runtime.programs.inductor import load as load_inductor
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
-from mtpbuild.runtime.programs.torch_cuda import Gpu
-from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder

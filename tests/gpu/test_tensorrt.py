@@ -7,7 +7,7 @@ import pytest
 from mtpbuild.builder.targets.tensorrt_rtx import GPUS as RTX
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import MtpbuildError
-from mtpbuild.runtime.programs.cuda import Device
+from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
 from tests.support.engines import EngineBuilder
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed.op import accept_mixed, without_forbidden
+from mtpbuild.runtime.constraints.grammar import Matcher
 from mtpbuild.runtime.contract.controls import GREEDY, WORD
 from mtpbuild.runtime.contract.programs import Constraint
-from mtpbuild.runtime.grammar import Matcher
 from tests.support.kernels import asked_of, random_mixed
 
 V, K, FIRST, SLOTS, COUNT = 3, 2, 0, 40_000, 4

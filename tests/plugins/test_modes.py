@@ -13,7 +13,7 @@ from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
 from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
-from mtpbuild.runtime.sampling import COLDEST
+from mtpbuild.runtime.sampling.params import COLDEST
 from tests.support.acceptance_cases import (
     BANNED,
     BEGIN,

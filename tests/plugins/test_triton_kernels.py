@@ -15,7 +15,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.runtime.ranks import Ranks
-from mtpbuild.runtime.sampling import COLDEST
+from mtpbuild.runtime.sampling.params import COLDEST
 from tests.support import kernels
 from tests.support.acceptance_cases import (
     BANNED,

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from mtpbuild.runtime import Engine, SamplingParams, adaptive
-from mtpbuild.runtime.adaptive import AcceptanceEstimate, AdaptiveNextn, StepTimes
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.engine import adaptive
+from mtpbuild.runtime.engine.adaptive import AcceptanceEstimate, AdaptiveNextn, StepTimes
 from tests.support.fakes import FakePrograms, continuation, fake_manifest
 
 MOST = 4

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Tokenizer
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.manifest import FileSpec
 from mtpbuild.runtime.errors import EngineFileError
-from mtpbuild.runtime.text import Span, TextStream
-from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.detokenizer import Span, TextStream
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from tests.support.fakes import FakePrograms, fake_manifest, scripted
 from tests.support.model_tokenizers import (
     FAMILIES,

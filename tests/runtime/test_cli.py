@@ -13,11 +13,12 @@ import pytest
 from typer.testing import Result as CliResult
 
 from mtpbuild.builder.prefixes import read_beginning
-from mtpbuild.runtime import Engine, SamplingParams, terminal
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.cli import terminal
+from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
-from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.sampling import SETTINGS, http_settings
+from mtpbuild.runtime.sampling.params import SETTINGS, http_settings
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 from tests.support.invoke import invoke

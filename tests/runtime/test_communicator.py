@@ -14,11 +14,11 @@ import pytest
 
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, RankError
+from mtpbuild.runtime.gpu.cuda import Device, visible_gpus
 from mtpbuild.runtime.group import communicator
 from mtpbuild.runtime.group.channel import _decode_value, _encode_value
 from mtpbuild.runtime.group.communicator import CAPSULE, Communicator, UniqueId, join
 from mtpbuild.runtime.group.nccl import watch
-from mtpbuild.runtime.programs.cuda import Device, visible_gpus
 from tests.support.fake_cuda import FakeCuda
 from tests.support.stand_ins import failing, importing
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.compat.read import parse_speculative_config
-from mtpbuild.runtime.configuration import (
+from mtpbuild.runtime.configuration.read import parse_speculative_config
+from mtpbuild.runtime.configuration.settings import (
     Configuration,
     check_engine,
     join,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.compat.read import parse_llm_yaml
-from mtpbuild.runtime.configuration import Configuration
+from mtpbuild.runtime.configuration.read import parse_llm_yaml
+from mtpbuild.runtime.configuration.settings import Configuration
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from tests.support.stand_ins import importing
 

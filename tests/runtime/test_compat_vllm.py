@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.compat.read import parse_speculative_config
-from mtpbuild.runtime.configuration import Configuration
+from mtpbuild.runtime.configuration.read import parse_speculative_config
+from mtpbuild.runtime.configuration.settings import Configuration
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.synthetic import synthetic_rates
+from mtpbuild.runtime.sampling.synthetic import synthetic_rates
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
 ALIASES = [

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Stream
-from mtpbuild.runtime import driver as driver_module
-from mtpbuild.runtime import loop as loop_module
 from mtpbuild.runtime.contract.programs import Constraint
+from mtpbuild.runtime.engine import driver as driver_module
+from mtpbuild.runtime.engine import loop as loop_module
 from mtpbuild.runtime.errors import RequestFailedError, StepError
-from mtpbuild.runtime.request import Request
+from mtpbuild.runtime.requests.request import Request
 from tests.support.fakes import (
     FakePrograms,
     caching_engine,

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
+from mtpbuild.runtime.constraints.grammar import Grammars, Matcher
+from mtpbuild.runtime.constraints.json_schema import close_objects
 from mtpbuild.runtime.contract.controls import GREEDY
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import install
-from mtpbuild.runtime.grammar import Grammars, Matcher
-from mtpbuild.runtime.json_schema import close_objects
-from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
+from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
 

@@ -41,7 +41,7 @@ def test_running_needs_neither_torch_nor_transformers() -> None:
 
 def test_the_command_line_starts_without_heavy_imports() -> None:
     run_python(
-        "import sys, mtpbuild.runtime.cli\n"
+        "import sys, mtpbuild.runtime.cli.commands\n"
         "heavy = {'numpy', 'pydantic', 'tokenizers', 'torch'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

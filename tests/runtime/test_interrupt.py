@@ -14,7 +14,8 @@ from tests.support.fakes import fake_manifest
 ROOT = Path(__file__).parents[2]
 SLOW = """
 import signal, sys, typer
-from mtpbuild.runtime import cli, engine
+from mtpbuild.runtime.cli import commands as cli
+from mtpbuild.runtime.engine import engine
 from tests.support.fakes import FakePrograms
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from mtpbuild.runtime import RequestError, StructuredOutputs
-from mtpbuild.runtime.grammar import _source
-from mtpbuild.runtime.json_patterns import translate_pattern
-from mtpbuild.runtime.json_rules import integer_pattern
-from mtpbuild.runtime.json_schema import object_schema
+from mtpbuild.runtime.constraints.grammar import _source
+from mtpbuild.runtime.constraints.json_patterns import translate_pattern
+from mtpbuild.runtime.constraints.json_rules import integer_pattern
+from mtpbuild.runtime.constraints.json_schema import object_schema
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.driver import Stream
-from mtpbuild.runtime.request import FinishReason, Request, Result
+from mtpbuild.runtime.engine.driver import Stream
+from mtpbuild.runtime.requests.request import FinishReason, Request, Result
 from tests.support.fakes import (
     EOS,
     FakePrograms,

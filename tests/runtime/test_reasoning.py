@@ -6,11 +6,11 @@ import pytest
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.reasoning import opens_thought
-from mtpbuild.runtime.step_controls import make_step_controls
-from mtpbuild.runtime.text import Span, TextStream
-from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
+from mtpbuild.runtime.requests.step_controls import make_step_controls
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.detokenizer import Span, TextStream
+from mtpbuild.runtime.text.reasoning import opens_thought
+from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 
 FOLDER = find_model("deepseek-tiny").folder

@@ -8,9 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
+from mtpbuild.runtime.cli.sampling_flags import RunFlags, SamplingFlags, sampling_params
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.sampling_flags import RunFlags, SamplingFlags, sampling_params
 
 SHARED = {
     "--acceptance",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
+from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract import rules
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
@@ -28,8 +29,7 @@ from mtpbuild.runtime.contract.programs import MIXED, Constraint
 from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
-from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, http_settings
+from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, http_settings
 from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import (
     FakePrograms,

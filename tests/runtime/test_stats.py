@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.stats import AcceptanceCounter
+from mtpbuild.runtime.requests.stats import AcceptanceCounter
 from tests.support.fakes import FakePrograms, fake_manifest
 
 

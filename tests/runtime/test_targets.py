@@ -7,6 +7,7 @@ import pytest
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
+from mtpbuild.runtime.contract.targets import TargetRecord, find_target, names, register
 from mtpbuild.runtime.errors import (
     EngineError,
     EngineFormatError,
@@ -15,13 +16,12 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import TORCH, this_machine
-from mtpbuild.runtime.targets import TargetRecord, find_target, names, register
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
 
 BUILT_IN = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 CODE = """
-from mtpbuild.runtime.targets import TargetRecord
+from mtpbuild.runtime.contract.targets import TargetRecord
 from tests.support.fakes import FakePrograms
 FOUND = TargetRecord("by-entry-point", "other_target", "other_target")
 def load(folder, manifest, threads):

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.errors import RequestError, TemplateLimitError
-from mtpbuild.runtime.template_pool import MOST_PROCESSES
-from mtpbuild.runtime.template_process import MEMORY, SECONDS
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.template_pool import MOST_PROCESSES
+from mtpbuild.runtime.text.template_process import MEMORY, SECONDS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SLACK = 4.0  # seconds that a busy machine may take beyond the limit

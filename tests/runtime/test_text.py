@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.text import Span, TextStream
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.detokenizer import Span, TextStream
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer, fake_tokenizer
 
 BACKEND = backend_tokenizer()

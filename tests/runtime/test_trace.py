@@ -12,7 +12,7 @@ import pytest
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.request import Request
+from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
 from tests.support.run_command import call, type_in

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.cli import diff
+from mtpbuild.runtime.cli.commands import diff
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.page import Speller
 from tests.support.fakes import (
     EOS,

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
-from mtpbuild.runtime.text import Span
+from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer, scripted
 from tests.support.served import ASK, HELLO, events, saying, served
 

@@ -6,10 +6,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import REFUSED
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer
 from tests.support.model_tokenizers import TEMPLATES
 from tests.support.served import (

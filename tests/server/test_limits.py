@@ -20,16 +20,16 @@ import httpx2
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.engine import Prompt
-from mtpbuild.runtime.request import Chunk, Request, TokenLogprobs
+from mtpbuild.runtime.engine.engine import Prompt
+from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.pool import Pool
-from mtpbuild.runtime.text import Span
-from mtpbuild.runtime.tokenizer import LONG, Tokenizer
+from mtpbuild.runtime.text.detokenizer import Span
+from mtpbuild.runtime.text.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live, until, url_of
 from tests.support.nasty_bodies import BODIES, QUICK

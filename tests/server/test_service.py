@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
 from mtpbuild.runtime.server.options import ServerOptions

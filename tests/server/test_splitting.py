@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.reasoning import AnswerPiece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls
-from mtpbuild.runtime.text import Span
+from mtpbuild.runtime.text.detokenizer import Span
+from mtpbuild.runtime.text.reasoning import AnswerPiece, ThinkingSplitter
 from tests.support.split_pieces import cut, fed, joined
 
 V3 = (

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Stream
-from mtpbuild.runtime.sampling import DEFAULTS, http_settings
+from mtpbuild.runtime.sampling.params import DEFAULTS, http_settings
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live, live, until
 

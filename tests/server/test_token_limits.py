@@ -11,11 +11,11 @@ import pytest
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
+from mtpbuild.runtime.constraints.grammar import Grammars
+from mtpbuild.runtime.constraints.token_limits import TokenLimits, spellings
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.token_limits import TokenLimits, spellings
-from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
+from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.live_server import live
 

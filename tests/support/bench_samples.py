@@ -17,7 +17,7 @@ from mtpbuild.builder.measure.prompts import Prompt
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.stats import AcceptanceCounter, SpeculativeDecoding
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, SpeculativeDecoding
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 
 FILES = Path(__file__).parents[1] / "data" / "chat_templates"
 CALLED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}"

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.request import Result
-from mtpbuild.runtime.structured import StructuredOutputs
+from mtpbuild.runtime.requests.request import Result
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 
 DIFFERS = "a warm start differs from a cold one"
 PLAIN = SamplingParams(logprobs=1)

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 import mtpbuild.plugins  # registers the graphs' ops
-from mtpbuild.runtime import follow
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.gpu import torch_cuda
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.programs import torch_cuda
+from mtpbuild.runtime.programs import follow
 from mtpbuild.runtime.programs.aot_package import Opener
 from tests.support import rank_bugs
 from tests.support.collectives import HERE, GlooPeers, RankGpu, listened_to

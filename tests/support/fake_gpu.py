@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtpbuild.runtime.gpu.torch_cuda import Wait, as_host, from_host
 from mtpbuild.runtime.programs.aot_package import Opener, Runner
-from mtpbuild.runtime.programs.torch_cuda import Wait, as_host, from_host
 
 Work = Callable[[], object]
 

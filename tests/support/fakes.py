@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
 from mtpbuild.runtime.contract.state import rows_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
 THINKING = 298, 299  # `<think>` and `</think>` of the tokenizer

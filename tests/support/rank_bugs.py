@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN
+from mtpbuild.runtime.gpu.torch_cuda import Work
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.host_slots import HostSlots
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
-from mtpbuild.runtime.programs.torch_cuda import Work
 
 BUG = "FAKE_GPU_BUG"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Programs
-from mtpbuild.runtime.targets import find_target, register
+from mtpbuild.runtime.contract.targets import find_target, register
 
 _makers: list[Callable[[Manifest], Programs]] = []
 

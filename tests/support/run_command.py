@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner, Result
 
-from mtpbuild.runtime import cli
+from mtpbuild.runtime.cli import commands as cli
 
 app = typer.Typer()
 app.command("run")(cli.run)

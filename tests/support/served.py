@@ -9,9 +9,9 @@ import httpx2
 import tokenizers
 
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.text.tokenizer import Tokenizer
 from tests.support.fakes import (
     TEMPLATE,
     FakePrograms,

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpbuild.runtime import follow
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.programs import tensorrt
+from mtpbuild.runtime.programs import follow, tensorrt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_torch_tensorrt import FakeDataCentre, FakeNccl, installed
 from tests.support.registry import registered

@@ -15,10 +15,10 @@ from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, PrefixCaching, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.loop import Loop
+from mtpbuild.runtime.engine.loop import Loop
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.request import FinishReason, Request
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.requests.request import FinishReason, Request
+from mtpbuild.runtime.sampling.params import SamplingParams
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import lower
 from tests.support.fakes import fake_manifest

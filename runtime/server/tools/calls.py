@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.reasoning import AnswerPiece
 from mtpbuild.runtime.server.tools.call import Call
 from mtpbuild.runtime.server.tools.forms import Form
 from mtpbuild.runtime.server.tools.json_calls import JsonCall
 from mtpbuild.runtime.server.tools.tagged import TaggedCall
-from mtpbuild.runtime.text import marker_prefix_length
+from mtpbuild.runtime.text.detokenizer import marker_prefix_length
+from mtpbuild.runtime.text.reasoning import AnswerPiece
 
 MAX_TRUNCATED = 8  # unfinished calls at the answer's end after which the rest is not parsed again
 

@@ -4,11 +4,11 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from mtpbuild.runtime.chat_template import ChatTemplates
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.server.tools.calls import ToolCalls
 from mtpbuild.runtime.server.tools.forms import FORMS, INDEX_OF_CALL, Form
 from mtpbuild.runtime.server.tools.values import as_text
+from mtpbuild.runtime.text.chat_template import ChatTemplates
 
 ASKED = "what-is-asked-5d1c"
 NAME = "probe_5d1c"

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-from mtpbuild.runtime.json_schema import parse_finite
+from mtpbuild.runtime.constraints.json_schema import parse_finite
 
 DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mtpbuild.runtime.json_rules import json_rules
-from mtpbuild.runtime.json_schema import prepare_schema
+from mtpbuild.runtime.constraints.json_rules import json_rules
+from mtpbuild.runtime.constraints.json_schema import prepare_schema
 from mtpbuild.runtime.server.tools.forms import Form, Tags
 from mtpbuild.runtime.server.tools.values import allowed_types, as_text
 

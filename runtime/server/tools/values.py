@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mtpbuild.runtime.json_schema import resolve_reference
+from mtpbuild.runtime.constraints.json_schema import resolve_reference
 from mtpbuild.runtime.server.tools.json_reader import parse_strictly, repair_json
 
 NAMES = {"string", "number", "boolean", "null", "object", "array"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.targets import TargetRecord
 from mtpbuild.runtime.flag_groups import flag
-from mtpbuild.runtime.targets import TargetRecord
 
 
 @dataclass(frozen=True)

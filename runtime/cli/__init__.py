@@ -1,0 +1,1 @@
+"""The commands `run`, `inspect` and `diff`, and what all commands share: flags and output."""

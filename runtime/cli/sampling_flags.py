@@ -1,0 +1,176 @@
+"""The flags of a request's settings, made from their table, and those of other systems' names.
+
+The command line reads underscores in flags as dashes, so older spellings work as well.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from mtpbuild.runtime.configuration.read import (
+    VLLM_FLAG,
+    YAML_FLAG,
+    check_method,
+    parse_llm_yaml,
+    parse_speculative_config,
+)
+from mtpbuild.runtime.configuration.settings import (
+    CHECKS,
+    NOTES,
+    Configuration,
+    Given,
+    checked,
+    join,
+    name_source,
+    relaxed_notes,
+    sampling_settings,
+)
+from mtpbuild.runtime.configuration.tables import MTP
+from mtpbuild.runtime.contract.drafters import check_offered
+from mtpbuild.runtime.contract.rules import all_rules
+from mtpbuild.runtime.contract.settings import Setting
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, SamplingParams, to_params_fields
+
+Field = tuple[str, Any, Any]
+GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict: nothing is drawn"
+HINTS = get_type_hints(SamplingParams)
+SWITCH = "use_relaxed_acceptance_for_thinking"
+RELAXED = ("relaxed_topk", "relaxed_delta")
+
+
+def flag_field(name: str, hint: Any, setting: Setting) -> Field:
+    """Return the field of a flag; numbers keep their default, other types default to None."""
+    default = DEFAULTS[name]
+    if isinstance(default, int | float):
+        return name, hint, flag(default, setting.help)
+    if default == ():
+        hint = list[str] | None
+    elif setting.parse or isinstance(default, str):
+        hint = str | None
+    return name, hint, flag(None, setting.help)
+
+
+def flag_fields(everywhere: bool) -> list[Field]:
+    """Return the fields for all commands, or those for `run` alone."""
+    shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED}
+    return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
+
+
+def rule_fields() -> list[Field]:
+    """Return the fields of the settings of acceptance rules."""
+    return [
+        (name, get_type_hints(rule.settings)[name] | None, flag(None, setting.help))
+        for rule in all_rules()
+        for name, setting in rule.declarations.items()
+    ]
+
+
+def make_group(name: str, fields: list[Field]) -> Any:
+    """Return the class of a group of flags."""
+    return make_dataclass(name, fields, frozen=True, kw_only=True)
+
+
+SHARED = [*flag_fields(everywhere=True), *rule_fields()]
+SamplingFlags: Any = make_group("SamplingFlags", SHARED)
+RunFlags: Any = make_group("RunFlags", [*SHARED, *flag_fields(everywhere=False)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompatFlags:
+    """A configuration under vLLM's or TensorRT-LLM's names."""
+
+    speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
+    config: Path | None = flag(
+        None,
+        "TensorRT-LLM's YAML file (docs/configuration.md).",
+        *(YAML_FLAG, "--extra-llm-api-options"),
+    )
+    spec_decode_algo: str | None = flag(None, "TensorRT-LLM's name of the method: MTP.")
+    spec_decode_nextn: int | None = flag(None, "TensorRT-LLM's older name of nextn.")
+    spec_decode_max_draft_len: int | None = flag(None, "TensorRT-LLM's name of nextn.")
+
+
+# The flags of TensorRT-LLM's relaxed acceptance.
+RelaxedFlags: Any = make_group(
+    "RelaxedFlags",
+    [
+        (SWITCH, bool, flag(False, "Accept near misses within <think> (docs/configuration.md).")),
+        *((name, HINTS[name] | None, flag(None, SETTINGS[name].help)) for name in RELAXED),
+    ],
+)
+UNRELAXED = RelaxedFlags()
+
+# A field of the groups -> the setting that it gives.
+FIELDS = {
+    **dict.fromkeys(("spec_decode_nextn", "spec_decode_max_draft_len"), "nextn"),
+    **{name: name for name in (SWITCH, *RELAXED)},
+}
+
+
+def read_flags(
+    compat: CompatFlags,
+    relaxed: RelaxedFlags = UNRELAXED,
+    *,
+    also: Iterable[Given] = (),
+    nextn: tuple[int | str, ...] | None = None,
+    drafter: str | None = None,
+) -> dict[str, Any]:
+    """Join the flags' settings with those of a command, and print notes to standard error.
+
+    also, nextn, drafter: the settings that the command's own flags give. Raises UsageError for a
+    value that is wrong, contradictory or not supported by this version.
+    """
+    check_offered(drafter)
+    if compat.spec_decode_algo is not None:
+        join(check_method(compat.spec_decode_algo, MTP, "--spec-decode-algo"))
+    given: list[Given] = [("drafter", "--drafter", drafter), *also]
+    typed = vars(compat) | vars(relaxed)
+    for name, setting in FIELDS.items():
+        if typed[name] is not None and typed[name] is not False:
+            own = "--" + name.replace("_", "-")
+            given.append((setting, own, checked(CHECKS[setting], typed[name], own)))
+    if (relaxed.relaxed_topk or 1) > 1:  # the number alone switches relaxed acceptance on
+        given.append((SWITCH, "--relaxed-topk", True))
+    if compat.speculative_config is not None:
+        given += name_source(parse_speculative_config(compat.speculative_config), VLLM_FLAG)
+    if compat.config is not None:
+        given += name_source(parse_llm_yaml(compat.config), f"{YAML_FLAG} {compat.config}")
+    if nextn is not None:
+        numbers = ",".join(map(str, dict.fromkeys(nextn)))
+        others = [each for each in given if each[0] == "nextn" and each[2] is not None]
+        join([("nextn", "--nextn", numbers), *((n, who, str(value)) for n, who, value in others)])
+    settings = join(given)
+    for note in (*settings.get(NOTES, ()), *relaxed_notes(settings)):
+        typer.echo(f"note: {note}", err=True)
+    return settings
+
+
+def sampling_params(flags: Any, settings: Configuration, **others: Any) -> SamplingParams:
+    """Join the settings of flags, configuration and `others`.
+
+    Raises UsageError for a contradiction, RequestError for an invalid value.
+    """
+    typed = to_params_fields(vars(flags) | others)
+    for name, value in typed.items():
+        parse = SETTINGS[name].parse
+        if parse and isinstance(value, str):
+            typed[name] = parse(flag_name(name), value)
+    asked = sampling_settings(settings)
+    for name, wanted in typed.items():
+        if (configured := asked.setdefault(name, wanted)) != wanted:
+            by = "rejection_sample_method" if name == "acceptance" else f"{name} {configured}"
+            raise UsageError(f"{flag_name(name)} {wanted} contradicts the configuration's {by}")
+    params = SamplingParams(**asked)
+    if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:
+        typer.echo(f"note: {GREEDY_REJECTION}", err=True)
+    return params
+
+
+def flag_name(name: str) -> str:
+    """Return a setting's name as a flag."""
+    return "--" + name.replace("_", "-")

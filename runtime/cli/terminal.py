@@ -1,0 +1,303 @@
+"""Terminal output of commands: streamed text with accepted drafts in colour, summaries, JSON."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from json import dumps
+from math import prod
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.runtime.cli.input_file import generate_all, read_requests
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import (
+    HASH_LIMIT,
+    PREFIXES,
+    BuildInfo,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+    ranks_here,
+)
+from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.engine.driver import Stream
+from mtpbuild.runtime.engine.engine import Engine, Prompt
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.prefix_cache.built_in import prefix_names
+from mtpbuild.runtime.prefix_cache.cache import saved_sizes
+from mtpbuild.runtime.requests.request import Chunk, Observer, Result
+from mtpbuild.runtime.sampling.params import SamplingParams
+from mtpbuild.runtime.text.chat_template import ChatOptions, Message
+from mtpbuild.runtime.trace.recorder import Trace
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are not the model's"
+
+
+def json_line(task_id: str | int, result: Result) -> str:
+    """Return a request's result as a line of JSON; docs/cli-json.md describes it."""
+    answer = {"task_id": task_id} | asdict(result)
+    del answer["from_draft"]
+    return dumps({key: value for key, value in answer.items() if value not in (None, ())})
+
+
+def summary(result: Result) -> str:
+    """Return a request's speed and acceptance as one line."""
+    metrics, drafting = result.metrics, result.metrics.speculative_decoding
+    parts = [
+        f"{metrics.output_tokens} tokens ({result.finish_reason})",
+        f"{metrics.tokens_per_s:.1f} tokens/s",
+        f"first token {1000 * (metrics.ttft_s or 0):.0f} ms",
+        f"acceptance length {drafting.mean_acceptance_length or 0:.2f}",
+    ]
+    if rates := drafting.per_position_acceptance_rates:
+        parts.append("per position " + " ".join(f"{rate:.2f}" for rate in rates))
+    if result.seed is not None:
+        parts.append(f"seed {result.seed}")
+    if result.synthetic_acceptance_rates:
+        parts.insert(0, SYNTHETIC)
+    return ", ".join(parts)
+
+
+def answer(
+    engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
+) -> None:
+    """Answer a prompt with one JSON object, or with streamed text and a summary."""
+    observer = trace.request() if trace else None
+    if json:
+        print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
+    else:
+        stream_answer(engine, prompt, params, echo=True, observer=observer)
+
+
+def answer_file(
+    engine: Engine, path: Path, params: SamplingParams, json: bool, trace: Trace | None
+) -> None:
+    """Answer a file's requests in their order."""
+    requests = read_requests(path, engine, params, check=True)
+    for request, result in generate_all(engine, requests, trace):
+        if json:
+            print(json_line(request.task_id, result), flush=True)
+        else:
+            print(f"[{request.task_id}] {summary(result)}", file=sys.stderr, flush=True)
+            print(result.text or ",".join(map(str, result.token_ids)), flush=True)
+
+
+def stream_answer(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    observer: Observer | None = None,
+    ending: Callable[[Stream], contextlib.AbstractContextManager[None]] | None = None,
+) -> Result:
+    """Stream the text to standard output, then print the summary to standard error.
+
+    ending: the context in which the stream is read, such as `ended_by_ctrl_c`.
+    """
+    colour = _has_colour(sys.stdout)
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(engine.stream(prompt, params, observer=observer))
+        if ending is not None:
+            stack.enter_context(ending(stream))
+        if echo and colour and isinstance(prompt, str):
+            print(f"{DIM}{prompt}{RESET}", end="")
+        for chunk in stream:
+            print(_colour_drafts(engine, chunk, colour), end="", flush=True)
+        print(flush=True)
+        result = stream.result()
+    line = summary(result)
+    print(f"{DIM}{line}{RESET}" if _has_colour(sys.stderr) else line, file=sys.stderr)
+    return result
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
+    """Let the first Ctrl-C end the stream's request; a second one interrupts the program."""
+
+    def end(*signal_and_frame: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stream.cancel()
+
+    usual = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def converse(
+    engine: Engine, params: SamplingParams, opening: Sequence[Message], options: ChatOptions
+) -> None:
+    """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts.
+
+    opening: the first messages of every conversation. Ctrl-C ends an answer, and the conversation
+    continues with the partial answer; at the prompt it raises KeyboardInterrupt.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing in `input`)
+    messages = [*opening]
+    chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # refuses now
+    while (line := _read_line()) is not None:
+        messages.append({"role": "user", "content": line})
+        try:
+            prompt = chat_or_text(engine, messages, options)
+            answer = stream_answer(engine, prompt, params, ending=ended_by_ctrl_c)
+            if answer.text and not isinstance(prompt, str):
+                messages.append({"role": "assistant", "content": answer.text})
+            else:  # an empty answer, or texts, which do not build on each other
+                messages.pop()
+        except RequestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            if len(messages) > len(opening) + 1:
+                print("the conversation starts again", file=sys.stderr)
+            messages = [*opening]
+
+
+def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptions) -> Prompt:
+    """Render the messages with the chat template, or return the last one as a text to continue.
+
+    Raises RequestError if the engine has no tokenizer, or for messages that need a template.
+    """
+    if engine.tokenizer is None:
+        raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
+    if engine.tokenizer.chat_template or messages[0]["role"] == "system" or options:
+        return engine.chat_ids(messages, **options)
+    return str(messages[-1]["content"])
+
+
+def describe(folder: Path, manifest: Manifest) -> None:
+    """Print the manifest as tables."""
+    console = Console(highlight=False)
+    facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
+    for fact in _facts(folder, manifest).items():
+        facts.add_row(*fact)
+    state = {s.name for s in manifest.state}
+    programs = Table("program", "inputs", "outputs", "state")
+    for name, program in manifest.programs.items():
+        own = (t for t in program.inputs if t.name not in state)
+        results = (t for t in program.outputs if t.name.removesuffix(".out") not in state)
+        carried = _series(t.name for t in program.inputs if t.name in state)
+        programs.add_row(name, _list(own), _list(results), "\n".join(carried))
+    files = Table("file", "bytes", "sha256")
+    for name, file in sorted(manifest.files.items()):
+        files.add_row(name, f"{file.size:,}", file.sha256[:16])
+    for table in (facts, programs, files):
+        console.print(table)
+
+
+def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+    model, build, target = manifest.model, manifest.build, manifest.target
+    versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
+    size = sum(file.size for file in manifest.files.values())
+    checked = "bytes" if size <= HASH_LIMIT else "sizes"
+    drafted = f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
+    caches = [s for s in manifest.state if s.role == "rows"]
+    return {
+        "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
+        "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
+        "vocabulary": f"{model.vocab_size:,}",
+        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}{drafted}",
+        "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
+        "ranks": _ranks(folder, manifest),
+        "weights": _weights(build),
+        "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
+        "prefill chunk": str(build.prefill_chunk),
+        "prefixes": _prefixes(manifest),
+        "target": f"{target.name} on {target.hardware} ({versions})",
+        **({"sums by": target.allreduce_strategy} if target.allreduce_strategy else {}),
+        **_cross(target),
+        "needs": _needs(manifest),
+        "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
+        "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
+        "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
+    }
+
+
+def _prefixes(manifest: Manifest) -> str:
+    """Describe the engine's own prefixes, and the memory of those of earlier prompts."""
+    has = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
+    if Feature.PREFIX_CACHE not in manifest.features:
+        return has
+    row, states = saved_sizes(manifest)
+    more = f", and {states:,} for recurrent states" if states else ""
+    return f"{has}; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
+
+
+def _needs(manifest: Manifest) -> str:
+    """Describe the memory and libraries that the engine needs."""
+    state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
+    own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
+    weights = sum(size for name, size in own if name.endswith(".safetensors"))
+    memory = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
+    kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
+    return f"{memory} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
+
+
+def _cross(target: TargetInfo) -> dict[str, str]:
+    """Describe an engine that was compiled without its GPU, and the steps left out."""
+    if (cross := target.cross_compiled) is None:
+        return {}
+    return {
+        "cross-compiled": f"for {cross.architecture} on a machine without a GPU, not loaded yet; "
+        f"the compiler was told of a {cross.assumed}; left out: {', '.join(cross.left_out)}"
+    }
+
+
+def _weights(build: BuildInfo) -> str:
+    if build.quantised_to is None:
+        return build.weights
+    ends = build.head_weights or build.dtype
+    return f"{build.weights}, quantised by the build; embedding and head {ends}"
+
+
+def _ranks(folder: Path, manifest: Manifest) -> str:
+    build, here = manifest.build, ranks_here(folder, manifest)
+    groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
+    dp = ", attention data-parallel" if build.attention_dp else ""
+    some = f"; here: {', '.join(map(str, here)) or 'none'}" if manifest.split else ""
+    return f"{build.tp}{groups}{dp}{some if len(here) < build.tp else ''}"
+
+
+def _list(tensors: Iterable[TensorSpec]) -> str:
+    return "\n".join(f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+def _series(names: Iterable[str]) -> Iterator[str]:
+    """Shorten a list of names: kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
+    for _, group in groupby(names, lambda name: name.rpartition(".")[0] or name):
+        first, *rest = group
+        yield f"{first} .. {rest[-1]}" if rest else first
+
+
+def _read_line() -> str | None:
+    """Read a line that is not blank; return None at Ctrl-D."""
+    with contextlib.suppress(EOFError):
+        while not (line := input("> ")).strip():
+            pass
+        return line
+    print()
+    return None
+
+
+def _colour_drafts(engine: Engine, chunk: Chunk, colour: bool) -> str:
+    """Return a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
+    ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
+    own = ((span.text, span.from_draft) for span in chunk.spans)
+    spans: Iterable[tuple[str, bool]] = own if engine.tokenizer else ids
+    return "".join(f"{GREEN}{text}{RESET}" if colour and draft else text for text, draft in spans)
+
+
+def _has_colour(stream: TextIO) -> bool:
+    """Tell whether a terminal shows colours, unless the user disabled them (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,1 +1,0 @@
-"""Tables of the settings of vLLM and TensorRT-LLM, and the function that reads them."""

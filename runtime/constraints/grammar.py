@@ -1,0 +1,251 @@
+"""Grammars of requests: the tokens that each step may emit, and the tokens that must come next.
+
+llguidance parses the grammars. It is imported when the first request with a grammar arrives.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from json import dumps
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mtpbuild.runtime.constraints.form_limits import check_form
+from mtpbuild.runtime.constraints.json_rules import has_large_numbers, json_rules
+from mtpbuild.runtime.constraints.json_schema import prepare_schema
+from mtpbuild.runtime.constraints.token_limits import TokenLimits
+from mtpbuild.runtime.contract.controls import WORD, StepControls
+from mtpbuild.runtime.contract.features import Feature, Features
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Constraint
+from mtpbuild.runtime.contract.targets import targets_with
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
+from mtpbuild.runtime.sampling.params import SamplingParams
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
+from mtpbuild.runtime.text.tokenizer import Tokenizer
+from mtpbuild.runtime.threads import call_with_stack
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LEXER_STATES = 50_000  # limit; a state has 1 to 2 kB
+KEPT = 16  # compiled grammars in the cache
+STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nested rules
+
+
+class Grammar(Protocol):
+    """The interface of a request's grammar for the loop."""
+
+    kept: int  # leading drafts of the last constraint that are the MTP modules' own, not forced
+
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
+        """Return the constraint of the next step, which verifies these drafts; change nothing.
+
+        Raises RequestError if the grammar has become too costly to follow.
+        """
+
+    def take(self, token: int) -> None:
+        """Advance by an emitted token; raise RequestError for one that is not allowed."""
+
+
+class Matcher:
+    """A grammar, advanced to the end of its request's tokens; for one thread at a time.
+
+    Tokens of a thought are free: the grammar begins after the token that ends the thought.
+    """
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        end_ids: Sequence[int],
+        window: int,
+        words: int,
+        controls: StepControls,
+    ) -> None:
+        self._matcher, self._end_ids = matcher, end_ids
+        self._shape = window, words
+        self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
+        self.kept = 0
+
+    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
+        """Return masks along the drafts, where forced tokens replace forbidden drafts.
+
+        Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is
+        forced, a forbidden draft stays, because rejection needs the distribution that it was
+        sampled from. It is never accepted, so the rows after it have no mask.
+        """
+        from llguidance.numpy import fill_next_token_bitmask
+
+        matcher, thinking, tokens, followed = self._matcher, self._thinking, list(drafts), 0
+        allowed = np.full(self._shape, -1, np.int32)
+        last = len(allowed) - 1
+        self.kept = len(tokens)
+        for row in range(len(allowed)):
+            if not thinking:
+                fill_next_token_bitmask(matcher, allowed, row)
+                if row < last and (row == len(tokens) or not _has(allowed, row, tokens[row])):
+                    forced = self._forced()[: last - row]
+                    if not forced:
+                        break
+                    self.kept = min(self.kept, row)
+                    tokens[row:] = forced
+            if row >= len(tokens) or tokens[row] in self._end_ids:
+                break
+            if thinking:
+                thinking = tokens[row] != self._end_of_thought
+            else:
+                matcher.consume_token(tokens[row])
+                followed += 1
+        if followed:
+            matcher.rollback(followed)
+        self._check()
+        return Constraint(tokens, self.kept, allowed)
+
+    def take(self, token: int) -> None:
+        if self._thinking:
+            self._thinking = token != self._end_of_thought
+        else:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _forced(self) -> list[int]:
+        """Return the tokens that must come next, as far as they are certain."""
+        if self._matcher.is_stopped():
+            return [*self._end_ids] if len(self._end_ids) == 1 else []
+        return self._matcher.compute_ff_tokens()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"structured_outputs: {_line(self._matcher.get_error())}")
+
+
+class GrammarTokens:
+    """A tokenizer for grammars, with the interface of llguidance's `TokenizerWrapper`.
+
+    Marks are special tokens and added tokens that look like `<this>`. A grammar names them as
+    `<this>` or by id. The same characters in a form's text are spelled with ordinary tokens.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Read the vocabulary; ends: the tokens that end an answer."""
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_ids[0]
+        marks = dict(self._marks())
+        texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = [id for id, text in enumerate(texts) if not text]
+        for id in self.special_token_ids:  # the model's vocabulary may be padded
+            texts[id] = marks.get(id, f"<[{id}]>").encode()
+        self.tokens = texts
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.spell(text)
+
+    def _marks(self) -> Iterator[tuple[int, str]]:
+        for text, id in self._tokenizer.added_tokens.items():
+            if not self._tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">"):
+                yield id, text
+
+
+class Grammars:
+    """The compiler and cache of the grammars of an engine's requests; usable from any thread."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, features: Features) -> None:
+        """Set up for one engine; features: those of the engine's programs."""
+        self._manifest, self._tokenizer = manifest, tokenizer
+        self._able = Feature.CONSTRAIN in features
+        self._copying = threading.Lock()  # guards `deep_copy`: a matcher has one user at a time
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled = lru_cache(KEPT)(lambda form: call_with_stack(STACK, self._compile, form))
+
+    def make_grammar(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
+        """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
+        if params.structured_outputs is not None:
+            return self.matcher(params.structured_outputs, controls)
+        if not params.constraint:
+            return None
+        self._check_able(params.constraint)
+        return TokenLimits(params, self._manifest, self._tokenizer)
+
+    def matcher(self, form: StructuredOutputs, controls: StepControls) -> Matcher:
+        """Return a matcher at the start of a grammar.
+
+        Raises RequestError if the engine has no constraints or cannot follow this grammar,
+        MissingDependencyError without llguidance.
+        """
+        model = self._manifest.model
+        self._check_engine()
+        compiled = self._compiled(form)  # outside the lock: it may take a second
+        with self._copying:
+            copy = compiled.deep_copy()
+        words = -(-model.vocab_size // WORD)
+        return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
+
+    def _check_able(self, setting: str) -> None:
+        if not self._able:
+            raise RequestError(
+                f"{setting}: this engine's steps take no grammar; build "
+                f"it anew for target {targets_with(Feature.CONSTRAIN)}"
+            )
+
+    def _check_engine(self) -> None:
+        self._check_able("structured_outputs")
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this engine was built without a tokenizer")
+        if not self._manifest.model.eos_token_ids:
+            raise RequestError("structured_outputs: the model has no token that ends an answer")
+
+    def _compile(self, form: StructuredOutputs) -> "LLMatcher":
+        try:
+            import llguidance
+        except ImportError as error:
+            need = f"structured_outputs need {error.name}: {install('serve')}"
+            raise MissingDependencyError(need) from None
+        if self._vocabulary is None:
+            assert self._tokenizer is not None
+            model = self._manifest.model
+            end_ids = list(model.eos_token_ids)
+            tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, end_ids)
+            self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=end_ids)
+        limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        source = _source(form)
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"structured_outputs: {_line(matcher.get_error())}")
+        return matcher
+
+
+def _source(form: StructuredOutputs) -> str:
+    """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
+    from llguidance import GrammarFormat, LLMatcher, grammar_from
+
+    given: dict[GrammarFormat, object] = {
+        "json": '{"type": "object"}' if form.json_object else form.json,
+        "regex": form.regex,
+        "choice": None if form.choice is None else dumps(form.choice),
+        "grammar": form.grammar,
+    }
+    ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
+    assert isinstance(text, str)
+    check_form(kind, text)
+    try:
+        if kind == "json":
+            schema = prepare_schema(text)
+            if has_large_numbers(schema):
+                return grammar_from("lark", json_rules(schema, "start"))
+            return LLMatcher.grammar_from_json_schema(dumps(schema))
+        return grammar_from(kind, text)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"structured_outputs: {_line(str(error))}") from None
+
+
+def _has(allowed: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", row: int, token: int) -> bool:
+    return bool(allowed[row, token // WORD] >> (token % WORD) & 1)
+
+
+def _line(text: str) -> str:
+    """Return the start of a message, which may contain a drawn grammar, in one line."""
+    return " ".join(text.split())[:300]

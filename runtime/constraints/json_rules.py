@@ -1,0 +1,276 @@
+"""Grammars for schemas with numbers beyond 2^53, as llguidance's bounds are floats."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from json import dumps
+from typing import Any, TypeGuard
+
+from mtpbuild.runtime.constraints.json_schema import (
+    ANNOTATIONS,
+    Json,
+    map_subschemas,
+    resolve_reference,
+)
+
+EXACT = 2**53
+BOUNDS = ("minimum", "maximum")
+DEFINITIONS = ("$defs", "definitions")
+OPTIONS = "x-guidance"
+OBJECT = {"properties", "required", "additionalProperties"}
+MOST_ITEMS = 10_000
+EXPECTED: dict[str, Any] = {
+    "$ref": str,
+    "anyOf": list,
+    "enum": list,
+    "maxItems": int,
+    "maximum": int | float,
+    "minItems": int,
+    "minimum": int | float,
+    "properties": dict,
+    "required": list,
+}
+
+
+def has_large_numbers(schema: Json) -> bool:
+    """Tell whether a prepared schema needs rules, because floats would change its numbers."""
+    return _Rules(schema, "").has_large(schema)
+
+
+def json_rules(schema: Json, name: str) -> str:
+    """Return rules in Lark's syntax; the rule `name` matches what fits a prepared schema.
+
+    Raises ValueError if a number cannot be followed exactly.
+    """
+    rules = _Rules(schema, name)
+    value = rules.value(schema)
+    return "\n".join([f"{name}: {value}", *rules.lines])
+
+
+class _Rules:
+    """The rules of one schema; parts that llguidance follows exactly stay JSON."""
+
+    def __init__(self, root: Json, name: str) -> None:
+        self._root, self._name = root, name
+        self._names: dict[str, str] = {}  # reference -> name of its rule
+        self.lines: list[str] = []
+
+    def value(self, schema: Any) -> str:
+        """Return an expression that matches what fits a schema."""
+        if not self.has_large(schema):
+            return f"%json {dumps(self._with_definitions(schema))}"
+        _check_types(schema)
+        keys = schema.keys() - ANNOTATIONS - {OPTIONS, *DEFINITIONS}
+        if keys == {"$ref"}:
+            return self._reference(schema["$ref"])
+        if keys <= {"const", "type"} or keys <= {"enum", "type"}:
+            return self._constants(schema)
+        if keys == {"anyOf"}:
+            return self._any([self.value(part) for part in schema["anyOf"]])
+        kinds = schema.get("type", [*TYPES] if keys <= {*BOUNDS} else None)
+        if isinstance(kinds, list):
+            return self._any([self.value(_of_kind(schema, kind)) for kind in kinds])
+        if kinds in ("integer", "number") and keys <= {"type", *BOUNDS}:
+            return self._number(schema)
+        shut = schema.get("additionalProperties") is False
+        if kinds == "object" and shut and keys - {"type"} <= OBJECT:
+            return self._object(schema)
+        if kinds == "array" and keys <= {"type", "items", "minItems", "maxItems"}:
+            return self._array(schema)
+        return f"%json {dumps(_narrowed(self._with_definitions(schema), keys))}"
+
+    def has_large(self, schema: Any) -> bool:
+        """Tell whether a schema, or one that it refers to, has a number that floats would change.
+
+        Without recursion: references may follow each other thousands of times.
+        """
+        followed, waiting = set[str](), [schema]
+        while waiting:
+            part = waiting.pop()
+            if not isinstance(part, dict):
+                continue
+            if _has_large(part):
+                return True
+            if isinstance(reference := part.get("$ref"), str) and reference not in followed:
+                followed.add(reference)
+                waiting.append(resolve_reference(reference, self._root))
+            inside = {key: inner for key, inner in part.items() if key not in DEFINITIONS}
+            map_subschemas(inside, waiting.append)
+        return False
+
+    def _with_definitions(self, schema: Any) -> Json:
+        """Return a schema together with the definitions that it may refer to."""
+        own = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+        shared = {key: self._root[key] for key in (*DEFINITIONS, OPTIONS) if key in self._root}
+        return {**shared, **own}
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._names:
+            rule = self._names[reference] = f"{self._name}_{len(self._names)}"
+            self.lines.append(f"{rule}: {self.value(resolve_reference(reference, self._root))}")
+        return self._names[reference]
+
+    def _any(self, parts: list[str]) -> str:
+        if not parts:
+            raise ValueError("nothing fits the schema")
+        return f"({' | '.join(parts)})"
+
+    def _constants(self, schema: Json) -> str:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        kinds = schema.get("type", [*TYPES])
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        allowed = [_is_integer if kind == "integer" else TYPES[kind] for kind in kinds]
+        return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
+
+    def _number(self, schema: Json) -> str:
+        """Return an expression for all integers within the bounds and other numbers up to 2^53."""
+        low, high = (schema.get(bound) for bound in BOUNDS)
+        least = None if low is None else math.ceil(low)
+        most = None if high is None else math.floor(high)
+        integer = f"/{integer_pattern(least, most)}/"
+        with contextlib.suppress(ValueError):
+            if schema["type"] == "number":
+                return (
+                    f"({integer} | %json {dumps(_narrowed(self._with_definitions(schema), set()))})"
+                )
+        return integer
+
+    def _object(self, schema: Json) -> str:
+        """Return the listed properties in their order; all but the first follow a comma."""
+        listed, required = schema.get("properties", {}), schema.get("required", [])
+        firsts, rest = ['""'], '""'
+        for name, inner in reversed(listed.items()):
+            item = self._rule(f'{_text(name)} ":" {self.value(inner)}')
+            first, needed = f"{item} {rest}", name in required
+            firsts = [first] if needed else [first, *firsts]
+            rest = self._rule(f'"," {item} {rest}' if needed else f'("," {item})? {rest}')
+        return f'"{{" {self._any(firsts)} "}}"'
+
+    def _rule(self, value: str) -> str:
+        """Add a rule, and return its name."""
+        rule = f"{self._name}_v{len(self.lines)}"
+        self.lines.append(f"{rule}: {value}")
+        return rule
+
+    def _array(self, schema: Json) -> str:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most is not None and least > most:
+            raise ValueError(f"minItems ({least}) is greater than maxItems ({most})")
+        if max(least, most or 0) > MOST_ITEMS:
+            raise ValueError(f"more than {MOST_ITEMS} items with numbers beyond 2^53")
+        item = self._rule(self.value(schema.get("items", True)))
+        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else max(most - 1, 0)}}}'
+        some = "" if most == 0 else f"({item} {more}){'' if least else '?'}"
+        return f'"[" {some} "]"'
+
+
+def integer_pattern(least: int | None, most: int | None) -> str:
+    """Return a pattern of the integers from `least` to `most`; None: no bound."""
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"no whole number is between {least} and {most}")
+    parts = []
+    if least is None or least < 0:
+        high = -1 if most is None or most >= 0 else most
+        parts.append(f"-(?:{_digits(-high, None if least is None else -least)})")
+    if most is None or most >= 0:
+        parts.append(_digits(max(least or 0, 0), most))
+    return "|".join(parts)
+
+
+def _digits(least: int, most: int | None) -> str:
+    """Return a pattern of the integers from `least`, which is not negative, to `most`."""
+    length = len(str(least))
+    if most is None:
+        return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
+    last = len(str(most))
+    if length == last:
+        return _same_length(str(least), str(most))
+    parts = [
+        _same_length(str(least), "9" * length),
+        _same_length(f"1{'0' * (last - 1)}", str(most)),
+    ]
+    if last - length > 1:
+        parts.append(f"[1-9][0-9]{{{length},{last - 2}}}")
+    return "|".join(parts)
+
+
+def _same_length(low: str, high: str) -> str:
+    """Return a pattern of the integers between two with equally many digits."""
+    if low == high:
+        return low
+    rest = len(low) - 1
+    if set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
+        return f"[{low[0]}-{high[0]}]" + (f"[0-9]{{{rest}}}" if rest else "")
+    if low[0] == high[0]:
+        return f"{low[0]}(?:{_same_length(low[1:], high[1:])})"
+    first, last = int(low[0]), int(high[0])
+    parts = [
+        f"{first}(?:{_same_length(low[1:], '9' * rest)})",
+        f"{last}(?:{_same_length('0' * rest, high[1:])})",
+    ]
+    if last - first > 1:
+        parts.append(f"[{first + 1}-{last - 1}][0-9]{{{rest}}}")
+    return "|".join(parts)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return _is_number(value) and value == math.floor(value)
+
+
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "number": _is_number,
+    "string": lambda value: isinstance(value, str),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def _is_large(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_is_large, value.values() if isinstance(value, dict) else value))
+    return _is_number(value) and abs(value) > EXACT
+
+
+def _has_large(schema: Json) -> bool:
+    """Tell whether a schema's own keywords have a number that floats would change."""
+    return any(_is_large(schema.get(key)) for key in ("const", "enum", "multipleOf", *BOUNDS))
+
+
+def _narrowed(schema: Json, keys: set[str]) -> Json:
+    """Narrow a schema's bounds to within 2^53; raise ValueError for other large numbers."""
+    changed = map_subschemas(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
+    for key, sign in (("minimum", -1), ("maximum", 1)):
+        if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
+            changed[key] = sign * EXACT
+    if _has_large(changed):
+        rest = ", ".join(sorted(keys - {"const", "enum", *BOUNDS})) or "no type"
+        raise ValueError(f"a number beyond 2^53 is not supported beside {rest}")
+    return changed
+
+
+def _check_types(schema: Json) -> None:
+    """Raise ValueError if a keyword's value has a type that JSON schema does not allow."""
+    for key, kind in EXPECTED.items():
+        if key in schema and not (isinstance(schema[key], kind) and schema[key] is not True):
+            raise ValueError(f"{key} can't be {dumps(schema[key])[:60]}")
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind not in {*TYPES, "integer"}:
+            raise ValueError(f"type can't be {dumps(kind)[:60]}")
+
+
+def _of_kind(schema: Json, kind: object) -> Json:
+    """Return a schema for one type, without the bounds if the type is not numeric."""
+    dropped = () if kind in ("integer", "number") else BOUNDS
+    return {key: part for key, part in schema.items() if key not in dropped} | {"type": kind}
+
+
+def _text(value: Any) -> str:
+    """Return a value's JSON as a literal in Lark's syntax."""
+    return dumps(dumps(value, ensure_ascii=False, separators=(",", ":")))

@@ -1,0 +1,248 @@
+"""Preparation of JSON schemas for llguidance, so that its output always fits the schema."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from json import dumps, loads
+from typing import Any
+
+from mtpbuild.runtime.constraints.json_patterns import FORMATS, format_patterns, translate_pattern
+
+Json = dict[str, Any]
+
+NAMED = ("properties", "$defs", "definitions", "patternProperties")  # maps of names to schemas
+PARTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties")
+JOINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas"}
+OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+DRAFT = re.compile(r"https?://json-schema\.org/draft(/2020-12|/2019-09|-0[467])/schema#?")
+ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$comment"}
+# In a schema's text: a control character without a short escape, or a pattern's escape of one.
+CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
+
+
+def prepare_schema(text: str) -> Json:
+    """Read and rewrite a schema; raise ValueError if it is invalid or cannot be followed."""
+    schema = loads(text, parse_float=parse_finite, parse_constant=parse_finite)
+    if schema is False:
+        raise ValueError("nothing fits the schema false")
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is an object, true or false")
+    schema = _rewritten(loads(close_objects(dumps(schema))))
+    json_text = dumps(schema, ensure_ascii=False)
+    # With \u escapes an additional property could be another spelling of a listed name.
+    escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
+    options = {"whitespace_flexible": False, "json_allowed_escapes": escapes}
+    return {**schema, "x-guidance": options}
+
+
+def object_schema(schema: Any) -> Json:
+    """Return a schema of the objects that fit `schema`; None or true allows all objects."""
+    if schema is None or schema is True:
+        return {"type": "object"}
+    if not isinstance(schema, dict):
+        raise ValueError("parameters must be a JSON schema of an object")
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise ValueError(f"parameters must be of type object, not {kinds!r:.60}")
+    return {**schema, "type": "object"}
+
+
+def close_objects(text: str) -> str:
+    """Return a schema whose objects have only the properties that it lists or requires.
+
+    Otherwise a model could keep inventing properties. Whatever fits the result fits the schema. A
+    schema that combines properties from several places stays unchanged, as does invalid JSON.
+    """
+    try:
+        schema = loads(text)
+        every = [*_within(schema)]
+    except (ValueError, RecursionError):
+        return text
+    if any("allOf" in one or (OF_OBJECTS & one.keys() and JOINED & one.keys()) for one in every):
+        return text
+    if not all(_are_apart(one["oneOf"], schema) for one in every if "oneOf" in one):
+        return text  # a value that fits a closed part could also fit another part's open form
+    for one in every:
+        if isinstance(listed := one.get("properties"), dict):
+            if "additionalProperties" not in one and isinstance(one.get("required"), list):
+                listed.update({n: True for n in one["required"] if n not in listed})
+            one.setdefault("additionalProperties", False)
+    return dumps(schema, ensure_ascii=False)
+
+
+def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:
+    """Return a copy of a schema with `change` applied to each schema directly inside it."""
+    found: Json = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            value = {name: change(inner) for name, inner in value.items()}
+        elif key in PARTS:
+            value = [change(part) for part in value] if isinstance(value, list) else change(value)
+        found[key] = value
+    return found
+
+
+def _are_apart(parts: Any, root: Json) -> bool:
+    """Tell whether no value fits two parts of a `oneOf`, by their types or by constants.
+
+    The constants are those of a property that both parts require.
+    """
+    if not isinstance(parts, list):
+        return False
+    found = [_target(part, root) for part in parts]
+    return all(_differ(one, other) for one, other in itertools.combinations(found, 2))
+
+
+def _target(part: Any, root: Json) -> Json:
+    """Return a schema, or the definition that it refers to."""
+    if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
+        part = resolve_reference(reference, root)
+    return part if isinstance(part, dict) else {}
+
+
+def _differ(one: Json, other: Json) -> bool:
+    kinds = [each.get("type") for each in (one, other)]
+    if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
+        return {*kinds} != {"integer", "number"}
+    mine, others = _constants(one), _constants(other)
+    return any(mine[name].isdisjoint(others[name]) for name in mine.keys() & others.keys())
+
+
+def _constants(schema: Json) -> dict[str, set[str]]:
+    """Return the JSON values that required properties are limited to; "" is the value itself."""
+    required, listed = schema.get("required"), schema.get("properties")
+    found: Json = {"": schema}
+    if schema.get("type") == "object" and isinstance(required, list) and isinstance(listed, dict):
+        found |= {name: listed.get(name) for name in required if isinstance(name, str)}
+    limited = {}
+    for name, inner in found.items():
+        match inner:
+            case {"const": value}:
+                limited[name] = {dumps(_plain(value), sort_keys=True)}
+            case {"enum": list(values)}:
+                limited[name] = {dumps(_plain(value), sort_keys=True) for value in values}
+    return limited
+
+
+def parse_finite(text: str) -> float:
+    """Parse a number of a JSON text; raise ValueError for an infinity or NaN."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.40} is not a finite number")
+    return number
+
+
+def resolve_reference(reference: str, root: Json) -> Any:
+    """Return the target of a reference of the form `#/a/b`; None if it does not exist."""
+    head, *steps = reference.split("/")
+    found: Any = root if head == "#" else None
+    for step in steps:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
+def _within(schema: Any) -> Iterator[Json]:
+    """Yield a schema and all schemas inside it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    inner: list[Any] = []
+    map_subschemas(schema, inner.append)
+    for one in inner:
+        yield from _within(one)
+
+
+def _rewritten(schema: Any) -> Any:
+    """Rewrite what llguidance would refuse though it is valid, or follow inexactly."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = map_subschemas(schema, _rewritten)
+    for key in COUNTS & schema.keys():
+        if isinstance(schema[key], float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if not DRAFT.fullmatch(str(schema.get("$schema", ""))):
+        schema.pop("$schema", None)
+    _rewrite_texts(schema)
+    _rewrite_bounds(schema)
+    _rewrite_choices(schema)
+    _check_properties(schema)
+    return schema
+
+
+def _rewrite_texts(schema: Json) -> None:
+    """Replace formats by patterns, and translate all patterns to Rust's syntax."""
+    if isinstance(named := schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {
+            translate_pattern(name): inner for name, inner in named.items()
+        }
+    patterns = (
+        [translate_pattern(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
+    )
+    if isinstance(name := schema.get("format"), str):
+        if name not in FORMATS:
+            del schema["format"]  # only an annotation
+        elif patterns_of := format_patterns(name):
+            del schema["format"]
+            patterns += patterns_of
+        else:
+            schema["format"] = FORMATS[name]
+    if patterns:
+        schema["pattern"] = patterns[0]
+    if len(patterns) > 1:
+        kind = {"type": schema["type"]} if "type" in schema else {}
+        rest = [{**kind, "pattern": pattern} for pattern in patterns[1:]]
+        schema["allOf"] = [*schema.get("allOf", []), *rest]
+
+
+def _rewrite_bounds(schema: Json) -> None:
+    """Replace exclusive bounds of integers, or beyond 2^53, by inclusive bounds."""
+    for name, step in (("minimum", 1), ("maximum", -1)):
+        exclusive = f"exclusive{name.capitalize()}"
+        bound = schema.pop(exclusive, None)
+        if isinstance(bound, bool):  # as in draft 4
+            bound = schema.pop(name, None) if bound else None
+        if bound is None:
+            continue
+        is_integer = schema.get("type") == "integer"
+        if not isinstance(bound, int | float) or not (is_integer or abs(bound) >= 2**53):
+            schema[exclusive] = bound
+            continue
+        inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step
+        tightest, old = max if step > 0 else min, schema.get(name)
+        schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
+
+
+def _rewrite_choices(schema: Json) -> None:
+    """Replace a `oneOf` whose parts cannot overlap by `anyOf`."""
+    if "oneOf" in schema and "anyOf" not in schema and _are_apart(schema["oneOf"], {}):
+        schema["anyOf"] = schema.pop("oneOf")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with 1.0 as 1, as JSON schema does not distinguish them."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_properties(schema: Json) -> None:
+    """Drop a redundant minProperties; raise ValueError for others if names are open.
+
+    With open names llguidance would count a property that comes twice as two.
+    """
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if not isinstance(least, int) or not isinstance(required, list):
+        return
+    if least <= len({*required} if all(isinstance(n, str) for n in required) else ()):
+        schema.pop("minProperties", None)
+    elif least > 1 and (
+        schema.get("additionalProperties") is not False or "patternProperties" in schema
+    ):
+        raise ValueError("minProperties above 1 is not supported where names are open")

@@ -1,0 +1,60 @@
+"""The options of targets as flags and as values, for builds and for loading.
+
+`options_of` selects one of the two: it maps a target's name to a frozen dataclass of `flag`s.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields, make_dataclass
+from typing import Any, TypeAlias, get_type_hints
+
+from mtpbuild.runtime.contract.targets import find_target, names
+from mtpbuild.runtime.errors import UsageError
+
+OptionsOf: TypeAlias = Callable[[str], type[Any]]
+
+
+def load_options(target: str) -> type[Any]:
+    """Return the class of a target's options for loading an engine."""
+    return find_target(target).LoadOptions
+
+
+def option_flags(options_of: OptionsOf) -> type[Any]:
+    """Return a group of every target's options; each target has its own panel in the help.
+
+    An option of several targets is in the panel of the first, with the help texts of all of them.
+    """
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for target in names():
+        kind = options_of(target)
+        hints, panel = get_type_hints(kind), {"panel": f"Target {target}"}
+        for option in fields(kind):
+            metadata = option.metadata | panel
+            if option.name in found:
+                first = found[option.name][2].metadata
+                both = f"{first['help']} Target {target}: {option.metadata['help']}"
+                metadata = first | {"help": both}
+            shown = field(default=option.default, metadata=metadata)
+            found[option.name] = option.name, hints[option.name], shown
+    return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
+
+
+def changed(flags: Any) -> dict[str, Any]:
+    """Return the flags of a group that differ from their defaults."""
+    pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
+    return {option.name: value for option, value in pairs if value != option.default}
+
+
+def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -> Any:
+    """Return a target's options; raise UsageError for an option that the target does not have."""
+
+    def has(other: str, option: str) -> bool:
+        return option in {each.name for each in fields(options_of(other))}
+
+    for option, value in given.items():
+        if not has(target, option):
+            owners = ", ".join(other for other in names() if has(other, option))
+            option_text = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
+            if not owners:
+                raise UsageError(f"{option_text}: no target has this option")
+            raise UsageError(f"{option_text} is for target {owners}, not {target}")
+    return options_of(target)(**given)

@@ -1,0 +1,160 @@
+"""The registry of targets: a small record names the modules that build and run a target's engines.
+
+A package adds a target by an entry point of the group `mtpbuild.targets`, a `TargetRecord`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.registry import Registry
+from mtpbuild.runtime.errors import MissingDependencyError, install
+from mtpbuild.runtime.flag_groups import flag
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a target that has none."""
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """The properties of a target that are known before its modules are imported; it needs no torch.
+
+    programs: the module that runs its engines. Its `load(folder, manifest, threads)` returns an
+    engine's programs. It also takes each field of `LoadOptions` by name, and `channel` for an
+    engine of several ranks.
+
+    builder: the module whose `TARGET` builds its engines, or that object itself.
+
+    install: advice for users if a package that `programs` imports is missing.
+
+    LoadOptions: a frozen dataclass of `flag`s, the options for loading an engine. The commands that
+    load engines have these flags.
+
+    build_flags: returns the target's own flags of `mtpbuild build` for another engine of a
+    manifest's kind: another rank, or the same model without drafts. (The module of manifests
+    imports this one.)
+
+    features: the features of its engines, each with its condition in words, such as "on a CPU" ("":
+    always).
+    """
+
+    name: str
+    programs: str
+    builder: object
+    install: str = ""
+    LoadOptions: type[Any] = NoOptions
+    build_flags: Callable[[Any], Mapping[str, Any]] = lambda manifest: {}
+    features: Mapping[Feature, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """Turn an ImportError in the block into advice on what to install."""
+        try:
+            yield
+        except ImportError as error:
+            if not self.install:
+                raise
+            need = f"this engine needs {error.name}: {self.install}"
+            raise MissingDependencyError(need) from error
+
+
+@dataclass(frozen=True)
+class OnnxLoadOptions:
+    provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda.")
+
+
+@dataclass(frozen=True)
+class InductorLoadOptions:
+    no_cuda_graphs: bool = flag(False, "On GPUs, launch steps kernel by kernel.")
+
+
+def _architectures(manifest: Any) -> str:
+    """Return an engine's compute capabilities as the value of a flag: sm89,sm120."""
+    return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
+
+
+def _onnx_flags(manifest: Any) -> Mapping[str, Any]:
+    halved = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
+    flags: dict[str, Any] = {"cache_dtype": "bfloat16"} if halved else {}
+    return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
+
+
+def _inductor_flags(manifest: Any) -> Mapping[str, Any]:
+    target, flags = manifest.target, dict[str, str]()
+    if target.compute_capabilities:
+        flags["device"] = "cuda"
+    flags["dtype"] = manifest.build.dtype
+    if target.cross_compiled is not None:
+        flags["compute_capability"] = _architectures(manifest)
+    if target.allreduce_strategy is not None:
+        flags["allreduce_strategy"] = target.allreduce_strategy
+    return flags
+
+
+RUN, BUILD = "mtpbuild.runtime.programs.", "mtpbuild.builder.targets."
+BUILT_IN = (
+    TargetRecord(
+        name="onnxruntime",
+        programs=f"{RUN}onnxruntime",
+        builder=f"{BUILD}onnxruntime",
+        install=f"{install('cpu')} (or [onnxruntime-gpu])",
+        LoadOptions=OnnxLoadOptions,
+        build_flags=_onnx_flags,
+        features=dict.fromkeys(
+            (
+                Feature.PREFIX_CACHE,
+                Feature.ADAPT,
+                Feature.CONSTRAIN,
+                Feature.PENALISE,
+                Feature.SCORE,
+            ),
+            "",
+        ),
+    ),
+    TargetRecord(
+        name="inductor",
+        programs=f"{RUN}inductor",
+        builder=f"{BUILD}inductor",
+        install=install("inductor"),
+        LoadOptions=InductorLoadOptions,
+        build_flags=_inductor_flags,
+        features={
+            Feature.PREFIX_CACHE: "without attention-DP",
+            Feature.OVERLAP: "on a GPU",
+            Feature.CONSTRAIN: "on a CPU with one rank",
+            Feature.PENALISE: "on a CPU",
+            Feature.SCORE: "on a CPU with one rank",
+            Feature.SHARE: "with several ranks",
+        },
+    ),
+    TargetRecord(
+        name="tensorrt",
+        programs=f"{RUN}tensorrt",
+        builder=f"{BUILD}tensorrt",
+        install="pip install torch (one for CPUs will do)",
+        build_flags=lambda manifest: {"dtype": manifest.build.dtype},
+        features={
+            Feature.PREFIX_CACHE: "without attention-DP",
+            Feature.SHARE: "with several ranks",
+        },
+    ),
+    TargetRecord(
+        name="tensorrt-rtx",
+        programs=f"{RUN}tensorrt",
+        builder=f"{BUILD}tensorrt_rtx",
+        build_flags=lambda manifest: {"compute_capability": _architectures(manifest)},
+        features={Feature.PREFIX_CACHE: ""},
+    ),
+)
+_targets = Registry[TargetRecord]("target", "mtpbuild.targets", BUILT_IN)
+register, find_target, names = _targets.register, _targets.find, _targets.names
+
+
+def targets_with(feature: Feature) -> str:
+    """Return the targets whose engines have a feature, with conditions, for an error message."""
+    having = (target for target in _targets.all() if feature in target.features)
+    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)

@@ -1,0 +1,213 @@
+"""The driver: threads that wait for tokens step the loop, one at a time."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Self, cast
+
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.programs import Shared
+from mtpbuild.runtime.engine.loop import Loop, step_failure
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.requests.request import Chunk, Request, Result, first_line
+
+log = logging.getLogger("mtpbuild")
+FORKED = "this engine was loaded before os.fork(): load it in the process that uses it"
+
+
+class Driver:
+    """A loop that many threads share.
+
+    There is no worker thread: a thread that waits for tokens steps the loop for all requests, while
+    the other waiting threads sleep until their tokens are there. A single user thus pays for no
+    hand-over between threads, a stream that nobody reads cannot block another one, and closing
+    joins no thread. Only asyncio, whose thread must not block, has a thread that steps, from its
+    first request on.
+
+    Ctrl-C may raise between any two lines of this code. The next `step_until` or `close` in the
+    interrupted thread repairs what it left locked or incomplete.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._turn = threading.Condition()  # guards the fields below; notified after each step
+        self._stepper: int | None = None  # id of the thread that steps
+        self._closed = self._ended = False
+        self._awaited: set[Request] = set()  # requests of asyncio
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._failure: str | None = None  # why asyncio's thread has ended
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why the engine cannot continue, as far as the driver knows; else None."""
+        return FORKED if os.getpid() != self._process else self._failure
+
+    def submit(self, request: Request, *, for_asyncio: bool = False) -> None:
+        """Queue a request; raise EngineError after `close` or if the engine cannot continue."""
+        self._check()
+        with self._turn:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._loop.scheduler.add(request)
+            if for_asyncio:
+                self._awaited.add(request)
+                self._turn.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._drive, daemon=True)
+                    self._thread.start()
+
+    def cancel(self, request: Request) -> None:
+        """End a request, unless it has ended; its slot is free from the next step on."""
+        self.drop(request)
+        if os.getpid() != self._process:
+            return
+        with self._turn:
+            self._awaited.discard(request)
+            if self._stepper is None:  # perhaps no thread will step again
+                self._loop.scheduler.end_cancelled()
+
+    def drop(self, request: Request) -> None:
+        """Ask the next step to end a request; the garbage collector may call this at any line."""
+        self._loop.scheduler.cancel(request)
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Call `act` while no thread steps the loop, unless it is closed."""
+        self._check()
+        with self._turn:
+            self._turn.wait_for(lambda: self._stepper is None)
+            if not self._closed:
+                act()
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        """Step the loop, or sleep while another thread does, until `done()`.
+
+        A failed step ends all requests with an EngineError; the engine can continue after it.
+        """
+        if done():
+            return
+        self._check()
+        self._repair()
+        while not done():
+            try:
+                if not self._take_turn(done):
+                    return
+                self._loop.step()
+            except BaseException as error:  # Ctrl-C too: the step that it interrupts is incomplete
+                if self._stepper == threading.get_ident():
+                    self._loop.fail(step_failure(error))
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._end_turn()
+
+    def close(self) -> None:
+        """End all requests, whose waiters get an EngineError, and drop the programs."""
+        if os.getpid() != self._process:
+            return
+        self._repair()
+        with self._turn:
+            if self._ended:
+                return
+            self._closed = True  # no thread starts another step
+            self._turn.wait_for(lambda: self._stepper is None)
+            self._loop.close(EngineError("the engine was closed"))
+            if Feature.SHARE in self._loop.programs.features:
+                cast(Shared, self._loop.programs).close()
+            self._ended = True
+            del self._loop.programs
+            self._turn.notify_all()
+
+    def _check(self) -> None:
+        """Raise EngineError if the engine cannot continue."""
+        if self.failure is not None:
+            raise EngineError(self.failure)
+
+    def _take_turn(self, done: Callable[[], bool]) -> bool:
+        """Wait until this thread may step; return False if `done()` comes first."""
+        with self._turn:
+            self._turn.wait_for(lambda: done() or (self._stepper is None and not self._closed))
+            if done():
+                return False
+            self._stepper = threading.get_ident()
+            return True
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            if self._stepper == threading.get_ident():
+                self._stepper = None
+                self._turn.notify_all()
+
+    def _repair(self) -> None:
+        """Release the lock and the turn that an interrupt of this thread left taken."""
+        with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
+            while True:
+                self._turn.release()
+        self._end_turn()
+
+    def _drive(self) -> None:
+        """Step for asyncio until `close`; if this thread ends earlier, the engine has failed."""
+
+        def idle() -> bool:
+            return all(request.ended for request in self._awaited)
+
+        try:
+            while not self._closed:
+                self.step_until(idle)
+                self.between_steps(self._loop.release)
+                with self._turn:
+                    self._turn.wait_for(lambda: self._closed or not idle())
+        except BaseException as error:
+            log.critical("the thread that steps has ended", exc_info=error)
+            with self._turn:
+                self._failure = f"the thread that steps has ended: {first_line(error)}"
+                self._turn.wait_for(lambda: self._stepper is None)
+                self._loop.fail(EngineError(self._failure))
+                self._turn.notify_all()
+
+
+class Stream(Iterator[Chunk]):
+    """A running request: iterate over its chunks, `cancel` it from any thread.
+
+    Closing the stream, leaving its `with` block or dropping it also ends the request and frees its
+    slot.
+    """
+
+    def __init__(self, driver: Driver, request: Request) -> None:
+        self._driver, self._request = driver, request
+        driver.submit(request)
+
+    def __next__(self) -> Chunk:
+        request = self._request
+        if not (request.outbox or request.ended):
+            self._driver.step_until(lambda: bool(request.outbox) or request.ended)
+        if request.outbox:
+            return request.outbox.popleft()
+        if request.error:
+            raise request.error
+        raise StopIteration
+
+    def result(self) -> Result:
+        """Wait for the end; return the whole result, including chunks that were iterated over."""
+        self._driver.step_until(lambda: self._request.ended)
+        if self._request.error:
+            raise self._request.error
+        return self._request.result()
+
+    def cancel(self) -> None:
+        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
+        self._driver.cancel(self._request)
+
+    close = cancel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # raised at the interpreter's exit
+            self._driver.drop(self._request)

@@ -1,0 +1,348 @@
+"""The engine for users: load a directory, then generate or stream."""
+
+import contextlib
+import logging
+import operator
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Self, TypeAlias, Unpack, cast, overload
+
+from mtpbuild.runtime.checks import format_value
+from mtpbuild.runtime.constraints.grammar import Grammars
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
+from mtpbuild.runtime.contract.programs import Programs, Shared
+from mtpbuild.runtime.engine.driver import Driver, Stream
+from mtpbuild.runtime.engine.loop import Loop
+from mtpbuild.runtime.engine.warm import warm_up
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineFileError,
+    MtpbuildError,
+    RequestError,
+)
+from mtpbuild.runtime.group.start import own_folders
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.requests.request import ChatResult, Chunk, Observer, Request, Result
+from mtpbuild.runtime.requests.stats import EngineStats
+from mtpbuild.runtime.requests.step_controls import make_step_controls
+from mtpbuild.runtime.sampling.params import SamplingParams
+from mtpbuild.runtime.text.chat_template import ChatOptions, Message
+from mtpbuild.runtime.text.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
+from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are used unchanged
+
+log = logging.getLogger("mtpbuild")
+
+
+class Engine:
+    """A loaded engine directory, for use by several threads and by asyncio."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        manifest: Manifest,
+        tokenizer: Tokenizer | None = None,
+        *,
+        overlap: bool = True,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self._grammars = Grammars(manifest, tokenizer, programs.features)
+        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
+        self._driver = Driver(self._loop)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        verify_hashes: bool = False,
+        overlap: bool = True,
+        prefix_cache: bool = False,
+        prefix_cache_bytes: int | None = None,
+        prefix_cache_dir: str | Path | None = None,
+        warm: Sequence[SamplingParams] = (),
+        **options: Any,
+    ) -> Self:
+        """Check an engine directory and load it.
+
+        threads: CPU threads of the target; None lets it choose. verify_hashes: hash all files,
+        whatever their size. overlap: launch a step before the last one's tokens are read, if the
+        target can; False is for measurements. prefix_cache: reuse the rows of earlier prompts with
+        the same beginning, if the target can. Tokens stay the same (except at near-ties if the
+        engine is not exact), but the time to the first token depends on earlier requests.
+        prefix_cache_bytes: memory of the host for these rows; None: an eighth of what is free, or
+        what one conversation of max_seq_len tokens takes if that is more, but at most half.
+        prefix_cache_dir: a folder that keeps these rows after this process, up to the same number
+        of bytes. Prefixes that the engine was built with are always used. warm:
+        settings of later requests, whose programs are loaded and run once now; statistics ignore
+        these runs. options: those of the engine's target, such as provider="cuda" (target
+        onnxruntime) or no_cuda_graphs=True (target inductor: slower, easier to debug);
+        docs/targets.md lists them.
+
+        Raises UsageError, EngineError or one of its subclasses, with what to do.
+        """
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads must be a number from 1, not {threads}")
+        if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
+            raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        try:
+            for place, own in own_folders(folder, manifest):
+                check_files(place, own, verify_hashes=verify_hashes)
+            tokenizer = load_tokenizer(folder, manifest)
+            programs = load_programs(folder, manifest, threads=threads, **options)
+            warm_up(programs, manifest, warm)
+            log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
+            limit = prefix_cache_bytes if prefix_cache else 0
+            kept = prefix_cache_dir if prefix_cache else None
+            cache = open_prefix_cache(programs, manifest, folder, limit, kept)
+            return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=cache)
+        except OSError as error:
+            raise EngineFileError(f"{folder}: can't be read ({error})") from None
+        except MtpbuildError:
+            raise
+        except Exception as error:  # e.g. a valid manifest that does not fit its programs
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
+
+    @overload  # a text is a sequence of texts too, but is one prompt
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]: ...
+
+    def generate(self, prompt: Any, params: Any = None) -> Result | list[Result]:
+        """Continue a prompt, or a list of prompts (then `params` may be a list of the same length).
+
+        Raises RequestError before any step has run, EngineError if the programs fail.
+        """
+        several = isinstance(prompt, list | tuple)
+        if not several or (prompt and isinstance(prompt[0], Integral)):
+            return self.stream(prompt, params).result()
+        each = params if isinstance(params, Sequence) else [params] * len(prompt)
+        if len(each) != len(prompt):
+            raise RequestError(f"{len(prompt)} prompts, but {len(each)} sampling parameters")
+        requests = [self.prepare(*pair) for pair in zip(prompt, each, strict=True)]
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
+            return [stream.result() for stream in streams]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatResult:
+        """Answer a conversation, and split the thought from the content.
+
+        options: as for `chat_prompt`. To continue the conversation, append the result's `message`
+        to `messages`.
+        """
+        ids, params = self.chat_ids(messages, **options), _checked(params)
+        marks = self.manifest.model.thinking_token_ids
+        if marks is None:
+            return ChatResult.of(self.stream(ids, params).result())
+        special = self.special_ids
+        named = [special[mark] for mark in (BEGIN, END) if mark in special]
+        named = [*params.shown_tokens, *named]
+        params = replace(params, shown_tokens=named, split_thought=True)
+        splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
+        with self.stream(ids, params) as stream:
+            spans = [span for chunk in stream for span in chunk.spans]
+            pieces = [piece for span in spans for piece in splitter.feed(span)]
+            return ChatResult.of(stream.result(), [*pieces, *splitter.finish()])
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Stream:
+        """Queue a prompt; iterate over the returned Stream for its chunks.
+
+        observer: gets each step of the request; `Trace.request` makes one that records them.
+        """
+        return Stream(self._driver, self.prepare(prompt, params, observer=observer))
+
+    async def astream(
+        self, prompt: Prompt | Request, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream a prompt in asyncio; cancelling the task or closing the generator ends it.
+
+        prompt: a prompt, or the request that `prepare` made of one.
+        """
+        import asyncio  # here, because it is slow to import and few programs use it
+
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(news.set)
+
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
+        request.listener = listener
+        self._driver.submit(request, for_asyncio=True)
+        try:
+            while not request.ended or request.outbox:
+                await news.wait()
+                news.clear()
+                while request.outbox:
+                    yield request.outbox.popleft()
+            if request.error:
+                raise request.error
+        finally:
+            self._driver.cancel(request)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Request:
+        """Check a prompt and its settings in any thread, for one call of `astream`.
+
+        The time depends on the sizes of the prompt and the form; no step is waited for.
+        """
+        ids, params = self.token_ids(prompt), _checked(params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        request = Request(ids, params, self.manifest, self.tokenizer, observer)
+        request.grammar = self._grammars.make_grammar(params, request.controls)
+        return request
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
+        return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens that the model can emit, by name."""
+        named = self.tokenizer.special_ids if self.tokenizer else {}
+        return {name: id for name, id in named.items() if id < self.manifest.model.vocab_size}
+
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a prompt's ids; raise RequestError if they exceed vocabulary or capacity.
+
+        add_special_tokens: whether to add the tokenizer's own, such as the BOS, to a text.
+        """
+        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
+        if not isinstance(prompt, str):
+            ids = _plain_ids(prompt)
+        elif prompt and self._text_tokenizer().exceeds(prompt, capacity):
+            raise ContextLengthError(None, capacity)
+        else:
+            ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
+        if not ids:
+            raise RequestError("the prompt is empty")
+        for id in (min(ids), max(ids)):
+            if not 0 <= id < vocabulary:
+                wrong = f"token id {format_value(id)} is outside the vocabulary"
+                raise RequestError(f"{wrong} 0..{vocabulary - 1}")
+        if len(ids) >= capacity:
+            raise ContextLengthError(len(ids), capacity)
+        return ids
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """Return the prompt for the next answer in a conversation, by the model's template.
+
+        options: tools, documents, add_generation_prompt, continue_final_message and
+        chat_template_kwargs, as in `apply_chat_template` of transformers. The prompt contains its
+        special tokens; `generate` and `stream` do not add a second BOS.
+        """
+        return self._text_tokenizer().chat_prompt(messages, **options)
+
+    def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
+        """Return `chat_prompt` as checked token ids, with the template's special tokens alone."""
+        return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
+
+    def check(self, params: SamplingParams, *, form: bool = True) -> None:
+        """Raise RequestError for settings that this engine does not support, whatever the prompt.
+
+        Raises MissingDependencyError for a grammar if llguidance is not installed. form: whether to
+        compile the grammar, which may take a second.
+        """
+        controls = make_step_controls([0], params, self.manifest)
+        if form:
+            self._grammars.make_grammar(params, controls)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals of all requests so far."""
+        admitted, build = self._loop.scheduler.admitted, self.manifest.build
+        running = sum(not request.cancelled for request in admitted)
+        rows = build.slots * build.max_seq_len
+        acceptance, prefixes = self._loop.acceptance, self._loop.prefix_cache
+        return EngineStats(
+            requests_running=running,
+            requests_waiting=len(self._loop.scheduler.waiting),
+            requests_ended=self._loop.requests - running,
+            prompt_tokens=self._loop.prompt_tokens,
+            output_tokens=acceptance.tokens,
+            speculative_decoding=acceptance.report(),
+            prefix_queries=prefixes.queries if prefixes else 0,
+            prefix_hits=prefixes.hits if prefixes else 0,
+            prefix_bytes=prefixes.tree.used if prefixes else 0,
+            prefix_limit=prefixes.tree.limit if prefixes else 0,
+            num_drafts=acceptance.drafts,
+            cache_usage=sum(request.length for request in admitted) / rows,
+            step_tokens=dict(self._loop.step_tokens),
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why the engine cannot continue, if known before a step fails; else None.
+
+        A rank is gone, the thread that steps for asyncio has ended, or the process was forked.
+        """
+        programs = self._loop.programs
+        shared = Feature.SHARE in programs.features
+        return self._driver.failure or (cast(Shared, programs).failure if shared else None)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the rows of earlier prompts; the next ones are filled in from the start."""
+        self._driver.between_steps(self._loop.forget)
+
+    def close(self) -> None:
+        """End all requests, whose waiters get an EngineError; drop programs and weights."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _text_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: give token ids")
+        return self.tokenizer
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    """Return the settings, by default the default ones; raise RequestError for another type."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
+    return SamplingParams() if params is None else params
+
+
+def _plain_ids(prompt: Sequence[int]) -> list[int]:
+    with contextlib.suppress(TypeError):
+        ids = list(prompt)
+        if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):
+            return list(map(operator.index, ids))
+    raise RequestError(f"a prompt is a text or a list of token ids, not {format_value(prompt)}")

@@ -1,0 +1,32 @@
+"""Launching of steps: one at a time, or each while the one before it runs."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, cast
+
+from mtpbuild.runtime.contract.programs import Bools, Overlapping, Programs, StepOutput
+from mtpbuild.runtime.requests.request import Request
+
+Running: TypeAlias = Sequence[tuple[int, Request]]  # the requests of a step with their slots
+ReadOutput: TypeAlias = Callable[[], StepOutput]  # waits for a step and returns its output
+
+
+class StepLauncher:
+    """A launcher of one step at a time: the step is done when `launch` returns."""
+
+    ahead = False  # whether the next step is launched before this one's tokens are read
+
+    def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
+        output = programs.step(active, rows)
+        return lambda: output
+
+    def add(self, request: Request, accepted: int, drafted: int) -> None:
+        """Record how many of a request's drafts a step accepted."""
+
+
+class OverlappingLauncher(StepLauncher):
+    """A launcher that starts a step while the one before it runs."""
+
+    ahead = True
+
+    def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
+        return cast(Overlapping, programs).launch(active, rows)

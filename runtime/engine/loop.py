@@ -1,0 +1,298 @@
+"""The serving loop: fill in prompts, step, hand out tokens. The step program drafts and verifies.
+
+Host code for one request runs inside `request.contain()`, so an exception there fails that request
+alone. An exception in a program's own run is a failure of the engine and ends all requests.
+"""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import (
+    Constraining,
+    Ints,
+    Programs,
+    Scores,
+    Scoring,
+    StepOutput,
+)
+from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
+from mtpbuild.runtime.engine.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
+from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
+from mtpbuild.runtime.requests.request import Request, TokenLogprobs, first_line
+from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, AcceptanceWatch
+
+log = logging.getLogger("mtpbuild")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was launched and whose output has not been read."""
+
+    requests: Running
+    read_output: ReadOutput
+
+
+class Loop:
+    """The driver of an engine's programs for a scheduler's requests; for one thread at a time.
+
+    If the programs can and `overlap` allows it, the next step is launched before the last one's
+    tokens are read. This hides the host's work. A request that ends then gets one step too many,
+    whose tokens are dropped.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        manifest: Manifest,
+        *,
+        overlap: bool = True,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        build = manifest.build
+        self.programs = programs
+        self.scheduler = Scheduler(build.slots, build.ranks.serving)
+        self.prefix_cache = prefix_cache
+        self.acceptance = AcceptanceCounter(build.nextn)
+        self.requests = self.prompt_tokens = 0
+        self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
+        self._tokens_now = 0  # of the current step
+        self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
+        self._launcher = AdaptiveNextn(build.nextn) if build.adaptive else StepLauncher()
+        if overlap and Feature.OVERLAP in programs.features:
+            self._launcher = OverlappingLauncher()
+        self._window, self._chunk = manifest.window, build.prefill_chunk
+        self._launched: LaunchedStep | None = None
+
+    def step(self) -> None:
+        """Run a chunk of each rank's next prompt, and a decode step of all running requests."""
+        self.release()
+        self._close_gaps()
+        for filling in self.scheduler.turns():
+            self._fill(filling)
+            if filling.request.ended:
+                self.scheduler.drop(filling)
+        self._close_gaps()  # a request that has just begun moves down
+        last, self._launched = self._launched, None
+        if running := self.scheduler.running:
+            self._launched = self._launch(running, last)
+        if last:
+            self._deliver(last)
+        if self._launched and not self._launcher.ahead:
+            self._deliver(self._launched)
+            self._launched = None
+        if self._tokens_now:
+            self.step_tokens[self._tokens_now] += 1
+            self._tokens_now = 0
+
+    def forget(self) -> None:
+        """Forget the rows of earlier prompts."""
+        self.release()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+
+    def close(self, error: EngineError) -> None:
+        """Save the rows of ended requests, and end all others with an error."""
+        if self._launched is None:
+            self.release()
+        self.fail(error)
+        if self.prefix_cache is not None:
+            self.prefix_cache.close()
+
+    def fail(self, error: EngineError) -> None:
+        """End all requests with an error; a step in flight is forgotten."""
+        self._launched = None
+        self.scheduler.fail(error)
+
+    def release(self) -> None:
+        """Free the slots of ended requests and save their rows."""
+        for slot, request, rows in self.scheduler.release():
+            with _losing_rows():
+                self._save(slot, request, rows)
+
+    def _save(self, slot: int, request: Request, rows: int) -> None:
+        """Save an ended request's rows, unless it failed or they are not finite."""
+        finite = not isinstance(request.error, NotFiniteError)
+        if finite and not request.token_ids and rows:  # no step has checked them yet
+            finite = self.programs.finite(slot, rows)
+        if not finite:
+            self.programs.clear(slot)
+        if self.prefix_cache is not None:
+            if not finite:
+                self.prefix_cache.clear()  # other prompts may have begun with these rows
+            elif request.error is None:
+                self.prefix_cache.save_request(slot, request, rows)
+
+    def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
+        """Launch a step. `last` is the step before it, if its tokens are not read yet."""
+        unknown = {request for _, request in last.requests} if last else set[Request]()
+        self._constrain(running)
+        lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
+        active, rows = self.scheduler.active, max(lengths) + self._window
+        return LaunchedStep(running, self._launcher.launch(self.programs, running, active, rows))
+
+    def _constrain(self, running: Running) -> None:
+        """Give the step the constraints of all requests with a grammar."""
+        for slot, request in running:
+            if request.grammar is None:
+                continue
+            programs = cast(Constraining, self.programs)
+            with request.contain():  # if this fails, the tokens of the request's slot are dropped
+                programs.constrain(slot, request.grammar.next_constraint(programs.drafts(slot)))
+
+    def _deliver(self, launched: LaunchedStep) -> None:
+        """Wait for a step, and give its tokens to its requests that have not ended."""
+        output = launched.read_output()
+        tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
+        for slot, request in launched.requests:
+            if not request.ended:
+                with request.contain():
+                    self._deliver_to(request, output, slot, tokens[slot][: counts[slot]])
+
+    def _deliver_to(
+        self, request: Request, output: StepOutput, slot: int, tokens: list[int]
+    ) -> None:
+        """Give a request its tokens of a step."""
+        if not output.finite(slot):
+            raise _not_finite(f"after {len(request.token_ids)} tokens of the answer")
+        if request.observer:
+            request.observer.step(request, output, slot)
+        logprobs = request.params.logprobs
+        found = () if logprobs is None else _alternatives(output, slot, logprobs)
+        judged = len(tokens) - 1, int(output.num_drafts[slot])
+        self._watch.add(*judged)
+        self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
+        self._launcher.add(request, *judged)
+
+    def _fill(self, filling: Filling) -> None:
+        """Fill in the next chunk of a prompt; a prompt that is complete starts to decode.
+
+        The prompt's last token is not filled in: it is the newest token of the first step.
+        """
+        request = filling.request
+        with request.contain():
+            if request.started is None:
+                self._start(filling)
+            if not filling.done:
+                self._fill_chunk(filling)
+            if filling.done and request.wants_tokens:
+                newest, controls = request.prompt[-1], request.controls
+                self.programs.begin(filling.slot, filling.end, newest, controls)
+                self.scheduler.begin(filling)
+            elif filling.done:
+                request.end("length")
+
+    def _fill_chunk(self, filling: Filling) -> None:
+        request, slot, at = filling.request, filling.slot, filling.at
+        end = min(at + self._chunk, filling.end)
+        if self.prefix_cache is not None:
+            end = self.prefix_cache.end_of_chunk(filling, end)
+        tokens = self._tokens(request.prompt, at, end)
+        if (count := request.params.prompt_logprobs) is None:
+            _run(self.programs.prefill, slot, at, tokens)
+        else:
+            following = request.prompt[at + 1 : end + 1]
+            given = np.array(following, np.int64)
+            scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, given)
+            if not np.isfinite(scores.logprobs).all():
+                raise _not_finite("in the prompt")
+            request.prompt_logprobs += _scored(scores, following, count)
+        self._tokens_now += end - at
+        filling.at = end
+        if self.prefix_cache is not None:
+            with _losing_rows():
+                self.prefix_cache.save_chunk(filling)
+
+    def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
+        """Return a chunk and its lookahead tokens, padded with 0 after the prompt's end."""
+        ahead = self.programs.lookahead
+        tokens = prompt[start : end + ahead]
+        return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)
+
+    def _start(self, filling: Filling) -> None:
+        """Start a request that got a slot, with the known rows of its prompt."""
+        filling.request.start()
+        self.requests += 1
+        self.prompt_tokens += len(filling.request.prompt)
+        if self.prefix_cache is not None:
+            self.prefix_cache.load(filling)
+
+    def _close_gaps(self) -> None:
+        moved = list[Request]()
+        for source, target, request in self.scheduler.close_gaps():
+            with request.contain():
+                self.programs.move(source, target)
+            moved.append(request)
+        if any(request.ended for request in moved):  # their slots are free again
+            self.release()
+            self._close_gaps()
+
+
+def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """Run a program; raise its exceptions as failures of the engine."""
+    try:
+        return program(*given, **named)
+    except Exception as error:
+        raise step_failure(error) from error
+
+
+@contextlib.contextmanager
+def _losing_rows() -> Iterator[None]:
+    """Lose the rows that the block saves if it raises; no request fails."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception:
+        log.exception("the rows of a prompt could not be saved")
+
+
+def step_failure(error: BaseException) -> EngineError:
+    """Return the engine's failure for an exception of a step."""
+    if isinstance(error, RankError | StepError):
+        return error
+    what = "" if isinstance(error, EngineError) else "a step failed: "
+    failure = StepError(what + first_line(error))
+    failure.__cause__ = error
+    return failure
+
+
+def _not_finite(where: str) -> NotFiniteError:
+    return NotFiniteError(
+        f"the model's logits {where} are NaN or infinite: the weights are damaged, or their "
+        "numbers are beyond the engine's type; other requests go on"
+    )
+
+
+def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a prompt's chunk, with the `count` likeliest tokens."""
+    tops = scores.top_ids[:, :count], scores.top_logprobs[:, :count]
+    rows = (array.tolist() for array in (scores.logprobs, scores.ranks, *tops))
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(tokens, *rows, strict=True)
+    ]
+
+
+def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a slot's new tokens, with the `count` likeliest ones."""
+    assert output.top_ids is not None, "only the mixed program has alternatives"
+    assert output.top_logprobs is not None
+    given = (output.tokens[slot], output.logprobs[slot])
+    tops = (output.top_ids[slot, :, :count], output.top_logprobs[slot, :, :count])
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(*(x.tolist() for x in (*given, *tops)), strict=True)
+        if token >= 0
+    ]

@@ -1,0 +1,32 @@
+"""Run a rank that follows rank 0: `python -m mtpbuild.runtime.programs.follow ENGINE THREADS`."""
+
+import sys
+from pathlib import Path
+
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.errors import MtpbuildError, RankError
+from mtpbuild.runtime.group.start import LOST
+from mtpbuild.runtime.programs import follow_programs
+
+
+def follow(folder: str | Path, threads: int | None = None) -> None:
+    """Run a rank other than 0 until rank 0 closes its engine.
+
+    threads: CPU threads, the same number as on rank 0. Raises RankError if another rank dies or
+    hangs, EngineError for a problem of this rank.
+    """
+    follow_programs(Path(folder), read_manifest(Path(folder)), threads)
+
+
+def run_follower(folder: str, threads: str | None = None) -> int:
+    """Run the rank, and return the process's exit code."""
+    try:
+        follow(folder, None if threads is None else int(threads))
+    except MtpbuildError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return LOST if isinstance(error, RankError) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_follower(*sys.argv[1:]))

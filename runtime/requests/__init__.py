@@ -1,0 +1,1 @@
+"""A request: its controls, its slot, its figures, and the scheduler that gives slots."""

@@ -1,0 +1,154 @@
+"""The scheduler: which request has which slot, whose prompt is filled in, and which is next."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtpbuild.runtime.contract.programs import Bools
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.requests.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Filling:
+    """A request whose prompt is filled in, up to its last token, which the first step processes."""
+
+    slot: int
+    request: Request
+    at: int = 0  # the next position
+
+    @property
+    def end(self) -> int:
+        return len(self.request.prompt) - 1
+
+    @property
+    def done(self) -> bool:
+        return self.at >= self.end
+
+
+class Scheduler:
+    """B slots and a queue; any thread may `add` and `cancel`, the rest is for the loop alone.
+
+    Prompts are filled in one at a time in the order of their arrival, and alternate with steps: a
+    chunk, a step, a chunk. So a prompt of any length delays running requests by one chunk per step.
+
+    ranks: the number of ranks with requests of their own. The slots are divided equally into one
+    range per rank. A request stays on the rank where it began. Each rank fills in its own prompt.
+    """
+
+    def __init__(self, slots: int, ranks: int = 1) -> None:
+        self.slots: list[Request | None] = [None] * slots
+        own = slots // ranks
+        self._ranks = [range(first, first + own) for first in range(0, slots, own)]
+        self._filling: list[Filling | None] = [None] * ranks
+        self.waiting: deque[Request] = deque()
+        self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that steps advance
+        self._cancelled: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ask for the end of a request; it ends before the next step."""
+        if not request.ended:
+            request.cancelled = True
+            self._cancelled.append(request)
+
+    @property
+    def admitted(self) -> list[Request]:
+        """The requests that have a slot and have not ended."""
+        return [r for r in self.slots if r is not None and not r.ended]
+
+    @property
+    def running(self) -> list[tuple[int, Request]]:
+        """The requests that steps advance, with their slots."""
+        found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
+        return [(s, r) for s, r in found if self.active[s]]
+
+    def release(self) -> list[tuple[int, Request, int]]:
+        """Free the slots of ended requests; return slot, request and number of rows of each."""
+        self.end_cancelled()
+        filled = {f.slot: f.at for f in self._filling if f}
+        seats = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
+        for slot, _ in seats:
+            self.slots[slot], self.active[slot] = None, False
+        self._filling = [f if f and self.slots[f.slot] else None for f in self._filling]
+        return [(slot, request, filled.get(slot, request.length)) for slot, request in seats]
+
+    def turns(self) -> Iterator[Filling]:
+        """Yield the prompts that may run a chunk now, at most one per rank.
+
+        The loop calls `begin` when a prompt is complete. If the prompt needed no chunk, the rank's
+        next prompt gets the same turn.
+        """
+        for rank in sorted(range(len(self._ranks)), key=lambda rank: -len(self.free(rank))):
+            while filling := self._filling[rank] or self._admit(rank):
+                needed = filling.at
+                yield filling
+                if not filling.done or filling.at > needed:
+                    break
+
+    def begin(self, filling: Filling) -> None:
+        """Let steps advance the slot, as its prompt is complete."""
+        self._filling[self._rank_of(filling.slot)] = None
+        self.active[filling.slot] = True
+
+    def drop(self, filling: Filling) -> None:
+        """Stop filling in the prompt of a request that has ended."""
+        self._filling[self._rank_of(filling.slot)] = None
+
+    def close_gaps(self) -> Iterator[tuple[int, int, Request]]:
+        """Yield moves after which no free slot of a rank is below one that steps advance.
+
+        Each move is the request's old slot, its new slot, and the request. A step computes all
+        slots up to the last active one, so a move pays for itself in a step or two.
+        """
+        for rank in self._ranks:
+            taken = [slot for slot in rank if self.active[slot]]
+            for target in rank[: len(taken)]:
+                if self.slots[target] is None:
+                    request = self.slots[source := taken.pop()]
+                    assert request is not None
+                    self.slots[target], self.slots[source] = request, None
+                    self.active[target], self.active[source] = True, False
+                    yield source, target, request
+
+    def fail(self, error: EngineError) -> None:
+        """End all requests, running and waiting, with an error."""
+        failed = self.admitted
+        while self.waiting:
+            failed.append(self.waiting.popleft())
+        self.slots, self._filling = [None] * len(self.slots), [None] * len(self._ranks)
+        self.active[:] = False
+        self._cancelled.clear()
+        for request in failed:
+            request.fail(error)
+
+    def free(self, rank: int) -> list[int]:
+        """Return the free slots of a rank."""
+        return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
+
+    def _admit(self, rank: int) -> Filling | None:
+        """Give the next waiting request the lowest free slot of a rank."""
+        free = self.free(rank)
+        if not self.waiting or not free:
+            return None
+        filling = Filling(free[0], self.waiting.popleft())
+        self.slots[filling.slot], self._filling[rank] = filling.request, filling
+        return filling
+
+    def _rank_of(self, slot: int) -> int:
+        return slot // len(self._ranks[0])
+
+    def end_cancelled(self) -> None:
+        """End the cancelled requests; called between steps."""
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if not request.ended:
+                with contextlib.suppress(ValueError):  # it is running
+                    self.waiting.remove(request)
+                with request.contain():
+                    request.end("cancelled")

@@ -1,0 +1,152 @@
+"""Conversion of a request's settings to controls, the inputs of an engine's steps."""
+
+import contextlib
+import secrets
+from dataclasses import replace
+
+import numpy as np
+
+from mtpbuild.runtime.contract.controls import (
+    CONTROLS,
+    FIELDS,
+    MAX_BANNED,
+    Control,
+    StepControls,
+    control_shapes,
+)
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import MIXED
+from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
+from mtpbuild.runtime.contract.settings import controls_in
+from mtpbuild.runtime.contract.targets import targets_with
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams
+from mtpbuild.runtime.sampling.synthetic import conditional_rates, synthetic_rates
+from mtpbuild.runtime.text.reasoning import opens_thought
+from mtpbuild.runtime.text.tokenizer import Tokenizer
+
+
+def make_step_controls(
+    prompt: list[int],
+    params: SamplingParams,
+    manifest: Manifest,
+    tokenizer: Tokenizer | None = None,
+) -> StepControls:
+    """Return the controls of a request; raise RequestError for one that the engine lacks."""
+    check_tokens(params, manifest)
+    marks = thinking_ids(params, manifest)
+    if marks != manifest.model.thinking_token_ids:  # the template uses the model's own tokens
+        tokenizer = None
+    banned = (
+        tuple(sorted(params.end_ids(manifest.model.eos_token_ids))) if params.min_tokens else ()
+    )
+    if len(banned) > MAX_BANNED:
+        raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
+    bias = params.logit_bias or {}
+    controls = StepControls(
+        **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
+        rejection=params.acceptance == "rejection",
+        block=params.rejection_sample_method == "block",
+        synthetic=conditional_rates(acceptance_rates(params, manifest.build.nextn)),
+        sampled_drafts=params.draft_sample_method == "probabilistic",
+        thinking_ids=marks,
+        thinking=opens_thought(prompt, marks, tokenizer),
+        banned_ids=banned,
+        banned_until=len(prompt) + params.min_tokens if banned else 0,
+        bias_ids=tuple(bias),
+        bias_values=tuple(bias.values()),
+        history=tuple(prompt) if params.repetition_penalty != 1 else (),
+        rule=rule_values(params, manifest),
+        alternatives=params.logprobs is not None,
+        constrained=bool(params.constraint),
+        seed=secrets.randbits(32) if params.seed is None else params.seed,
+    )
+    if controls.penalised:
+        controls = replace(controls, prompt_length=len(prompt))
+    check_logprobs(params, manifest)
+    for control in CONTROLS:
+        if control.setting and controls.counts(control.name):
+            check_control(manifest, control)
+    return controls
+
+
+def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
+    """Raise RequestError for a setting with a token id outside the vocabulary."""
+    last = manifest.model.vocab_size - 1
+    for name, setting in SETTINGS.items():
+        value = getattr(params, name) if setting.tokens else None
+        ids = (value,) if isinstance(value, int) else value or ()
+        if (id := max(ids, default=0)) > last:
+            raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}")
+
+
+def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
+    """Raise RequestError for prompt log-probabilities if the engine has no program for them."""
+    if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
+        raise RequestError(
+            "prompt_logprobs: this engine scores no prompts; build it anew with --score for "
+            f"target {targets_with(Feature.SCORE)}"
+        )
+
+
+def check_control(manifest: Manifest, control: Control) -> None:
+    """Raise RequestError if the engine lacks a control, by its features or its age."""
+    refused = f"{control.setting} is not supported by this engine: leave it out, or build"
+    if not control.core and Feature.PENALISE not in manifest.features:
+        raise RequestError(f"{refused} the engine anew for target {targets_with(Feature.PENALISE)}")
+    mixed = manifest.programs.get(MIXED)  # the manifest of a fake engine has no programs
+    if mixed is not None and all(control.name != tensor.name for tensor in mixed.inputs):
+        raise RequestError(f"{refused} the engine anew: it is older than {control.setting}")
+
+
+def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
+    """Return the tokens that begin and end the thinking phase; -1 for an unknown one.
+
+    Raises RequestError if relaxed acceptance is on and one is unknown.
+    """
+    given = params.begin_thinking_phase_token, params.end_thinking_phase_token
+    own = manifest.model.thinking_token_ids or (-1, -1)
+    begin, end = (o if g is None else g for g, o in zip(given, own, strict=True))
+    if params.relaxed_topk > 1 and -1 in (begin, end):
+        raise RequestError(
+            "relaxed_topk: relaxed acceptance needs the tokens of the thinking phase, which this "
+            "engine does not know: give begin_thinking_phase_token and end_thinking_phase_token"
+        )
+    return begin, end
+
+
+def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
+    """Return the values of another package's rule by control; {} for a built-in rule."""
+    if params.acceptance in BUILT_IN:
+        return {}
+    rule, there = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
+    if rule.name not in there:
+        raise RequestError(
+            f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
+            f"build it with --acceptance-rule {rule.name}"
+        )
+    settings = dict(params.acceptance_settings or {})
+    controls = controls_in(rule.settings)
+    places = control_shapes(manifest.build.nextn, table=controls)
+    for control in controls:
+        if not fits(settings[control.name], places[control.name], control.dtype):
+            raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
+    return {rule.name: True, **settings}
+
+
+def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
+    """Tell whether a value, which passed its rule's own check, fits a control's shape and dtype."""
+    with contextlib.suppress(ValueError), np.errstate(all="ignore"):
+        given = np.asarray(value)
+        if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
+            stored = given.astype(dtype)
+            return bool(np.isfinite(stored).all() and np.allclose(given, stored, 1e-6, 1e-30))
+    return False
+
+
+def acceptance_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+    """Return the rates of synthetic acceptance per draft position; () if acceptance is real."""
+    return synthetic_rates(
+        params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn
+    )

@@ -1,0 +1,294 @@
+"""SamplingParams, whose fields are the table of a request's settings."""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
+from typing import Any, Literal, Self
+
+from mtpbuild.runtime.checks import (
+    NEXTN_LIMIT,
+    Check,
+    check_biases,
+    check_bool,
+    check_choice,
+    check_instance,
+    check_integer,
+    check_list,
+    check_number,
+    check_object,
+    check_rates,
+    check_text,
+    parse_list,
+    parse_object,
+)
+from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
+from mtpbuild.runtime.contract.settings import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    Setting,
+    declarations,
+    judging,
+    noted,
+    penalty,
+    private,
+    setting,
+    shaping,
+)
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
+from mtpbuild.runtime.sampling.synthetic import check_synthetic
+
+MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
+MAX_STOP = 1024  # characters of a stop string
+MAX_SALT = 256  # characters of a request's cache_salt
+MAX_WORD = 256  # characters of a text in bad_words
+MAX_STOP_IDS = 1024
+MAX_TOKENS = 2**18  # tokens in a list of ids; no vocabulary is larger
+# At this temperature even neighbouring float32 logits are so far apart that only the most probable
+# token is left. Division by a lower temperature would overflow.
+COLDEST = 1e-20
+
+token, share, signed = check_integer(0), check_number(0, 1), check_number(-2, 2)
+token_ids = partial(check_list, "int", token)
+
+
+def texts(longest: int, most: int) -> Check:
+    """Return a check for a list of `most` texts of `longest` characters."""
+    return check_list("str", check_text(0, longest), most)
+
+
+def read_temperature(value: object) -> float:
+    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    found: float = check_number(0, 100)(value)
+    return max(found, COLDEST) if found else 0.0
+
+
+def check_rule_name(value: object) -> str:
+    """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
+    own = ("strict", "rejection")
+    return str(value) if value in own else check_choice(*own, *names())(value)
+
+
+def parse_rates(flag: str, text: str) -> tuple[float, ...]:
+    return parse_list(flag, text, float, "0.9,0.7,0.5")
+
+
+def parse_biases(flag: str, text: str) -> dict[str, Any]:
+    return parse_object(flag, text, """{"5": -100}""")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The settings for continuing a prompt; RequestError for an invalid value.
+
+    Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
+    drafts samples with the same seed; "rejection" has the same distribution, but its text depends
+    on nextn. `draft_sample_method` is vLLM's: "probabilistic" drafts are sampled, "greedy" ones are
+    the argmax. In the thinking phase of a greedy request, `relaxed_topk` > 1 accepts a draft among
+    the most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed
+    acceptance). The tokens of the thinking phase are the engine's own, or
+    `begin_thinking_phase_token` and `end_thinking_phase_token`.
+
+    `acceptance` may also name a rule that the engine was built with (`build --acceptance-rule`);
+    `acceptance_settings` are that rule's settings.
+
+    `rejection_sample_method` is vLLM's too: "block" verifies a step's drafts together; "synthetic"
+    is for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
+    non-increasing) or with a mean acceptance length: its text is meaningless.
+
+    `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count tokens of the output,
+    `repetition_penalty` (0.01..100, 1: off) those of prompt and output; `logit_bias` adds -100..100
+    to the logits of token ids. They follow vLLM and apply before temperature and filters. Each
+    token gets the same penalties as if the tokens before it had been decoded one by one, whatever
+    nextn is.
+
+    `allowed_token_ids` are the only tokens of an answer, including its thought and the end of
+    sequence. `bad_words` are texts that an answer may not contain, in vLLM's spellings: at the
+    start of a text and after a space.
+
+    A stop token or end of sequence is part of the result's token ids but not of its text. A stop
+    string is cut off the text, unless `include_stop_str_in_output`. With `split_thought`, which
+    chats set, stop strings count only after the thought, unless `stop_in_thought`. Before
+    `min_tokens` tokens, stop tokens are not emitted and stop strings do not end the request.
+    `logprobs` N reports each token's log-probability, before temperature and filters, and the N
+    most probable tokens (0: none of them). `prompt_logprobs` N does the same for the prompt's
+    tokens after the first, if the engine was built with `--score`; `max_tokens` may then be 0. A
+    special token adds no text, unless it is one of `shown_tokens`: then its name is added.
+
+    `seed` is -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
+
+    A request reuses the rows of earlier prompts only if these had the same `cache_salt`.
+
+    `structured_outputs` constrains the answer to a form. If the prompt has opened a thought, the
+    form begins at the end of the thought.
+    """
+
+    max_tokens: int = private(256, check_integer(0), "End after so many tokens.")
+    _: KW_ONLY
+    temperature: float = shaping(0.0, read_temperature, "0: greedy.")
+    top_k: int = shaping(
+        0, check_integer(-1), "Sample from so many tokens, the most probable; 0: all."
+    )
+    top_p: float = shaping(
+        1.0, share, "Sample from the most probable tokens with this much probability."
+    )
+    min_p: float = shaping(0.0, share, "Least probability of a token, as a share of the largest.")
+    relaxed_topk: int = noted(
+        1, check_integer(1), "Relaxed: accept one of so many most probable tokens."
+    )
+    relaxed_delta: float = noted(
+        0.0, share, "Relaxed: accept a token so much less probable than the first."
+    )
+    presence_penalty: float = penalty(
+        0.0, signed, "Subtract it from the logits of tokens in the output; -2..2."
+    )
+    frequency_penalty: float = penalty(
+        0.0, signed, "Subtract it once for each time that the output has a token; -2..2."
+    )
+    repetition_penalty: float = penalty(
+        1.0, check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
+    )
+    min_tokens: int = noted(0, check_integer(0), "Don't end before so many tokens.")
+    stop: Sequence[str] = setting(
+        (), texts(MAX_STOP, MAX_STOPS), "End before this text; may be repeated."
+    )
+    include_stop_str_in_output: bool = setting(False, check_bool)
+    stop_token_ids: Sequence[int] = setting((), token_ids(MAX_STOP_IDS), tokens=True)
+    split_thought: bool = private(False, check_bool)
+    stop_in_thought: bool = private(False, check_bool)
+    ignore_eos: bool = setting(False, check_bool, "Go on after the end of sequence.")
+    logit_bias: Mapping[int, float] | None = penalty(
+        None,
+        check_biases(MAX_BIASES),
+        """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
+        parse=parse_biases,
+        tokens=True,
+    )
+    allowed_token_ids: Sequence[int] | None = penalty(None, token_ids(MAX_TOKENS), tokens=True)
+    bad_words: Sequence[str] = penalty((), texts(MAX_WORD, MAX_BIASES))
+    seed: int | None = setting(
+        None, check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True
+    )
+    acceptance: Literal["strict", "rejection"] | str = judging(
+        "strict",
+        check_rule_name,
+        "strict (default); rejection, above temperature 0; or a rule that the engine has.",
+    )
+    acceptance_settings: Mapping[str, Any] | None = noted(None, check_object, http=False)
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = judging(
+        "standard",
+        check_choice("standard", "block", "synthetic"),
+        "standard (default), block, or synthetic: for timing only.",
+    )
+    draft_sample_method: Literal["probabilistic", "greedy"] = noted(
+        "probabilistic", check_choice("probabilistic", "greedy")
+    )
+    synthetic_acceptance_rates: Sequence[float] | None = judging(
+        None,
+        check_rates,
+        "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
+        parse=parse_rates,
+        http=False,
+    )
+    synthetic_acceptance_length: float | None = judging(
+        None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
+    )
+    begin_thinking_phase_token: int | None = private(None, token, tokens=True)
+    end_thinking_phase_token: int | None = private(None, token, tokens=True)
+    logprobs: int | None = private(
+        None,
+        check_integer(0, MAX_LOGPROBS),
+        "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
+    )
+    prompt_logprobs: int | None = setting(None, check_integer(0, MAX_LOGPROBS))
+    structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
+    cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
+    shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
+
+    def __post_init__(self) -> None:
+        for name, declared in SETTINGS.items():
+            if (value := getattr(self, name)) is not None or DEFAULTS[name] is not None:
+                try:
+                    object.__setattr__(self, name, declared.check(value))
+                except ValueError as error:
+                    raise RequestError(f"{name} {error}") from None
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens}")
+        if "" in self.stop:
+            raise RequestError("stop: a stop string is empty")
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids: the list is empty")
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0")
+        if self.relaxed_topk > 1 and self.temperature > 0:
+            wrong = "relaxed acceptance is for greedy requests: set temperature to 0"
+            raise RequestError(f"relaxed_topk: {wrong}")
+        method = self.rejection_sample_method
+        if method != "standard" and self.acceptance != "rejection":
+            raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
+        self._check_rule()
+        # They would emit forbidden tokens, or continue after the end of a form.
+        beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
+        for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
+            if self.constraint and getattr(self, name):
+                name = "synthetic acceptance" if name == "synthetic" else name
+                raise RequestError(f"{self.constraint} can't go with {name}")
+        check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
+
+    def _check_rule(self) -> None:
+        """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
+        values = self.acceptance_settings or {}
+        if self.acceptance not in ("strict", "rejection"):
+            object.__setattr__(
+                self, "acceptance_settings", find_rule(self.acceptance).check_settings(values)
+            )
+        elif values:
+            name = next(iter(values))
+            raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
+
+    def with_seed(self, seed: int) -> Self:
+        """Return the same settings with another seed, without checking them again."""
+        own = copy(self)
+        object.__setattr__(own, "seed", seed)
+        return own
+
+    def end_ids(self, eos_token_ids: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that end the request. eos_token_ids: the model's own."""
+        ends = () if self.ignore_eos else eos_token_ids
+        return frozenset(ends) | frozenset(self.stop_token_ids)
+
+    @property
+    def constraint(self) -> str:
+        """The name of the setting that limits the tokens of each step; "" if there is none."""
+        names = ("structured_outputs", "allowed_token_ids", "bad_words")
+        return next((name for name in names if getattr(self, name) not in (None, ())), "")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether drafts are accepted by chance, so that the text is meaningless."""
+        return self.rejection_sample_method == "synthetic"
+
+
+SETTINGS = declarations(SamplingParams, Setting)
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def http_settings() -> dict[str, Setting]:
+    """Return the settings of HTTP bodies and input files, including those of rules."""
+    rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
+    return {name: each for name, each in SETTINGS.items() if each.http} | rules
+
+
+def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as fields of SamplingParams, with a rule's settings in one of them.
+
+    Settings of None are dropped.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
+    if values.get("rejection_sample_method") is not None:
+        values.setdefault("acceptance", "rejection")
+    return values | ({"acceptance_settings": rule} if rule else {})

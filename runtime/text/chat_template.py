@@ -1,0 +1,209 @@
+"""Rendering of chat templates as in transformers: messages, tools and documents become a prompt.
+
+A template is code from a checkpoint. It runs in Jinja's sandbox, in a separate process with limits
+(`template_pool.py`), and sees plain JSON values alone.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+from mtpbuild.runtime.checks import did_you_mean
+from mtpbuild.runtime.errors import EngineFileError, RequestError, TemplateLimitError
+from mtpbuild.runtime.sampling.params import SETTINGS
+from mtpbuild.runtime.text.template_pool import render_text
+from mtpbuild.runtime.text.template_process import DONE, REFUSED, SYNTAX
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...} and others that the template reads
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+# The names of a message's reasoning, starting with the one that most templates read.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MARK = "<continued-here-5d1c> "  # its final space tells whether a template strips messages
+# RESERVED names are parameters of their own; the others would choose another template.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+NOT_KWARGS = (*RESERVED, "chat_template", "tokenize")
+
+
+class ChatOptions(TypedDict, total=False):
+    """The options of a conversation beside its messages, named as in transformers and vLLM."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # JSON schemas of functions, in OpenAI's shape
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None  # None: true unless the final message is continued
+    continue_final_message: bool | str | None  # a text names the field to continue
+    chat_template_kwargs: Mapping[str, Any] | None  # enable_thinking and the like
+
+
+class TemplateText(NamedTuple):
+    """A template's text and the file that it comes from."""
+
+    where: str
+    text: str
+
+
+class ChatTemplates:
+    """A model's chat templates by name, with the special tokens that they may mention."""
+
+    def __init__(
+        self, sources: Mapping[str, TemplateText], special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._sources, self._special_tokens = dict(sources), dict(special_tokens or {})
+
+    @property
+    def text(self) -> str:
+        """The texts of all templates, joined."""
+        return "\n".join(source.text for source in self._sources.values())
+
+    def render(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """Render the prompt; raise RequestError for bad options or if the template refuses."""
+        _check_names(options)
+        tools, continued = options.get("tools"), options.get("continue_final_message")
+        opened = options.get("add_generation_prompt")
+        if continued and opened:
+            raise RequestError("give one of add_generation_prompt and continue_final_message")
+        variables = {
+            **self._special_tokens,
+            **_checked(options.get("chat_template_kwargs") or {}),
+            "tools": _objects("tools", tools),
+            "documents": _objects("documents", options.get("documents")),
+            "add_generation_prompt": not continued if opened is None else opened,
+        }
+        source = self._choose(tools is not None)
+        chat = _chat(messages)
+        if not continued:
+            return _render(source, chat, variables)
+        field = continued if isinstance(continued, str) else "content"
+        final = _mark_final(chat, field, source)
+        return _cut_at_mark(_render(source, chat, variables), final)
+
+    def _choose(self, with_tools: bool) -> TemplateText:
+        for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
+            if name in self._sources:
+                return self._sources[name]
+        names = ", ".join(sorted(self._sources))
+        raise RequestError(f"of this engine's chat templates ({names}) none is the default")
+
+
+def _render(source: TemplateText, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    kind, text = render_text(source.text, {"messages": chat, **variables})
+    if kind == DONE:
+        return text
+    if kind == SYNTAX:
+        raise EngineFileError(f"{source.where}: {text}; rebuild the engine")
+    if kind == REFUSED:
+        raise RequestError(f"the chat template refuses these messages: {text}")
+    raise TemplateLimitError(f"the chat template can't be used for these messages: {text}")
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Raise RequestError for an option that is not one of `ChatOptions`."""
+    known = ChatOptions.__annotations__
+    for name in options:
+        if name in SETTINGS:
+            raise RequestError(f"{name} is no option of a chat: give SamplingParams({name}=...)")
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise RequestError(f"unknown option {name}; known: {', '.join(known)}{near}")
+
+
+def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the template's own variables; raise RequestError for reserved names."""
+    if not isinstance(kwargs, Mapping):
+        raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
+    for name in NOT_KWARGS:
+        if name in kwargs:
+            other = "give it beside them" if name in RESERVED else "an engine has its own template"
+            raise RequestError(f"{name} can't be one of chat_template_kwargs: {other}")
+    if not all(isinstance(name, str) for name in kwargs):
+        raise RequestError("chat_template_kwargs: names must be texts")
+    return {str(n): _plain(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()}
+
+
+def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    """Check and copy a list of JSON objects; None stays None."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise RequestError(f"{name} is a list of JSON objects")
+    for number, entry in enumerate(given):
+        if not isinstance(entry, Mapping):
+            raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
+    return [_plain(entry, f"{name} {number}") for number, entry in enumerate(given)]
+
+
+def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copy the messages without empty fields, and give reasoning all of its names."""
+    chat = _objects("messages", messages)
+    if not chat:
+        raise RequestError("messages is empty: a conversation has at least one message")
+    for number, message in enumerate(chat):
+        if not isinstance(role := message.get("role"), str):
+            raise RequestError(f"messages {number}: role must be a text, not {role!r:.60}")
+    chat = [{name: value for name, value in m.items() if value is not None} for m in chat]
+    return [_with_reasoning(message) for message in chat]
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    for name in REASONING:
+        if name in message:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
+
+
+def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) -> str:
+    """Append a mark to the final message, and return its text without the mark."""
+    message = chat[-1]
+    if (value := message.get(field)) is None:
+        raise RequestError(f"continue_final_message: the final message has no {field}")
+    fields = [field]
+    if field in REASONING:  # the template reads one of the copies
+        fields = [name for name in REASONING if message.get(name) == value]
+    if not any(name in source.text for name in fields):
+        raise RequestError(f"continue_final_message: the chat template reads no {field}")
+    if isinstance(value, str):
+        for name in fields:
+            message[name] = value + MARK
+        return value
+    parts = value if isinstance(value, list | tuple) else ()
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+            part["text"] = text + MARK
+            return text
+    raise RequestError(f"continue_final_message: the final message's {field} has no text")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    """Cut the prompt at the mark, where the final message ends."""
+    at = text.rfind(MARK.rstrip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError(
+            "continue_final_message: the chat template leaves the final message out, or changes it"
+        )
+    # If the mark's space is gone, the template strips messages, so the text is stripped too.
+    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Copy a value into plain JSON types, so that the sandbox sees no other objects."""
+    try:
+        return _copied(value, name)
+    except RecursionError:
+        raise RequestError(f"{name} is nested too deeply") from None
+
+
+def _copied(value: Any, name: str) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # a member of an enumeration, for example
+            return getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, Mapping):
+        return {_copied(key, name): _copied(item, name) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(_copied(item, name) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _copied(getattr(value, f.name), name) for f in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
+        return _copied(dump(), name)
+    raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")

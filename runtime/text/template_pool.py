@@ -1,0 +1,125 @@
+"""The processes that render chat templates, started on demand and reused."""
+
+import atexit
+import marshal
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.text import template_process
+from mtpbuild.runtime.text.template_process import (
+    LIMIT,
+    MEMORY,
+    OUT_OF_MEMORY,
+    SECONDS,
+    Answer,
+    read_block,
+    write_block,
+)
+
+MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
+
+
+class TemplateProcess:
+    """A process that renders templates until one of them exceeds a limit."""
+
+    def __init__(self) -> None:
+        from subprocess import DEVNULL, PIPE, Popen  # takes 10 ms; only chats need it
+
+        names = (find_spec(name) for name in ("jinja2", "markupsafe"))
+        folders = {str(Path(spec.origin).parents[1]) for spec in names if spec and spec.origin}
+        # It imports from these folders alone, and gets no Ctrl-C from the terminal.
+        command = [sys.executable, "-I", "-S", template_process.__file__, *sorted(folders)]
+        try:
+            self._process: Popen[bytes] = Popen(
+                command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            raise EngineError(f"no process for the chat template ({error.strerror})") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def answer(self, request: bytes) -> Answer:
+        """Return the rendered text of a request, or the limit that was exceeded."""
+        with suppress(BrokenPipeError):
+            write_block(self._requests, request)
+            if answer := read_block(self._answers):
+                return answer[0], answer[1:].decode("utf-8", "surrogatepass")
+        match self._process.wait():
+            case code if code == -getattr(signal, "SIGALRM", 0):
+                return LIMIT, f"it takes more than {SECONDS:g} seconds"
+            case code if code == OUT_OF_MEMORY:
+                return LIMIT, f"it takes more than {MEMORY >> 20} MB of memory"
+            case code:
+                return LIMIT, f"its process ended (exit code {code})"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        with suppress(BrokenPipeError):  # unread input
+            self._requests.close()
+
+
+class TemplatePool:
+    """At most MOST_PROCESSES processes; each runs one rendering at a time."""
+
+    def __init__(self) -> None:
+        self._idle: list[TemplateProcess] = []
+        self._turns = threading.BoundedSemaphore(MOST_PROCESSES)
+
+    def answer(self, request: bytes) -> Answer:
+        with self._turns:
+            process = self._take()
+            try:
+                kind, text = process.answer(request)
+            except BaseException:  # after Ctrl-C its answer would reach another request
+                process.end()
+                raise
+            if process.is_alive:
+                self._idle.append(process)
+            else:
+                process.end()
+        return kind, text
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+    def _take(self) -> TemplateProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.end()
+        return TemplateProcess()
+
+
+_pool = TemplatePool()
+
+
+def render_text(source: str, variables: dict[str, Any]) -> Answer:
+    """Render a template; return the kind of the answer, and its text or the reason."""
+    return _pool.answer(marshal.dumps((source, variables)))
+
+
+def _forget() -> None:
+    """Leave the processes to the parent after a fork."""
+    global _pool
+    _pool = TemplatePool()
+
+
+atexit.register(lambda: _pool.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

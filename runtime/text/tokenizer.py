@@ -1,0 +1,231 @@
+"""The engine's tokenizer: token ids of texts, bytes of tokens, and prompts of conversations."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Unpack
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.files import MOST_TOKENIZER, check_regular
+from mtpbuild.runtime.text import tokenizer_files
+from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates, Message
+from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
+
+TOKENIZER = "tokenizer.json"
+LONG = 16 * 1024  # characters
+SPARSE = 8  # characters per token; longer texts are checked before they are tokenized
+
+
+class Tokenizer:
+    """A byte-level tokenizer, as in all DeepSeek models: each token stands for bytes."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplates | None = None,
+        bos_token: str = "",
+        add_bos: bool = False,
+    ) -> None:
+        """Wrap a backend; bos_token: a text that begins with it gets no second one.
+
+        add_bos: whether to put it before a text even if the backend does not.
+        """
+        bos = backend.token_to_id(bos_token) if add_bos else None
+        self._bos = [] if bos is None else [bos]
+        self._backend = backend
+        self.chat_template = chat_template
+        self.bos_token = bos_token
+        self._bytes = dict(_added_bytes(backend))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`; a text that begins with the BOS gets no second one."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
+        if self.bos_token and text.startswith(self.bos_token):
+            add_special_tokens = False
+        if len(text) < LONG:
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # other threads can run during this
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
+
+    def exceeds(self, text: str, count: int) -> bool:
+        """Tell whether a text certainly has more than `count` tokens.
+
+        The work grows with the count, not with the text. A text that is cut into pieces has about
+        as many tokens as in one piece; if the pieces have twice as many as `count`, the whole has
+        more than it.
+        """
+        if len(text) > count * self.longest:
+            return True
+        if len(text) <= count * SPARSE:
+            return False
+        found = 0
+        for begin in range(0, len(text), LONG):
+            found += len(self.encode(text[begin : begin + LONG], add_special_tokens=False))
+            if found > 2 * count:
+                return True
+        return False
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest number of characters that become one token."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)  # a letter stands for a byte
+        most = max(map(len, vocabulary), default=1)
+        return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that were added to the vocabulary, by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text: none for a special or unknown token."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
+        return found
+
+    def special_name(self, token: int) -> str | None:
+        """Return the name of a token that adds nothing to the text; None for any other token."""
+        if self.token_bytes(token):
+            return None
+        return self._backend.id_to_token(token) or f"<{token}>"
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of the special tokens that were added to the vocabulary, by name."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
+
+    def spell(self, text: str) -> list[int]:
+        """Return `text` as ordinary tokens, even if it contains the names of added ones."""
+        split = self._backend.pre_tokenizer
+        pieces = [piece for piece, _ in split.pre_tokenize_str(text)] if split else [text]
+        return [token.id for piece in pieces for token in self._backend.model.tokenize(piece)]
+
+    def rstrip(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids without trailing tokens of white space."""
+        end = len(ids)
+        while end and (raw := self.token_bytes(ids[end - 1])) and not raw.strip():
+            end -= 1
+        return list(ids[:end])
+
+    @cached_property
+    def answer_head(self) -> list[int]:
+        """The tokens that the chat template puts before an answer; [] if unknown."""
+        question = [{"role": "user", "content": "a"}]
+        try:
+            without = self.chat_prompt(question, add_generation_prompt=False)
+            opened = self.chat_prompt(question)
+        except (RequestError, EngineFileError):
+            return []
+        head = re.split("</?think>", opened.removeprefix(without))[0]
+        known = opened.startswith(without) and head
+        return self.rstrip(self.encode(head, add_special_tokens=False)) if known else []
+
+    def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
+        """Return the text of tokens, with the names of the special tokens in `shown`."""
+        names = {id: (self.special_name(id) or "").encode() for id in shown}
+        raw = b"".join(self.token_bytes(id) or names.get(id, b"") for id in ids)
+        return raw.decode("utf-8", "replace")
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """Return the prompt for the next answer in a conversation; see `ChatOptions`.
+
+        Raises RequestError if there is no template, or if the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise RequestError(f"this engine has no {CHAT_TEMPLATE}: give a plain prompt")
+        return self.chat_template.render(messages, **options)
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json with a byte-level decoder; raise ValueError that names the file."""
+    try:
+        check_regular(path, MOST_TOKENIZER)
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ValueError(f"{path}: not a tokenizer ({error})") from None
+    if not isinstance(backend.decoder, ByteLevel):
+        kind = type(backend.decoder).__name__
+        raise ValueError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
+    return backend
+
+
+def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
+    """Load the tokenizer of a checked engine; None if the engine was built without one.
+
+    Raises EngineFileError for a file that cannot be used.
+    """
+    if TOKENIZER not in manifest.files:
+        return None
+    try:
+        backend = read_backend(folder / TOKENIZER)
+    except ValueError as error:
+        raise EngineFileError(f"{error}; rebuild the engine") from None
+    given = tokenizer_files.read_config(folder, manifest)
+    config = given or {}
+    tokenizer_files.add_tokens(backend, config)
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    backend.no_truncation()  # a tokenizer.json may have kept the settings of training
+    backend.no_padding()
+    special = tokenizer_files.special_tokens(config)
+    own = _own_tokens(backend, manifest)
+    templates = tokenizer_files.chat_templates(
+        folder, manifest, config, own if given is None else special
+    )
+    bos = special.get("bos_token") or own.get("bos_token", "")
+    # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.
+    add_bos = config.get("add_bos_token") is True
+    return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
+
+
+def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
+    """Return BOS and EOS by the model's ids, for a tokenizer without a configuration."""
+    model = manifest.model
+    ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
+    valid = {name: id for name, id in ids.items() if id is not None and 0 <= id < 2**32}
+    return {name: backend.id_to_token(id) or "" for name, id in valid.items()}
+
+
+def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
+    """Yield the bytes of the tokens that were added to the vocabulary; a special one has none.
+
+    Other added tokens are plain text, even if all their characters are in GPT-2's alphabet. A token
+    that is also in the vocabulary may be a byte, so it is decoded like the rest.
+    """
+    for id, token in backend.get_added_tokens_decoder().items():
+        if token.special:
+            yield id, b""
+        elif backend.model.token_to_id(token.content) is None:
+            yield id, token.content.encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return GPT-2's alphabet, in which a printable character stands for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE = _byte_of_char()
+
+
+def _spelled(token: str) -> bytes:
+    """Return the bytes of a vocabulary entry; one with characters outside the alphabet is text."""
+    try:
+        return bytes(_BYTE[char] for char in token)
+    except KeyError:
+        return token.encode()

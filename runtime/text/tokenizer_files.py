@@ -1,0 +1,152 @@
+"""Reading of special tokens, added tokens and chat templates from the files beside tokenizer.json.
+
+The precedence is that of transformers: tokenizer_config.json overrides tokenizer.json for a token,
+and a template in its own file overrides one in tokenizer_config.json.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from mtpbuild.runtime import files
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.text.chat_template import DEFAULT, ChatTemplates, TemplateText
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"  # of older checkpoints
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder; a file's name is the template's
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+Config = dict[str, Any]
+
+
+def read_config(folder: Path, manifest: Manifest) -> Config | None:
+    """Read tokenizer_config.json and an older special_tokens_map.json; None if both are missing."""
+    config = _read_object(folder / TOKENIZER_CONFIG, manifest)
+    older = _read_object(folder / SPECIAL_TOKENS_MAP, manifest)
+    if older is None or "added_tokens_decoder" in (config or {}):
+        return config
+    return {**(config or {}), **older}
+
+
+def special_tokens(config: Config) -> dict[str, str]:
+    """Map names such as `bos_token`, and the model's own names, to special tokens."""
+    given = {name: config.get(name) for name in NAMED}
+    given |= {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(own := config.get("extra_special_tokens"), dict):
+        given |= own
+    texts = {name: _text(value) for name, value in given.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
+    """Add the tokens that only the configuration has, and apply its flags to the others.
+
+    A token is special if it has a name, or if either file says so.
+    """
+    known = backend.get_added_tokens_decoder()
+    given = dict(_given_tokens(config)) or dict(known)
+    named = special_tokens(config).values()
+    special = {*named, *(token.content for token in known.values() if token.special)}
+    tokens = [given[id] for id in sorted(given)]
+    for token in tokens:
+        token.special = token.special or token.content in special
+    there = {token.content for token in (*known.values(), *tokens)}
+    new = (text for text in dict.fromkeys((*named, *_unnamed(config))) if text not in there)
+    tokens += [AddedToken(text, special=True) for text in new]
+    flags = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
+    if changes := [token for token in tokens if flags.get(token.content) != _flags(token)]:
+        backend.add_tokens(changes)
+
+
+def chat_templates(
+    folder: Path, manifest: Manifest, config: Config, special: Mapping[str, str]
+) -> ChatTemplates | None:
+    """Return the model's chat templates; None if it has none."""
+    sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
+    return ChatTemplates(sources, special) if sources else None
+
+
+def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, TemplateText]]:
+    for file in sorted(manifest.files):
+        parent, _, name = file.rpartition("/")
+        if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
+            text = read_text(folder / file)
+            yield name.removesuffix(".jinja") if parent else DEFAULT, TemplateText(file, text)
+
+
+def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
+    """Yield the templates in tokenizer_config.json: one text, or a list of names and texts."""
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        given = [{"name": DEFAULT, "template": given}]
+    for entry in given if isinstance(given, list) else ():
+        match entry:
+            case {"name": str(name), "template": str(text)}:
+                yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
+            case _:
+                raise EngineFileError(
+                    f"{TOKENIZER_CONFIG}: a chat_template without name or template: "
+                    "rebuild the engine"
+                )
+
+
+def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
+    """Yield the tokens of `added_tokens_decoder` by id, with their flags."""
+    given = config.get("added_tokens_decoder")
+    for id, token in given.items() if isinstance(given, dict) else ():
+        try:
+            flags = {name: token[name] for name in FLAGS if name in token}
+            yield int(id), AddedToken(token["content"], **flags)
+        except (TypeError, KeyError, ValueError):
+            raise EngineFileError(
+                f"{TOKENIZER_CONFIG}: added_tokens_decoder {id} is not a token; rebuild the engine"
+            ) from None
+
+
+def _unnamed(config: Config) -> Iterator[str]:
+    """Yield the special tokens without names."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    for token in extra if isinstance(extra, list) else ():
+        if (text := _text(token)) is not None:
+            yield text
+
+
+def _text(token: object) -> str | None:
+    """Return the text of a token, which is a text or {"content": text}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _flags(token: AddedToken) -> tuple[bool, ...]:
+    return tuple(getattr(token, name) for name in FLAGS)
+
+
+def _read_object(path: Path, manifest: Manifest) -> Config | None:
+    if path.name not in manifest.files:
+        return None
+    try:
+        config = files.read_json(path)
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
+    except ValueError as error:
+        raise EngineFileError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
+    return config
+
+
+def read_text(path: Path) -> str:
+    try:
+        return files.read_text(path)
+    except UnicodeDecodeError as error:
+        raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
+    except OSError as error:
+        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
