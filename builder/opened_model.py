@@ -18,8 +18,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Attention, Rope
-from mtpbuild.builder.models.common.moe import Gate, GatheredMoE
+from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
@@ -123,16 +122,9 @@ class OpenedModel:
         return self.format.block if self.format is not None and self.format.packs else None
 
     @property
-    def by_cpu_kernels(self) -> bool:
-        """Return whether the engine's operators are those of the CPU's library."""
-        return self.style.cpu_kernels
-
-    @property
     def may_halve_caches(self) -> bool:
-        """Return whether caches may be bfloat16: products are integers, attention is by our ops."""
-        attention = [m for m in self.model.modules() if isinstance(m, Attention)]
-        by_ops = all(getattr(module, "by_ops", False) for module in attention)
-        return by_ops and self.by_cpu_kernels and self.block_size is not None
+        """Return whether caches may be bfloat16: the CPU's library multiplies integers."""
+        return self.style.packs_weights and self.block_size is not None
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -202,10 +194,6 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
             module = model.get_submodule(name)
             assert isinstance(module, GatheredMoE)
             module.join_shared()
-        model.cpu_kernels = style.cpu_kernels
-        for module in model.modules():
-            if isinstance(module, Gate | Rope):
-                module.fused = style.cpu_kernels  # the library has an operator for them
         for weight in table.of_rank(0):
             if weight.format is not None or weight.layout is not Layout.PLAIN:
                 put(model, weight.name, holder(weight, model.get_parameter(weight.name), share))

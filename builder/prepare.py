@@ -20,7 +20,7 @@ from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
 from mtpbuild.builder.recipe import FoundModel, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
-from mtpbuild.builder.targets.style import GraphStyle, Kernels
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
@@ -271,7 +271,7 @@ def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> Non
     taken = {control.name for control in (*CONTROLS, *CONSTRAINTS)}
     for name in request.acceptance_rules:
         rule, flag = find_rule(name), f"--acceptance-rule {name}"
-        if style.kernels >= Kernels.ACCEPTANCE and rule.kernel is None:
+        if style.accepts_by_kernel and rule.kernel is None:
             raise UsageError(f"{flag}: it has no kernel, which target {target.name} needs")
         for control in rule.controls:
             if control.name in taken:

@@ -29,7 +29,9 @@ PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 ONE_SHOT = sum_of_ranks._opoverload
 GATHERS = take_rows._opoverload  # PyTorch's operators do it on a GPU
-KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in {*OWN_PRODUCTS, GATHERS}}
+KERNELS = {
+    op._opoverload: op for op in OPS.values() if op._opoverload not in {*OWN_PRODUCTS, GATHERS}
+}
 SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # after them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with

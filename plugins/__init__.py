@@ -58,38 +58,20 @@ from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks as sum_of_ranks
 from mtpbuild.plugins.take_rows.op import take_rows as take_rows
 from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 
-# An op's facet for a target is the function <op>_<file> in a file of the op's folder. Each target
-# has a table op -> file. "op" is the reference itself; "plugins" makes each launch of triton.py's
-# <op>_launches an AOT plugin of TensorRT. Ops that a target does not use are not in its table.
-FacetTable: TypeAlias = Mapping[CustomOpDef, str]
+# An op's facet is the function <op>_<file> in a file of the op's folder. A table maps names of ops
+# to these files. "plugins" makes AOT plugins of TensorRT of the launches in triton.py; "node" is
+# the node of the op's definition.
+FacetTable: TypeAlias = Mapping[str, str]
 for _file in sorted(Path(__file__).parent.glob("*/op.py")):
     import_module(f"{__name__}.{_file.parent.name}.op")
-OPS = (*EMPTY,)
-
-# In graphs for the CPU's library of kernels. "node" is the node of the op's definition.
-CPU: FacetTable = dict.fromkeys(NODES, "node") | dict.fromkeys(
-    (grouped_attention, grouped_attention_flat, mla_attention, mla_packed), "cpu"
-)
-
-# Facets in PyTorch operators for all ops, for compilers that take these.
-PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
-    delta_rule: "inductor",
-    grouped_attention: "inductor",
-    kv_write: "inductor",
-    mla_attention: "inductor",
-}
+OPS = {op._name: op for op in EMPTY}
+NODE_FACETS: FacetTable = {op._name: "node" for op in NODES}  # operators of the CPU's library
 
 # The facets that PyTorch calls for CUDA tensors; other ops run their reference.
 CUDA: FacetTable = dict.fromkeys(
     (
-        accept_rewind,
-        choose_rows,
-        kv_write,
-        matmul_scaled,
-        matmul_wide,
-        mla_attention,
-        moe,
-        moe_route,
+        *("accept_rewind", "choose_rows", "kv_write", "matmul_scaled", "matmul_wide"),
+        *("mla_attention", "moe", "moe_route"),
     ),
     "triton",
 )
@@ -105,14 +87,12 @@ SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
 
 def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
     """Return each op of a table, as exported graphs name it, with its facet."""
-    return {op._opoverload: facet(op, file) for op, file in table.items()}
+    return {OPS[name]._opoverload: facet(OPS[name], file) for name, file in table.items()}
 
 
 def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
     """Import and return the function for an entry of a table."""
     reference = op._init_fn
-    if file == "op":
-        return reference
     name, folder = op._qualname.rpartition("::")[2], reference.__module__.rpartition(".")[0]
     if file == "plugins":
         from mtpbuild.plugins.aot import as_plugins
@@ -128,8 +108,8 @@ def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
 
 def _on_cuda(op: CustomOpDef) -> Callable[..., Any]:
     """Return a function that loads the op's CUDA facet when it is called, and calls it."""
-    return lambda *operands: facet(op, CUDA[op])(*operands)
+    return lambda *operands: facet(op, CUDA[op._name])(*operands)
 
 
-for _op in CUDA:
-    _op.register_kernel("cuda", _on_cuda(_op))
+for _name in CUDA:
+    OPS[_name].register_kernel("cuda", _on_cuda(OPS[_name]))

@@ -6,7 +6,9 @@ does the same, its node. The op in PyTorch, its results without values, its node
 launches on a GPU take the operands from there, by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -29,21 +31,65 @@ class Node:
     constants: Mapping[str, int] = field(default_factory=dict)  # attributes that no number gives
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The ops that a graph keeps while it is traced; None: all of them."""
+
+    names: Container[str] | None = None
+    fixed_sizes: bool = False  # kernels are plugins of TensorRT, whose sizes are no symbols
+
+
+KEPT = ContextVar("KEPT", default=Kept())  # noqa: B039  # it is frozen
+
+
+@contextmanager
+def keep(names: Container[str], *, fixed_sizes: bool = False) -> Iterator[None]:
+    """Let the graphs that are traced in the block keep the ops of these names alone."""
+    token = KEPT.set(Kept(names, fixed_sizes))
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
+
+
+class Op(CustomOpDef):
+    """An op of step programs: a node of graphs that keep it, else its reference's operators."""
+
+    fits: Callable[..., bool] | None = None  # whether its kernels can take the operands; None: any
+
+    def __call__(self, *operands: Any, **named: Any) -> Any:
+        if self.is_kept and (self.fits is None or self.fits(*operands, **named)):
+            return self._opoverload(*operands, **named)
+        return self._init_fn(*operands, **named)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the graph that is being traced keeps the op."""
+        names = KEPT.get().names
+        return names is None or self._name in names
+
+
 EMPTY: dict[CustomOpDef, Callable[..., Any]] = {}  # in the order of definition
 NODES: dict[CustomOpDef, Node] = {}
 
 
 def define(
-    empty: Callable[..., Any], node: Node | None = None
-) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    empty: Callable[..., Any],
+    node: Node | None = None,
+    fits: Callable[..., bool] | None = None,
+) -> Callable[[Callable[..., Any]], Op]:
     """Register a reference as the op of its name.
 
     empty: returns empty tensors like the results; its parameters name the operands that it needs.
+    fits: returns whether kernels can take the operands; otherwise the op is traced through.
     """
 
-    def register(reference: Callable[..., Any]) -> CustomOpDef:
+    def register(reference: Callable[..., Any]) -> Op:
         name = reference.__name__.removesuffix("_op")
-        op = torch.library.custom_op(f"mtpbuild::{name}", reference, mutates_args=())
+        schema = torch.library.infer_schema(reference, mutates_args=())
+        op = Op("mtpbuild", name, schema, reference)
+        op.register_kernel(None)(reference)
+        op.fits = fits
         EMPTY[op] = empty
         if node is not None:
             NODES[op] = node

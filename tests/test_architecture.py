@@ -140,7 +140,7 @@ class Twice(torch.nn.Module):
 
 x = torch.arange(6.0)
 exported = torch.export.export(Twice(), (x,))
-program = torch.onnx.export(exported, custom_translation_table=plugins.facets(plugins.CPU))
+program = torch.onnx.export(exported, custom_translation_table=plugins.facets(plugins.NODE_FACETS))
 assert [node.op_type for node in program.model.graph] == ["Halve", "Halve"]
 if len(sys.argv) > 1:
     options = onnxruntime.SessionOptions()

@@ -10,7 +10,8 @@ from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.rope import inverse_frequencies
 from mtpbuild.builder.opened_model import make_model
-from mtpbuild.builder.targets.style import GraphStyle, Kernels
+from mtpbuild.builder.targets.pipelines import INDUCTOR_CUDA
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.builder.weights.table import WeightTable, choose_formats, family_table
@@ -73,7 +74,7 @@ def table_of(case: Slice) -> WeightTable:
 
 def style_of(case: Slice) -> GraphStyle:
     formats = ("fp8", "nvfp4")
-    return GraphStyle(for_gpu=True, kernels=Kernels.FUSED, formats=formats, dtype=case.dtype)
+    return GraphStyle(for_gpu=True, pipeline=INDUCTOR_CUDA, formats=formats, dtype=case.dtype)
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
@@ -57,8 +56,6 @@ class Bench:
         self.most = max(case.nextn)
         pretend_ranks(case.ranks.tp)
         self.model = random_model(case, machine.device)
-        if machine.device == "cuda":
-            use_kernels(self.model)
         self.weights = dict(self.model.named_parameters())
         self.parts = Parts(self.model, case.context)
         self._state = self._fill()

@@ -69,7 +69,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> Bui
         **vars(plan.ranks),
         weights=model.weights_type,
         block_size=model.block_size,
-        cpu_layout=LAYOUT if model.by_cpu_kernels else None,
+        cpu_layout=LAYOUT if model.style.packs_weights else None,
         exact=exact,
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,

@@ -25,6 +25,7 @@ from mtpbuild.builder.forecast.weights import (
 from mtpbuild.builder.host import Machine, measure_bandwidth, measure_machine
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.recipe import name_model
+from mtpbuild.builder.targets.pipelines import CPU
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
 from mtpbuild.runtime.errors import UsageError
@@ -131,7 +132,7 @@ def needs_download(request: ForecastRequest) -> bool:
 
 def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    style = GraphStyle(formats=FORMATS, cpu_kernels=True)
+    style = GraphStyle(formats=FORMATS, pipeline=CPU)
     found = count_classes(in_engine(layout, scheme, style, ALONE, "F32"), ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # with so few experts all are computed, whichever are chosen

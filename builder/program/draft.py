@@ -80,12 +80,8 @@ class Eagle(Drafter):
         hidden = module.next_hidden(x)
         drafts = [step.draft(0, hidden, 1)]
         side = None
-        base = torch.where(step.active, step.lengths, 0)
         for k in range(1, self.nextn):
-            if model.rope.fused:
-                rows = model.rope.placed(step.lengths, 1, step.active, offset=k - 1)
-            else:
-                rows = model.rope(step.lengths + (k - 1), 1, base=base)
+            rows = model.rope(step.lengths, 1, step.active, offset=k - 1)
             rows = replace(rows, choice=replace(choice))
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.forward_uncached(x, cache, side, rows)

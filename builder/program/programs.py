@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, drafter_states, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
@@ -18,7 +17,6 @@ from mtpbuild.builder.program.step import (
     ScoreProgram,
     StepProgram,
 )
-from mtpbuild.builder.targets.style import Kernels
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
     CONTROLS,
@@ -46,7 +44,6 @@ class Program:
     results: tuple[str, ...] = ()  # names of the outputs after the new state
     batch: int = 1  # slots of the example
     whole: bool = False  # takes the caches whole, not just the rows in use
-    most: int | None = None  # most tokens of a pass, where their number varies
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -85,8 +82,6 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     An adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
     """
     style = plan.style
-    if style.kernels:
-        use_kernels(model, fused=style.fused)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     state = tuple(spec.name for spec in state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
@@ -98,13 +93,12 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     filled = tuple(name for name in state if name not in STEP_STATES)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
-    drafter, whole, most = make_drafter(plan, plan.nextn), plan.style.fixed, most_tokens(plan)
-    module = PrefillProgram(model, drafter).eval()
-    yield Program(PREFILL, module, filled, prompt | ahead, whole=whole, most=most)
+    style, whole = plan.style, plan.style.fixed
+    parts = model, make_drafter(plan, plan.nextn), style.pipeline.expands_prompts
+    yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, prompt | ahead, whole=whole)
     if plan.score:
-        module = ScoreProgram(model, drafter).eval()
         asked = prompt | {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
-        yield Program(SCORE, module, filled, asked, SCORES, whole=whole, most=most)
+        yield Program(SCORE, ScoreProgram(*parts).eval(), filled, asked, SCORES, whole=whole)
 
 
 def _steps(
@@ -113,7 +107,7 @@ def _steps(
     """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
-    acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
+    acceptance = KernelAcceptance if style.accepts_by_kernel else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     rules = tuple(map(find_rule, plan.rules))
     table = CONTROLS if style.penalties else CORE_CONTROLS
@@ -125,8 +119,8 @@ def _steps(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
-        name, most = program_name(kind, nextn, plan.nextn), plan.max_batch * (nextn + 1)
-        yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches, most)
+        name = program_name(kind, nextn, plan.nextn)
+        yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches)
 
 
 def _example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:

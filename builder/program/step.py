@@ -135,9 +135,10 @@ class MixedStepProgram(StepProgram):
 class PrefillProgram(nn.Module):
     """A prefill of one slot's caches with a chunk of the prompt; it neither samples nor drafts."""
 
-    def __init__(self, model: CausalLM, drafter: Drafter | None) -> None:
+    def __init__(self, model: CausalLM, drafter: Drafter | None, expand: bool = True) -> None:
+        """Take a model. expand: whether attention expands latents to keys and values."""
         super().__init__()
-        self.model, self.drafter = model, drafter
+        self.model, self.drafter, self.expand = model, drafter, expand
 
     def forward(
         self,
@@ -170,8 +171,7 @@ class PrefillProgram(nn.Module):
         return {name: new[name] for name in state}, hidden
 
     def rows(self, start: Tensor, tokens: Tensor) -> Rows:
-        rows = self.model.rope(start, tokens.shape[1])
-        return replace(rows, expand=not self.model.cpu_kernels)
+        return replace(self.model.rope(start, tokens.shape[1]), expand=self.expand)
 
 
 class ScoreProgram(PrefillProgram):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.export import Dim, ExportedProgram
 
-from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, most_tokens
+from mtpbuild.plugins import NODE_FACETS
+from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
 
 Specs = tuple[TensorSpec, ...]
@@ -26,7 +26,11 @@ class Traced:
     outputs: Specs
     plan: Plan
     rank: int = 0  # the rank to lower it for, if the target's programs hold weights
-    cpu_kernels: bool = False  # its operators are those of the CPU's library
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether the program takes a chunk of a prompt, whose length varies."""
+        return any(spec.name == "start" for spec in self.inputs)
 
     def spec(self, file: str, temporary: int = 0) -> ProgramSpec:
         given = {"inputs": self.inputs, "outputs": self.outputs}
@@ -55,12 +59,11 @@ def trace(program: Program, plan: Plan) -> Traced:
     slots_of = dict.fromkeys(program.arguments, slots)
     if "start" in program.arguments:
         slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
-    style = plan.style
-    if style.kernels:
-        chunk_of_plugins = style.fixed and "start" in program.arguments  # its size is symbolic
-        fused = style.fused and not chunk_of_plugins
-        use_kernels(program.module, program.most, fused, padded=style.fixed)
-    with torch.no_grad():
+    pipeline = plan.style.pipeline
+    kept = pipeline.kept(symbolic="start" in program.arguments)
+    if pipeline.cpu_library:
+        kept |= NODE_FACETS.keys()
+    with torch.no_grad(), keep(kept, fixed_sizes=pipeline.fixed_sizes):
         exported = torch.export.export(
             program.module,
             (state, *program.arguments.values()),
@@ -70,9 +73,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     signature, names = exported.graph_signature, (*program.state, *program.arguments)
     inputs = tuple(map(_spec, names, (values[name] for name in signature.user_inputs)))
     outputs = tuple(map(_spec, program.outputs, (values[name] for name in signature.user_outputs)))
-    model = getattr(program.module, "model", None)  # a test's program may have none
-    kernels = isinstance(model, CausalLM) and model.cpu_kernels
-    return Traced(program.name, exported, inputs, outputs, plan, cpu_kernels=kernels)
+    return Traced(program.name, exported, inputs, outputs, plan)
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:

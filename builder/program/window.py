@@ -22,11 +22,7 @@ def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: 
     An inactive slot computes too: it reads no rows, and its own go to the end of the `bound` rows,
     which no occupied slot has reached. active [B] bool.
     """
-    if model.rope.fused:
-        return model.rope.placed(start, tokens, active, bound - tokens)
-    end = torch.full_like(start, bound - tokens)
-    place = torch.where(active, start, end)
-    return model.rope(place, tokens, base=torch.where(active, start, 0))
+    return model.rope(start, tokens, active, bound - tokens)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
-from mtpbuild.builder.targets.style import Attends, GraphStyle, Kernels, Sizes
+from mtpbuild.builder.targets.pipelines import INDUCTOR, INDUCTOR_CUDA
+from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.sums import RANKS
 from mtpbuild.runtime.errors import BuildError, EngineError, UsageError
@@ -16,8 +17,6 @@ from mtpbuild.runtime.flag_groups import flag
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.program.programs import Program
-    from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.runtime.gpu.torch_cuda import Gpu
 
@@ -96,24 +95,19 @@ class Inductor(Target):
 
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
         if options.device == "cpu":
-            return GraphStyle(formats=self.formats, dtype=options.dtype)  # type: ignore[arg-type]
+            return GraphStyle(
+                formats=self.formats,
+                dtype=options.dtype,  # type: ignore[arg-type]
+                pipeline=INDUCTOR,
+            )
         return GraphStyle(
             for_gpu=True,
             sizes=Sizes.WHOLE_CACHES,
-            kernels=Kernels.FUSED,
+            pipeline=INDUCTOR_CUDA,
             formats=self.formats,
             overlap=True,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
-
-    def trace(self, program: "Program", plan: "Plan") -> "Traced":
-        traced = super().trace(program, plan)
-        if plan.options.allreduce_strategy != STRATEGIES[0]:
-            from mtpbuild.builder.targets.passes.one_shot import by_shared_memory
-
-            slots = plan.max_batch if program.batch > 1 else None
-            by_shared_memory(traced.exported, plan.ranks.tp, slots)
-        return traced
 
     def compiling(self) -> AbstractContextManager[None]:
         from mtpbuild.builder.targets.lower_inductor import shared_kernels

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import operator
 import os
 import shutil
 import tempfile
@@ -25,16 +24,16 @@ from torch._inductor.package.package import package_aoti
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import GroupName
-from torch.fx import GraphModule, Node
-from torch.fx.graph import CodeGen
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
+from mtpbuild.builder.targets.passes import run_passes
+from mtpbuild.builder.targets.pipelines import INDUCTOR
 from mtpbuild.builder.weights.placed import Placed
-from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
+from mtpbuild.plugins import facets
 from mtpbuild.runtime.contract.manifest import (
     CONSTANTS,
     AllreduceStrategy,
@@ -61,7 +60,7 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # the number of threads is chosen when the engine is loaded
 }
 
-for op, facet in facets(PYTORCH).items():
+for op, facet in facets(INDUCTOR.ops).items():
     register_decomposition([op])(facet)
 fast_random_decomps.cache_clear()  # discard the decomposition table of an earlier compilation
 
@@ -153,15 +152,14 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     ):
         if crosses(plan):
             cross_cuda.without_values(traced.exported)
-        if plan.compute_capabilities:
-            traced = replace(traced, exported=for_gpu(traced.exported))
-        program = in_place(traced)
-        examples = pytree.tree_leaves(traced.exported.example_inputs)
+        program = run_passes(plan.style.pipeline.lowered_passes, traced.exported, traced)
+        exported = program.meta["exported"]
+        examples = pytree.tree_leaves(exported.example_inputs)
         asked = options(bool(plan.compute_capabilities))
         if crosses(plan):  # the engine's host is not this machine either
             asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
-    _write_constants(traced, weights, folder, values)
+    _write_constants(replace(traced, exported=exported), weights, folder, values)
     return file
 
 
@@ -170,57 +168,6 @@ def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None
     if not crosses(plan):
         return contextlib.nullcontext()
     return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
-
-
-def in_place(traced: Traced) -> GraphModule:
-    """Before: state in, state and outputs out. After: state is updated in place, outputs come out.
-
-    A state tensor that the program passes on unchanged is not written.
-    """
-    program = traced.exported.module(check_guards=False)
-    assert isinstance(program, GraphModule)
-    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-    state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
-    end = program.graph.output_node()
-    for node in [node for node in program.graph.nodes if op_name(node) in IN_PLACE]:
-        _write_into_operand(program, node)
-    given = pytree.tree_leaves(end.args[0])
-    outputs: list[Node] = []
-    with program.graph.inserting_before(end):
-        for spec, value in zip(traced.outputs, given, strict=True):
-            if not spec.name.endswith(".out"):
-                outputs.append(value)
-                continue
-            old = state[spec.name.removesuffix(".out")]
-            if value is old:
-                continue
-            if value.target is torch.ops.aten.clone.default and value.args[0] is old:
-                continue
-            program.graph.call_function(torch.ops.aten.copy_.default, (old, value))
-    end.args = (tuple(outputs),)
-    program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
-    return GraphModule(program, program.graph)
-
-
-def _write_into_operand(program: GraphModule, node: Node) -> None:
-    """Before: an op returns an operand's new value. After: an op writes the operand in place."""
-    name, place, result = IN_PLACE[op_name(node)]
-    written = node.args[place]
-    assert isinstance(written, Node)
-    readers = [user for user in written.users if isinstance(user.meta.get("val"), torch.Tensor)]
-    assert readers in ([], [node]), "nobody reads what stood there before, but for its sizes"
-    namespace, _, leaf = name.partition("::")
-    with program.graph.inserting_before(node):
-        op = getattr(getattr(torch.ops, namespace), leaf).default
-        into = program.graph.call_function(op, node.args, node.kwargs)
-    for user in list(node.users):
-        assert user.target is operator.getitem
-        if user.args[1] == result:
-            user.replace_all_uses_with(written)
-            program.graph.erase_node(user)
-        else:
-            user.replace_input_with(node, into)
-    program.graph.erase_node(node)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,8 @@ from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
+from mtpbuild.builder.targets.passes import run_passes
+from mtpbuild.builder.targets.pipelines import TENSORRT
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
@@ -34,24 +36,6 @@ GATHER = torch.ops.aten.gather.default
 COLLECTIVES = (
     "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 needs it for collectives; 11 has them by default
 )
-TENSORRT: plugins.FacetTable = {
-    plugins.accept_best: "plugins",
-    plugins.accept_mixed_op: "plugins",
-    plugins.accept_rewind: "plugins",
-    plugins.best_of_blocks: "plugins",
-    plugins.gated_product: "plugins",
-    plugins.kv_write: "tensorrt",
-    plugins.matmul_scaled: "tensorrt",
-    plugins.matmul_wide: "tensorrt",
-    plugins.mla_attention: "plugins",
-    plugins.mla_queries: "plugins",
-    plugins.mla_rows: "plugins",
-    plugins.mla_values: "plugins",
-    plugins.moe: "tensorrt",
-    plugins.moe_route: "plugins",
-    plugins.rotary_rows: "plugins",
-    plugins.shaped_probs_op: "plugins",
-}
 # Ops whose kernels read weights in the format in which they are stored.
 READERS = {
     op._opoverload
@@ -110,7 +94,7 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (plugins.facets(TENSORRT) | own).items():
+    for op, converter in (plugins.facets(TENSORRT.ops) | own).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -188,7 +172,7 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     after the manifest's. values: the model's parameters, which were traced without values. The
     rank's number comes from the trace.
     """
-    exported = _decomposed(traced.exported)
+    exported = run_passes(traced.plan.style.pipeline.lowered_passes, traced.exported, traced)
     for name in exported.state_dict:
         own = name.rpartition(".")[2] == RANK
         value = torch.tensor([traced.rank]) if own else values[name.removeprefix("model.")]
@@ -206,29 +190,20 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     return interpreter
 
 
-@lru_cache(maxsize=1)
-def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """Decompose the program into operators that have converters, the same for all ranks."""
-    others = {op: file for op, file in plugins.PYTORCH.items() if op not in TENSORRT}
-    exported, lowering = exported.run_decompositions(plugins.facets(others)), _lowering()
-    exported = lowering.pre_export_lowering(exported, _settings())
-    return exported.run_decompositions(lowering.get_decompositions(False))
-
-
-def _lowering() -> ModuleType:
+def lowering() -> ModuleType:
     return import_module(f"{torch_tensorrt().__name__}.lowering")
 
 
-def _settings() -> Any:
+def settings() -> Any:
     return torch_tensorrt().CompilationSettings(truncate_double=True, min_block_size=1)
 
 
 def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
     """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
-    lowering, settings = _lowering(), _settings()
-    module = lowering.post_lowering(exported.module(), settings)
+    rewriting, how = lowering(), settings()
+    module = rewriting.post_lowering(exported.module(), how)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
-    interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
+    interpreter = _interpreter_class()(module, inputs, compilation_settings=how)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `total`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.targets.pipelines import CPU, PORTABLE
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
@@ -53,7 +54,7 @@ class OnnxRuntime(Target):
 
     def check_machine(self, plan: "Plan") -> None:
         """Raise MissingDependencyError for kernels without their library, which probes engines."""
-        if plan.style.cpu_kernels and find_library() is None:
+        if plan.style.packs_weights and find_library() is None:
             raise MissingDependencyError(
                 f"target {self.name}: the library of CPU kernels is not built here: {REMEDY}; "
                 "or build with --portable, without them"
@@ -68,7 +69,7 @@ class OnnxRuntime(Target):
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(
-            cpu_kernels=not options.portable,
+            pipeline=PORTABLE if options.portable else CPU,
             formats=() if options.portable else self.formats,
             cache_dtype="bfloat16" if options.cache_dtype == "bfloat16" else None,
         )

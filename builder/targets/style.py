@@ -1,8 +1,10 @@
 """The form of graph that a target compiles."""
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from mtpbuild.builder.targets.pipelines import PLAIN, Pipeline
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import FloatType
@@ -14,15 +16,6 @@ class Sizes(StrEnum):
     IN_USE = "in use"  # every program takes the slots in use and the cache rows in use
     WHOLE_CACHES = "whole caches"  # a step takes the slots in use and all rows of their caches
     FIXED = "fixed"  # always all slots and all rows: one CUDA graph, or one TensorRT profile
-
-
-class Kernels(IntEnum):
-    """The ops that have kernels of ours; each level includes the levels before it."""
-
-    NONE = 0
-    STEP = 1  # attention, experts and wide products of a step
-    ACCEPTANCE = 2  # mixed acceptance and the drafts' distributions
-    FUSED = 3  # the ops between a step's products: routing, norms, rotation
 
 
 class Attends(StrEnum):
@@ -39,8 +32,7 @@ class GraphStyle:
 
     for_gpu: bool = False
     sizes: Sizes = Sizes.IN_USE
-    kernels: Kernels = Kernels.NONE
-    cpu_kernels: bool = False  # the CPU's library of kernels multiplies weights
+    pipeline: Pipeline = PLAIN
     overlap: bool = False  # a step is launched before the tokens of the previous one are read
     formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
     dtype: "FloatType" = "float32"  # of other weights, caches and hidden states
@@ -57,9 +49,19 @@ class GraphStyle:
         return self.sizes is Sizes.FIXED
 
     @property
-    def fused(self) -> bool:
-        """Return whether the ops between a step's products have kernels of ours."""
-        return self.kernels is Kernels.FUSED
+    def packs_weights(self) -> bool:
+        """Return whether weights are packed for the CPU's library of kernels."""
+        return self.pipeline.cpu_library
+
+    @property
+    def joins_experts(self) -> bool:
+        """Return whether shared experts may be stacked with routed ones, for one kernel."""
+        return "moe" in self.pipeline.ops
+
+    @property
+    def accepts_by_kernel(self) -> bool:
+        """Return whether a kernel decides which drafts are accepted."""
+        return "accept_mixed" in self.pipeline.ops
 
     @property
     def penalties(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,10 +93,14 @@ class Target:
             yield str(error)
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":
-        """Export the program as one graph."""
+        """Export the program as one graph, and run the first passes on it."""
         from mtpbuild.builder.program.trace import trace
+        from mtpbuild.builder.targets.passes import dump_graph, run_passes
 
-        return trace(program, plan)
+        traced = trace(program, plan)
+        dump_graph(program.name, "trace", traced.exported)
+        exported = run_passes(plan.style.pipeline.passes, traced.exported, traced)
+        return replace(traced, exported=exported)
 
     def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
         """Write the program beside the weights file in `folder`; return the file's name."""

@@ -6,7 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.targets.style import Attends, GraphStyle, Kernels, Sizes
+from mtpbuild.builder.targets.pipelines import TENSORRT
+from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
@@ -68,7 +69,7 @@ class TensorRt(Target):
         return GraphStyle(
             for_gpu=True,
             sizes=Sizes.FIXED,
-            kernels=Kernels.FUSED,
+            pipeline=TENSORRT,
             formats=self.formats,
             dtype=options.dtype,  # type: ignore[arg-type]
         )

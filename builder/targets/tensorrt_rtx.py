@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.capability import dotted
+from mtpbuild.builder.targets.pipelines import PORTABLE
 from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
@@ -48,7 +49,7 @@ class TensorRtRtx(Target):
         return tuple(name for name in GPUS if name in map(dotted, asked))
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
+        return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)
 
     def embeds_weights(self, options: RtxOptions) -> bool:
         """Return True: taking weights out of an engine (REFIT, STRIP_PLAN) would need a GPU."""

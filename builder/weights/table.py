@@ -76,7 +76,8 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
     found = {weight.name: _formats(weight, format_of) for weight in table.weights}
-    joined = _fitting(found, like_routed(table.weights, share)) if style.fused else set[str]()
+    may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
+    joined = _fitting(found, may_join)
     weights = with_shared(table.weights, joined)
     formats = {
         weight.name: format
@@ -86,7 +87,7 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
         if _can_stay(replace(weight, format=format), share)
     }
     formats = _in_pairs(weights, formats)
-    if style.cpu_kernels:
+    if style.packs_weights:
         formats |= per_head_formats(weights, formats)
     held = (
         replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
@@ -145,7 +146,7 @@ def _in_pairs(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[
 
 def _layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:
     """Return the layout of a weight."""
-    if style.cpu_kernels:
+    if style.packs_weights:
         return Layout.PACKED if weight.multiplied else Layout.PLAIN
     quantised = any(f"{_module(weight.name)}.{leaf}" in formats for leaf in STACKS)
     rows = not style.for_gpu and weight.slices > 1 and not quantised

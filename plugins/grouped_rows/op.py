@@ -48,7 +48,9 @@ def grouped_rows(
             x = F.rms_norm(x.unflatten(-1, (count, width)), (width,), weight, eps).flatten(-2)
         return rope(x.contiguous(), cos, sin, count, False)
 
-    q = torch.cat([turned(q, q_norm, heads), others], dim=-1)
+    q = turned(q, q_norm, heads)
+    if others.shape[-1]:
+        q = torch.cat([q, others], dim=-1)
     return q, torch.cat([turned(k, k_norm, groups), v], dim=-1)[:, None]
 
 

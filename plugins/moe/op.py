@@ -1,13 +1,16 @@
 """moe_route and moe: choose experts by sigmoid scores in groups, and run them."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.definition import KEPT, Node, define
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
-MAX_TOKENS = 256
+MAX_TOKENS = 256  # of the kernel
+PADDED_TOKENS = 64  # given at a time to a kernel with fixed sizes
 NOBODY = -1
 
 
@@ -88,6 +91,31 @@ def moe(
     down = _chosen(chosen, down_proj, down_scales, down_scales_2)
     y = (F.silu(gate) * up) @ down.type_as(x)
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
+
+
+def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None) -> Tensor:
+    """Run `moe` for any number of tokens, in pieces that its kernel takes.
+
+    If the kernel has fixed sizes, a symbolic number of tokens is padded to its largest value with
+    copies of the first token.
+    """
+    tokens, fixed = x.shape[0], KEPT.get().fixed_sizes
+    if not moe.is_kept:
+        return moe(x, weights, ids, *experts)
+    known, piece = isinstance(tokens, int), PADDED_TOKENS if fixed else MAX_TOKENS
+    most = tokens if known else upper_bound(tokens)
+    if most <= piece and (known or not fixed):
+        return moe(x, weights, ids, *experts, 0 if known else most)
+    operands = [x, weights, ids]
+    if not known:
+        operands = [torch.cat([y, y[:1].expand(most, -1)])[:most] for y in operands]
+    pieces = zip(*(each.split(piece) for each in operands), strict=True)
+    return torch.cat([moe(*each, *experts) for each in pieces])[:tokens]
+
+
+def upper_bound(size: Any) -> int:
+    """Return the largest value of a symbolic size."""
+    return int(size.node.shape_env.bound_sympy(size.node.expr).upper)
 
 
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:

@@ -35,4 +35,7 @@ def rotary_rows(
     positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
     angles = positions[..., None].float() * inv_freq
     first = torch.full_like(start, offset)
-    return angles.cos() * scale, angles.sin() * scale, base, place, first
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    return cos, sin, base, place, first

@@ -15,5 +15,6 @@ def weigh_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: int, always:
     """
     every = weights.new_zeros(*weights.shape[:-1], experts - always)
     every = every.scatter(-1, ids.long(), weights)
-    every = torch.cat([every, every.new_ones(*weights.shape[:-1], always)], dim=-1)
-    return (x.unflatten(-1, (experts, -1)) * every[..., None]).flatten(-2)
+    if always:
+        every = torch.cat([every, every.new_ones(*weights.shape[:-1], always)], dim=-1)
+    return (x.unflatten(-1, (experts, -1)) * every[..., None]).type_as(x).flatten(-2)

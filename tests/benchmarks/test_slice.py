@@ -30,10 +30,9 @@ from triton.runtime import driver
 
 sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
-from mtpbuild.builder.models.common.layers import use_kernels
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.style import Kernels, Sizes
-from mtpbuild.builder.targets.lower_inductor import in_place
+from mtpbuild.builder.targets.pipelines import INDUCTOR_CUDA
+from mtpbuild.builder.targets.style import Sizes
+from tests.support.gpu_steps import graph_of
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 
@@ -54,17 +53,16 @@ driver.set_active(Pretended())
 torch.set_num_threads(1)
 case = replace(slices.small((0, 2)), dtype="bfloat16")
 bench = slice_bench.Bench(case, machine.Machine("cpu"), True, Path("none"))
-use_kernels(bench.model)
-gpu = dict(for_gpu=True, sizes=Sizes.WHOLE_CACHES, kernels=Kernels.STEP, overlap=True)
+gpu = dict(for_gpu=True, sizes=Sizes.WHOLE_CACHES, pipeline=INDUCTOR_CUDA, overlap=True)
 style = replace(bench.plan(2).style, **gpu)
 plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
 for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1])]:
     traced = trace(program, plan)
-    traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
-    examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
+    graph = graph_of(traced)
+    examples = tuple(pytree.tree_leaves(graph.meta["exported"].example_inputs))
     try:
-        compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
+        compile_fx.compile_fx_aot(graph, examples, inner_compile=see)
     except Seen:
         pass
 """

@@ -20,6 +20,7 @@ from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets.pipelines import CPU, PLAIN
 from mtpbuild.builder.verify import verify
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.placed import EngineWeights
@@ -83,7 +84,8 @@ def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedMode
         config = how["layers"].of(config)
     main = stored_as(folder) if scheme is None else scheme.main
     kernels = main in ("int8", "int4")
-    return opened(folder, config, formats=ALL, cpu_kernels=kernels, scheme=scheme, **how)
+    pipeline = CPU if kernels else PLAIN
+    return opened(folder, config, formats=ALL, pipeline=pipeline, scheme=scheme, **how)
 
 
 def parameters(model: OpenedModel) -> list[tuple[str, Any, Any]]:

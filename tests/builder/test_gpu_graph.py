@@ -22,7 +22,6 @@ MANY = {"first_k_dense_replace": 0, "n_routed_experts": 24, "num_experts_per_tok
 TRACE = f"""
 import json
 import sys
-from dataclasses import replace
 
 import torch
 from torch._inductor import compile_fx
@@ -34,14 +33,15 @@ from mtpbuild.builder.models.common.blocks import Scaled, put
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.weights.made import Share
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets.inductor import InductorOptions
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.passes.one_shot import by_shared_memory
-from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
+from mtpbuild.builder.targets.lower_inductor import _pretended_group
+from mtpbuild.builder.targets.passes.one_shot import sum_through_shared_memory
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
 from tests.support.families import CHOOSERS, lower_family, make_family
+from tests.support.gpu_steps import graph_of
 from tests.support.styles import style_of
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -87,7 +87,9 @@ for case, slots, dtype, experts in CASES:
         model = make_model(**sizes)
     tp = 2 if "ranks" in case else 1
     style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
-    plan = Plan(model.config, nextn, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
+    options = InductorOptions(allreduce_strategy="one-shot" if "one-shot" in case else "nccl")
+    own = style, ranks, ("9.0",), options
+    plan = Plan(model.config, nextn, "mtp-eagle", slots, 200, 4, *own)
     lowered = lower(model, Share(ranks, tp - 1))
     set_dtype(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
@@ -96,12 +98,12 @@ for case, slots, dtype, experts in CASES:
     decode = make_programs(plan, lowered)[1]
     traced = trace(decode, plan)
     if "one-shot" in case:
-        assert by_shared_memory(traced.exported, tp, slots) > 0
-    traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
-    examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
+        sum_through_shared_memory(traced.exported, traced)
+    graph = graph_of(traced)
+    examples = tuple(pytree.tree_leaves(graph.meta["exported"].example_inputs))
     try:
         with _pretended_group(tp):
-            compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
+            compile_fx.compile_fx_aot(graph, examples, inner_compile=see)
     except Seen:
         pass
 """

@@ -18,6 +18,7 @@ from mtpbuild.builder.models.common.blocks import (
 )
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets.pipelines import CPU
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
@@ -75,7 +76,7 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def source(folder: Path, formats: tuple[str, ...]) -> OpenedModel:
-    return opened(folder, formats=formats, cpu_kernels=True)
+    return opened(folder, formats=formats, pipeline=CPU)
 
 
 @pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8", "mixed"])

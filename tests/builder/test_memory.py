@@ -42,6 +42,7 @@ from mtpbuild.builder.opened_model import open_model
 from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.targets.pipelines import CPU, INDUCTOR
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.ranks import Ranks
@@ -53,7 +54,7 @@ source = open_model(
     FoundModel("x", "x", folder),
     config,
     generation_ids(folder, config),
-    GraphStyle(formats=("int4", "int8"), cpu_kernels=tp == 1),
+    GraphStyle(formats=("int4", "int8"), pipeline=CPU if tp == 1 else INDUCTOR),
     ranks=Ranks(tp),
     scheme=engine_scheme(weights, head),
 )

@@ -1,11 +1,16 @@
 """A kernel sums the parts of a product that it alone reads; run by Triton's interpreter."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.plugins import matmul_scaled, mla_queries, mla_rows_write
+from tests.support.gpu_steps import ON_GPU, with_kernels
 from tests.support.kernels import random_scaled
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -44,7 +49,8 @@ def test_who_sums(read_twice: bool) -> None:
     cache = torch.randn(1, 1, 16, RANK + ROPE, generator=g)
     operands = torch.randn(1, TOKENS, DEPTH, generator=g), angle, cache, start
     wanted = model(*operands)
-    lowered = for_gpu(torch.export.export(model, operands), "cpu")
+    plan: Any = SimpleNamespace(style=ON_GPU)
+    lowered = with_kernels(Traced("part", torch.export.export(model, operands), (), (), plan))
     calls = [op_name(node).removeprefix("mtpbuild_triton::") for node in lowered.graph.nodes]
     first = "matmul_scaled" if read_twice else "matmul_scaled_parts"
     assert [name for name in calls if name.startswith("m")] == [

@@ -15,8 +15,8 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.step_counts import StepCounts, count_step_calls
-from mtpbuild.builder.targets.lower_inductor import in_place
-from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
+from mtpbuild.builder.targets.passes.in_place import update_in_place
+from mtpbuild.builder.targets.pipelines import TENSORRT
 from mtpbuild.builder.targets.tensorrt import TARGET
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.gpu_steps import MANY, check_step, with_joined
@@ -57,7 +57,7 @@ def test_it_is_the_step_without_plugins_between_products(slots: int) -> None:
     """Its tokens, caches and other state, by the ops' references, which the kernels equal."""
     torch.set_num_threads(1)
     _, (traced, reference, plan), _ = programs(slots)
-    check_step(in_place(traced), lower(reference), plan, 4)
+    check_step(update_in_place(traced.exported, traced), lower(reference), plan, 4)
 
 
 @pytest.mark.usefixtures("traced_without_running")
@@ -69,7 +69,7 @@ def test_what_is_a_plugin() -> None:
         assert {*nodes} == set() or traced.name != "prefill"
         assert {node.target for node in nodes} == (set() if traced.name == "prefill" else {*fused})
         for node in nodes:
-            assert fused[node.target] in TENSORRT
+            assert fused[node.target]._name in TENSORRT.ops
             given = [each.meta["val"] for each in node.all_input_nodes]
             assert all(isinstance(size, int) for value in given for size in value.shape)
         written = plugins.mla_rows_write._opoverload

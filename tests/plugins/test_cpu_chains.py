@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from mtpbuild.builder.targets.passes.chains import JoinChains
+from mtpbuild.builder.targets.passes.chains import join_chains
 from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support.cpu_kernels import LIBRARY
 from tests.support.isas import isas
@@ -71,7 +71,7 @@ def layer() -> tuple[onnx.ModelProto, Given]:
 
 def joined(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = ir.serde.deserialize_model(model)
-    JoinChains()(graph)
+    join_chains(graph)
     return ir.serde.serialize_model(graph)
 
 

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 import mtpbuild.plugins
-from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
-from mtpbuild.builder.targets.onnx_graph import ONNX
-from mtpbuild.builder.targets.passes.gpu_graph import GPU
-from mtpbuild.plugins import CPU, CUDA, OPS, PYTORCH, FacetTable, facet, facets
+from mtpbuild.builder.targets.pipelines import CPU, INDUCTOR, INDUCTOR_CUDA, PORTABLE, TENSORRT
+from mtpbuild.plugins import CUDA, NODE_FACETS, OPS, FacetTable, facets, gated_product
+from mtpbuild.plugins.definition import keep
+from mtpbuild.plugins.gated_product.op import MAX_TOKENS
+from tests.support.op_calls import OpCalls
 
 TABLES = {
-    "onnx": ONNX,
-    "cpu": CPU,
-    "pytorch": PYTORCH,
-    "gpu": GPU,
+    "portable": PORTABLE.ops,
+    "cpu": {**NODE_FACETS, **CPU.ops},
+    "inductor": INDUCTOR.ops,
+    "inductor on a GPU": INDUCTOR_CUDA.ops,
     "cuda": CUDA,
-    "tensorrt": TENSORRT,
+    "tensorrt": TENSORRT.ops,
 }
 FOLDER = Path(mtpbuild.plugins.__file__).parent
 
@@ -31,7 +32,7 @@ def folder_of(op: Any) -> str:
 def test_every_entry_is_a_function(table: FacetTable) -> None:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     found = facets(table)
-    assert found.keys() == {op._opoverload for op in table}
+    assert found.keys() == {OPS[name]._opoverload for name in table}
     assert all(callable(function) for function in found.values())
 
 
@@ -39,7 +40,7 @@ def test_every_file_is_an_entry() -> None:
     entries = {
         (folder_of(op), "triton" if file == "plugins" else file)
         for table in (dict.fromkeys(OPS, "op"), *TABLES.values())
-        for op, file in table.items()
+        for op, file in ((OPS[name], file) for name, file in table.items())
         if file != "node"  # of the op's definition
     }
     files = {
@@ -50,9 +51,18 @@ def test_every_file_is_an_entry() -> None:
     assert files == entries
 
 
-def test_a_reference_is_the_op_itself() -> None:
-    rope = mtpbuild.plugins.rope
-    assert facet(rope, PYTORCH[rope]) is rope._init_fn
+def test_an_op_that_is_not_kept_is_traced_through() -> None:
+    """A limit of the kernel does the same for operands that it can't take."""
+    x, weight = torch.rand(MAX_TOKENS, 4), torch.rand(4, 6)
+    few, many = OpCalls(gated_product._opoverload), OpCalls(gated_product._opoverload)
+    with few:
+        got = gated_product(x, weight)
+    with many, keep(()):
+        assert torch.equal(gated_product(x, weight), got)
+    with many:
+        gated_product(torch.rand(MAX_TOKENS + 1, 4), weight)
+    assert len(few.seen) == 1
+    assert not many.seen
 
 
 def test_cuda_tensors_get_the_facet() -> None:
@@ -60,8 +70,8 @@ def test_cuda_tensors_get_the_facet() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     if not triton.knobs.runtime.interpret:
         pytest.skip("a GPU runs it in tests/gpu")
-    kernels = {op: op._backend_fns for op in OPS}
-    assert {op for op in OPS if "cuda" in kernels[op]} == CUDA.keys()
+    kernels = {name: op._backend_fns for name, op in OPS.items()}
+    assert {name for name in OPS if "cuda" in kernels[name]} == CUDA.keys()
     write = mtpbuild.plugins.kv_write
     operands = (torch.zeros(1, 1, 5, 2), torch.ones(1, 1, 2, 2), torch.tensor([3]))
-    assert torch.equal(kernels[write]["cuda"](*operands), write(*operands))
+    assert torch.equal(kernels["kv_write"]["cuda"](*operands), write(*operands))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.targets.onnx_graph import ONNX, OPSET
+from mtpbuild.builder.targets.onnx_graph import OPSET
+from mtpbuild.builder.targets.pipelines import CPU, PORTABLE
 from mtpbuild.plugins import (
-    CPU,
+    NODE_FACETS,
     accept_rewind,
     choose_rows,
     experts,
@@ -68,7 +69,7 @@ class Facet:
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                custom_translation_table=facets(ONNX),
+                custom_translation_table=facets(PORTABLE.ops),
             )
         assert program is not None
         self.model = onnx.load_from_string(program.model_proto.SerializeToString())
@@ -118,7 +119,7 @@ def test_every_op_has_a_facet() -> None:
     of_ranks = ("best_of_blocks", "accept_best", "sum_of_ranks")
     names = (*others, *fused, *of_ranks, "dequantise_scaled")
     elsewhere = {f"mtpbuild::{name}" for name in names}
-    written = {op.name() for op in facets({**ONNX, **CPU})}
+    written = {op.name() for op in facets({**NODE_FACETS, **CPU.ops})}
     assert written == registered - elsewhere
 
 

@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -13,9 +15,10 @@ from mtpbuild.builder.opened_model import make_model
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
-from mtpbuild.builder.targets.lower_inductor import in_place
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.style import GraphStyle, Kernels
+from mtpbuild.builder.targets.passes import gpu_graph, run_passes
+from mtpbuild.builder.targets.passes.in_place import update_in_place
+from mtpbuild.builder.targets.pipelines import INDUCTOR_CUDA, PLAIN
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.table import choose_formats, family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import lower_family, make_family
@@ -28,7 +31,7 @@ MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace
 
 def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     """Makes the program's model with shared experts in the stacks, through the weight table."""
-    style = GraphStyle(for_gpu=True, kernels=Kernels.FUSED)
+    style = GraphStyle(for_gpu=True, pipeline=INDUCTOR_CUDA)
     table = choose_formats(family_table(reference.config), lambda stored: None, style)
     assert len(table.joined) == 2, "the layer with experts and the module"
     model, tensors = make_model(table, style, "cpu"), reference.state_dict()
@@ -38,9 +41,18 @@ def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     return model.eval()
 
 
+def with_kernels(traced: Traced) -> ExportedProgram:
+    """Returns the program as a GPU gets it, with tensors on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_graph, "DEVICE", "cpu")
+        passes = [name for name in INDUCTOR_CUDA.lowered_passes if name.startswith("gpu_graph.")]
+        lowered: ExportedProgram = run_passes(passes, traced.exported, traced)
+    return lowered
+
+
 def graph_of(traced: Traced) -> Any:
     """Returns the graph for a GPU, which overwrites its state."""
-    return in_place(replace(traced, exported=for_gpu(traced.exported, "cpu")))
+    return update_in_place(with_kernels(traced), traced)
 
 
 def check_step(
@@ -50,7 +62,7 @@ def check_step(
 
     idle: also compare the idle slot's results, which nobody reads. rows: committed at first.
     """
-    plain = replace(plan, style=replace(plan.style, kernels=Kernels.STEP))
+    plain = replace(plan, style=replace(plan.style, pipeline=PLAIN))
     program = make_programs(plain, model)[1]
     state = begin(plan, rows)
     expected = {name: tensor.clone() for name, tensor in state.items()}

@@ -1,20 +1,24 @@
 """Modules that hold weights in an engine's form: `x @ weight` works as with a parameter."""
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.precision import parameter
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.weights.made import Layout, Share, Weight
 from mtpbuild.plugins import (
-    dequantise_scaled,
     embedding_nbits,
     experts,
     experts_packed,
     gated_packed,
+    gated_product,
     matmul_scaled,
     product_packed,
 )
 from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, panels
+from mtpbuild.plugins.moe.op import NOBODY, run_experts
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -40,10 +44,10 @@ class PackedBlocks(Packed):
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
 
-    def gated(self, x: Tensor) -> Tensor | None:
-        """Return silu(gate) * up [.., out / 2] of x [.., in]; None unless gates fill panels."""
-        if self.outputs % (2 * PANEL):
-            return None
+    def gated(self, x: Tensor) -> Tensor:
+        """Return silu(gate) * up [.., out / 2] of x [.., in]."""
+        if self.outputs % (2 * PANEL):  # the gates don't fill panels
+            return gate_halves(x @ self)
         return gated_packed(x, self.values, self.scales, self.outputs)
 
 
@@ -87,12 +91,12 @@ class ExpertRows(nn.Module):
         count, inputs, outputs = weight.shape
         self.rows = parameter(count, outputs, inputs, dtype=weight.dtype)
 
-    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """Put each row of x [N, E] through the expert that `ids` [N] names; return [N, E].
-
-        This module holds the experts' gate and up weights, `down` their down weights.
-        """
-        return experts(x, ids, self.rows, down.rows)
+    def weighed(self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Do the same as `PackedExperts.weighed`."""
+        weights = torch.where(ids == NOBODY, 0.0, weights)
+        each = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
+        y = experts(each, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
+        return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
 class Scaled(nn.Module):
@@ -121,11 +125,6 @@ class Scaled(nn.Module):
     def parts(self) -> Parts:
         return self.values, self.scales, self.scales_2
 
-    def index_select(self, axis: int, ids: Tensor) -> Tensor:
-        """Return the chosen experts in fp32: ids [N] -> [N, in, out]."""
-        chosen = (part if part is None else part.index_select(axis, ids) for part in self.parts)
-        return dequantise_scaled(*chosen)
-
 
 def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
     """Return a module for a weight in the engine's form, to replace a parameter of the model."""
@@ -146,6 +145,36 @@ def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
 
 def parts_of(weight: Tensor | Scaled) -> Parts:
     return weight.parts if isinstance(weight, Scaled) else (weight, None, None)
+
+
+def multiply_gated(x: Tensor, weight: "Tensor | PackedBlocks | Scaled") -> Tensor:
+    """Compute silu(gate) * up of x [.., E] -> [.., I]; the weight's outputs are gates, then ups."""
+    if isinstance(weight, PackedBlocks):
+        return weight.gated(x)
+    return gated_product(x, weight) if isinstance(weight, Tensor) else gate_halves(x @ weight)
+
+
+def gate_halves(y: Tensor) -> Tensor:
+    """Compute silu(gate) * up of y [.., 2 I], the gates first."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def weigh_chosen(
+    gate_up: "Tensor | PackedExperts | ExpertRows | Scaled",
+    down: "Tensor | PackedExperts | ExpertRows | Scaled",
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k]."""
+    if isinstance(gate_up, PackedExperts | ExpertRows):
+        how: Callable[..., Tensor] = gate_up.weighed
+        return how(down, x, weights, ids)
+    assert isinstance(down, Tensor | Scaled)
+    flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
+    (first, *scales), (second, *others) = map(parts_of, (gate_up, down))
+    return run_experts(*flat, first, second, *scales, *others).reshape(x.shape)
 
 
 def put(model: nn.Module, name: str, weight: nn.Module) -> None:

@@ -49,7 +49,6 @@ class CausalLM(nn.Module):
         super().__init__()
         V = c.vocab_size // ranks.parts
         self.config, self.ranks = c, ranks
-        self.cpu_kernels = False  # whether its operators are those of the CPU's library
         self.embed_tokens = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.blocks import Packed
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
-from mtpbuild.plugins import (
-    grouped_attention,
-    grouped_attention_flat,
-    grouped_rows,
-    grouped_rows_write,
-    rope,
-)
+from mtpbuild.plugins import grouped_attention_flat, grouped_rows, grouped_rows_write
 from mtpbuild.runtime.ranks import Ranks
 
 Gates = Sequence[Tensor]  # none, or one [B, T, H D]
@@ -48,11 +41,6 @@ class GroupedAttention(Attention):
         self.k_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
         self.o_proj = parameter(H * D, c.hidden_size)
 
-    @property
-    def by_ops(self) -> bool:
-        """Return whether ops work between the products: their weights are packed for a CPU."""
-        return isinstance(self.qkv_proj, Packed)
-
     def product(self, x: Tensor) -> tuple[Tensor, Gates]:
         """Compute queries, keys and values side by side, and the gates of the heads' outputs."""
         y = x @ self.qkv_proj
@@ -71,45 +59,22 @@ class GroupedAttention(Attention):
         return y, *norms, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.by_ops:
-            return super().write(x, rows, cache)
         y, gates = self.product(x)
-        written = grouped_rows_write(*self.operands(y, rows), cache, rows.start, *self.sizes)
-        q, fresh, cache = written
+        operands = (*self.operands(y, rows), cache, rows.start)
+        q, fresh, cache = grouped_rows_write(*operands, *self.sizes)
         return append_gates(q, gates), fresh, cache
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Compute query input and cache rows; with ops the queries are already rotated."""
         y, gates = self.product(x)
-        if self.by_ops:
-            q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
-            return append_gates(q, gates), fresh
-        q, k, v = y.split([n * self.width for n in (self.heads, self.groups, self.groups)], dim=-1)
-        fresh = torch.cat(
-            [self.normalise_and_rotate(k, self.k_norm, self.groups, rows), v], dim=-1
-        )[:, None]
+        q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
         return append_gates(q, gates), fresh
-
-    def normalise_and_rotate(
-        self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows
-    ) -> Tensor:
-        """Normalise each head of x [B, T, heads * D] if there is a norm, then rotate it."""
-        if norm is not None:
-            x = norm(x.unflatten(-1, (heads, self.width))).flatten(-2)
-        return rope(x, rows.cos, rows.sin, heads, False)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         gates: Gates = ()
         if self.gated:
             q, *gates = q.chunk(2, dim=-1)
-        if self.by_ops:
-            place = cache, fresh, rows.base, first, self.scale
-            o = grouped_attention_flat(q, *place, self.heads, self.groups)
-        else:
-            q = self.normalise_and_rotate(q, self.q_norm, self.heads, rows)
-            q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
-            o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
-            o = o.transpose(1, 2).flatten(2)
+        place = cache, fresh, rows.base, first, self.scale
+        o = grouped_attention_flat(q, *place, self.heads, self.groups)
         for gate in gates:
             o = o * gate.sigmoid()
         return o @ self.o_proj

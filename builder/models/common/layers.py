@@ -3,21 +3,18 @@
 Shapes: B slots, T tokens, E hidden size, S cache rows, C values of a cache row.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import PackedBlocks
+from mtpbuild.builder.models.common.blocks import multiply_gated
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
-from mtpbuild.plugins import gated_product, kv_write, rotary_rows, take_rows
-from mtpbuild.plugins.gated_product.op import MAX_TOKENS
+from mtpbuild.plugins import rotary_rows, take_rows
 from mtpbuild.runtime.ranks import Ranks
 
 State = dict[str, Tensor]  # tensors by name
@@ -40,7 +37,7 @@ class Rows:
     base: Tensor  # [B] all tokens see the rows before it
     start: Tensor  # [B] where fresh rows are written: at the base, unless the slot is idle
     positions: Tensor  # [B, T]
-    first: Tensor | None = None  # [B] the last fresh row that the first token sees; None: row 0
+    first: Tensor  # [B] the last fresh row that the first token sees
     expand: bool = False  # many tokens: attention may compute keys and values of all rows at once
     choice: Choice = field(default_factory=Choice)  # of the layers so far
 
@@ -51,31 +48,7 @@ class RMSNorm(nn.RMSNorm):
         self.requires_grad_(False)
 
 
-class KernelModule(nn.Module):
-    """A module that computes with kernels of ours after `use_kernels`."""
-
-    kernels = False
-    fused = False  # whether ops with kernels also compute what stands between products
-    most: int | None = None  # maximum of a pass's tokens, if their number varies
-    padded = False  # whether kernels are plugins, which take fixed sizes only
-
-
-def use_kernels(
-    model: nn.Module, most: int | None = None, fused: bool = False, padded: bool = False
-) -> None:
-    """Let a model compute with kernels.
-
-    most: the maximum of tokens of a pass whose number of tokens is symbolic. fused: ops with
-    kernels also do the work between products. padded: kernels are plugins of TensorRT, which get
-    `most` tokens if the number is symbolic.
-    """
-    for module in model.modules():
-        if isinstance(module, KernelModule):
-            module.kernels, module.most, module.fused = True, most, fused
-            module.padded = padded
-
-
-class Rope(KernelModule):
+class Rope(nn.Module):
     """Rotary angles from positions; no table of them limits the length of a sequence."""
 
     def __init__(self, rope: RopeConfig, dim: int) -> None:
@@ -84,18 +57,7 @@ class Rope(KernelModule):
         self.register_buffer("inv_freq", inverse_frequencies(rope, dim), persistent=False)
         self.inv_freq: Tensor
 
-    def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
-        """Place tokens at positions start [B] .. start + tokens - 1; base [B]: start if None."""
-        if self.fused and base is None:
-            return self.placed(start, tokens)
-        positions = start[:, None] + torch.arange(tokens, device=start.device)
-        angles = positions[..., None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return Rows(cos, sin, start if base is None else base, start, positions)
-
-    def placed(
+    def forward(
         self,
         start: Tensor,
         tokens: int,
@@ -103,9 +65,9 @@ class Rope(KernelModule):
         end: int = 0,
         offset: int = 0,
     ) -> Rows:
-        """Do the same by one op; tokens are `offset` after start [B], inactive slots at `end`.
+        """Place `tokens` tokens of each slot `offset` after start [B], inactive slots at `end`.
 
-        The kernels of all layers read its results. With PyTorch's operators the compiler would
+        One op does it for the kernels of all layers. With PyTorch's operators the compiler would
         compute the angles again for each kernel.
         """
         operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
@@ -114,7 +76,7 @@ class Rope(KernelModule):
         return Rows(cos, sin, base, place, positions, first)
 
 
-class Attention(KernelModule):
+class Attention(nn.Module):
     """The attention of a decoder layer."""
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -126,8 +88,7 @@ class Attention(KernelModule):
 
         Returns the query input, the fresh rows and the new cache.
         """
-        q, fresh = self.project(x, rows)
-        return q, fresh, kv_write(cache, fresh, rows.start)
+        raise NotImplementedError
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         """Attend with query input [B, T, ..]; return [B, T, E].
@@ -139,7 +100,9 @@ class Attention(KernelModule):
         raise NotImplementedError
 
 
-class MLP(KernelModule):
+class MLP(nn.Module):
+    """A feed-forward of two products, whose first one is gated."""
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up_proj = parameter(hidden, 2 * inner)
@@ -149,25 +112,8 @@ class MLP(KernelModule):
         return self.inner(x) @ self.down_proj
 
     def inner(self, x: Tensor) -> Tensor:
-        """Compute silu(gate) * up: x [.., E] -> [.., I].
-
-        An op does it for packed weights, and for few tokens on a GPU.
-        """
-        if self.fused and isinstance(self.gate_up_proj, Tensor):
-            # Symbolic if the number of slots or a chunk's length varies.
-            tokens = math.prod(x.shape[:-1])
-            if isinstance(tokens, int) and tokens <= MAX_TOKENS:
-                return gated_product(x, self.gate_up_proj)
-        gated = self.by_kernel(x)
-        if gated is not None:
-            return gated
-        gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def by_kernel(self, x: Tensor) -> Tensor | None:
-        """Do the work of `inner` with the CPU's kernels; None if they do not read the weight."""
-        weight: object = self.gate_up_proj  # `put` may have replaced the parameter
-        return weight.gated(x) if isinstance(weight, PackedBlocks) else None
+        """Compute silu(gate) * up: x [.., E] -> [.., I]."""
+        return multiply_gated(x, self.gate_up_proj)
 
 
 class DecoderLayer(nn.Module):
@@ -188,8 +134,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Compute all T tokens and write their rows: x [B, T, E] -> [B, T, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
-        first = torch.zeros_like(rows.base) if rows.first is None else rows.first
-        return self.finish(x, q, rows, cache, fresh, first), cache
+        return self.finish(x, q, rows, cache, fresh, rows.first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Write only the cache rows, as no one reads the last layer's output in a prompt."""
@@ -202,7 +147,7 @@ class DecoderLayer(nn.Module):
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         angles = select_token(rows.cos, at), select_token(rows.sin, at)
-        own = Rows(*angles, rows.base, rows.start, position, choice=rows.choice)
+        own = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
         return self.finish(select_token(x, at), select_token(q, at), own, cache, fresh, at), cache
 
     def forward_uncached(
@@ -215,10 +160,7 @@ class DecoderLayer(nn.Module):
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)
-        first = rows.first
-        if first is None:
-            first = torch.full_like(rows.base, side.shape[2] - 1)
-        return self.finish(x, q, rows, cache, side, first), side
+        return self.finish(x, q, rows, cache, side, rows.first), side
 
     def finish(
         self, x: Tensor, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor

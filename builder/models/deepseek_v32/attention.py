@@ -65,16 +65,11 @@ class SparseAttention(LatentAttention):
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         q, fresh = super().project(x, rows)
-        if not self.by_ops:
-            q = self.q_a_layernorm(q)
         if self.indexer is None:
             return q, fresh
         weights = cast(x, torch.float32) @ self.indexer.weights_proj
         q = torch.cat([cast(q, torch.float32), weights], dim=-1)
         return q, torch.cat([fresh, self.indexer.keys(x, rows)], dim=-1)
-
-    def second_product(self, q: Tensor) -> Tensor:
-        return q @ self.q_b_proj
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         if self.indexer is not None:

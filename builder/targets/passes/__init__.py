@@ -1,1 +1,69 @@
-"""Passes that rewrite a traced graph before a target compiles it."""
+"""Passes: functions that rewrite a graph before a target compiles it.
+
+A pass takes the graph and its `Traced`, and returns the graph, rewritten in place or anew.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
+
+
+class Dump:
+    """A folder that gets the text of each program's graph after each pass, in numbered files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._counts = folder, dict[str, Iterator[int]]()
+
+    def write(self, program: str, stage: str, graph: Any) -> None:
+        """Write a graph as a file such as decode.03.fold_constants.txt."""
+        number = next(self._counts.setdefault(program, count()))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{program}.{number:02}.{stage}.txt"
+        path.write_text(as_text(graph), encoding="utf-8")
+
+
+DUMP = ContextVar[Dump | None]("DUMP", default=None)
+
+
+@contextmanager
+def dump_to(folder: Path | None) -> Iterator[None]:
+    """Dump graphs to a folder while the block runs, unless it is None."""
+    token = DUMP.set(None if folder is None else Dump(folder))
+    try:
+        yield
+    finally:
+        DUMP.reset(token)
+
+
+def dump_graph(program: str, stage: str, graph: Any) -> None:
+    """Write a graph if the build dumps graphs."""
+    if (dump := DUMP.get()) is not None:
+        dump.write(program, stage, graph)
+
+
+def run_passes(names: Sequence[str], graph: Any, traced: "Traced") -> Any:
+    """Rewrite a graph by passes, each named `module.function`; return the graph."""
+    for name in names:
+        module, _, function = name.partition(".")
+        graph = getattr(import_module(f"{__name__}.{module}"), function)(graph, traced)
+        dump_graph(traced.name, function, graph)
+    return graph
+
+
+def as_text(graph: Any) -> str:
+    """Write a graph as text, a line for each node."""
+    if isinstance(graph, torch.export.ExportedProgram):
+        graph = graph.graph_module
+    if isinstance(graph, torch.fx.GraphModule):
+        text: str = graph.print_readable(print_output=False)
+        return text
+    return "\n".join(map(str, graph.graph)) + "\n"  # ONNX

@@ -6,23 +6,24 @@ its steps. The results stay bit-identical, as the steps do what the nodes did.
 
 import struct
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from mtpbuild.runtime.cpu_library import DOMAIN
 
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
+
 CHAIN = "Chain"
 
 
-class JoinChains(ir.passes.InPlacePass):  # type: ignore[misc]
-    """A pass that makes long chains: other operators run as early as they can."""
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        runs = [run for run in _runs(model.graph) if len(run) > 1]
-        for run in runs:
-            _join(model.graph, run)
-        model.graph.sort()
-        return ir.passes.PassResult(model, bool(runs))
+def join_chains(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
+    """Make long chains: other operators run as early as they can."""
+    for run in [run for run in _runs(model.graph) if len(run) > 1]:
+        _join(model.graph, run)
+    model.graph.sort()
+    return model
 
 
 def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:

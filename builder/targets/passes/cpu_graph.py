@@ -4,10 +4,15 @@ The results of norms, sums and states stay bit-identical: an operator does the s
 the same order. Gates become the library's own silu and sigmoid.
 """
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 from onnx_ir.passes import common
 
 from mtpbuild.runtime.cpu_library import DOMAIN
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
 
 # By operator: the index of the input for the weight of a norm that its rows pass first, and of the
 # input for what is added to its result.
@@ -24,22 +29,21 @@ STATES = {
 }
 
 
-class FuseAround(ir.passes.InPlacePass):  # type: ignore[misc]
-    """A pass that fuses a norm that only products read, and a sum with a product on one side.
+def fuse_neighbours(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
+    """Fuse a norm that only products read, and a sum with a product on one side.
 
     In a decode step, the delta rule drops the output for the state after all tokens, which only
     prefill keeps. No node copies a state to write zeros into it. Gates and splits between our
     operators become ours, so that a chain continues through them.
     """
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [*model.graph]
-        parts = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
-        fused = [node for node in nodes if any(fuse(node) for fuse in parts)]
-        model.graph.remove(fused, safe=True)
-        changed = [node for node in model.graph if _drop_state(node)]
-        common.RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, bool(fused or changed))
+    nodes = [*model.graph]
+    parts = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
+    fused = [node for node in nodes if any(fuse(node) for fuse in parts)]
+    model.graph.remove(fused, safe=True)
+    for node in model.graph:
+        _drop_state(node)
+    common.RemoveUnusedNodesPass()(model)
+    return model
 
 
 def _drop_state(node: ir.Node) -> bool:

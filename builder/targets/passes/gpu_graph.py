@@ -1,6 +1,6 @@
 """Prepares a traced program for AOTInductor on a GPU: no branches, on the device, with kernels."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
@@ -10,52 +10,38 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
 
-# For a GPU, AOTInductor's graphs launch our kernels instead of ops. Grouped attention and ops for
-# CPUs do not occur. kv_write stays PyTorch's, as the operand of a kernel would be copied.
-GPU: plugins.FacetTable = dict.fromkeys(
-    (
-        plugins.accept_best,
-        plugins.accept_mixed_op,
-        plugins.accept_rewind,
-        plugins.best_of_blocks,
-        plugins.choose_rows,
-        plugins.delta_advance,
-        plugins.delta_rule,
-        plugins.gated_product,
-        plugins.matmul_scaled,
-        plugins.matmul_wide,
-        plugins.mla_attention,
-        plugins.mla_queries,
-        plugins.mla_rows,
-        plugins.mla_rows_write,
-        plugins.mla_values,
-        plugins.moe,
-        plugins.moe_route,
-        plugins.rotary_rows,
-        plugins.shaped_probs_op,
-        plugins.sum_of_ranks,
-    ),
-    "triton",
-) | dict.fromkeys((plugins.index_keys, plugins.take_rows), "op")
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
 
 
-def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:
-    """Before: ops and torch.cond on the CPU. After: Triton launches, both sides of a branch.
+DEVICE = "cuda:0"  # with a number, as PyTorch's checks of tensors tell cuda and cuda:0 apart
 
-    The host would decide a branch, and a CUDA graph can't ask the host. The device has a number, as
-    PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` can't be used afterwards.
+
+def compute_both_branches(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+    """Before: cond(p, yes, no, operands). After: where(p, yes(operands), no(operands)) per result.
+
+    The host would decide a branch, and a CUDA graph can't ask the host. Nested branches are
+    replaced, too. The side that is not chosen is computed as well.
     """
-    without_branches(exported)
-    lowered = move_to_device_pass(exported, device).run_decompositions(plugins.facets(GPU))
-    products_in_parts(lowered)
-    return lowered
+    _flatten(exported.graph_module)
+    exported.graph_module.recompile()
+    return exported
 
 
-def products_in_parts(exported: ExportedProgram) -> None:
-    """Before: a kernel reads a product whose parts were summed. After: the kernel sums them.
+def move_to_gpu(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+    """Before: all tensors are on the CPU. After: on the GPU. The given program is used up."""
+    return move_to_device_pass(exported, DEVICE)
 
-    Works in place.
-    """
+
+def launch_kernels(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+    """Before: ops that have Triton kernels. After: their launches."""
+    ops = traced.plan.style.pipeline.ops
+    table = {name: file for name, file in ops.items() if file == "triton"}
+    return exported.run_decompositions(plugins.facets(table))
+
+
+def sum_parts_in_readers(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+    """Before: a kernel reads a product whose parts were summed. After: the kernel sums them."""
     own = "mtpbuild_triton::"
     readers = {own + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
@@ -71,6 +57,7 @@ def products_in_parts(exported: ExportedProgram) -> None:
             parts.meta["val"] = op(*pytree.tree_map(_value, product.args))
         node.replace_input_with(product, parts)
         graph.erase_node(product)
+    return exported
 
 
 def _value(arg: Any) -> Any:
@@ -81,15 +68,6 @@ def op_name(node: Node) -> str:
     """Return the name of the operator that a node calls, or an empty string."""
     op = node.target
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
-
-
-def without_branches(exported: ExportedProgram) -> None:
-    """Before: cond(p, yes, no, operands). After: where(p, yes(operands), no(operands)) per result.
-
-    Works in place, on nested branches too. The side that is not chosen is computed as well.
-    """
-    _flatten(exported.graph_module)
-    exported.graph_module.recompile()
 
 
 def _flatten(module: GraphModule) -> None:

@@ -1,6 +1,6 @@
 """Replaces small sums between ranks by a kernel that reads other GPUs' memory, in a GPU's graph."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,23 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from mtpbuild.plugins import sum_of_ranks
 from mtpbuild.runtime.contract.sums import MOST, PEERS
 
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
+
 FUNCTIONAL = torch.ops._c10d_functional
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-def by_shared_memory(exported: ExportedProgram, ranks: int, slots: int | None) -> int:
+def sum_through_shared_memory(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
     """Before: all_reduce and its wait. After: `sum_of_ranks`, where they sum `MOST` bytes or less.
 
-    slots: the maximum of a step whose number of slots is symbolic. Works in place; returns the
-    number of replacements. A parameter holds the peers' addresses, which each rank fills in at
-    load.
+    It is for engines with --allreduce-strategy one-shot. A parameter holds the peers' addresses,
+    which each rank fills in at load.
     """
+    plan = traced.plan
+    if plan.options.allreduce_strategy != "one-shot":
+        return exported
+    ranks, slots = plan.ranks.tp, None if traced.of_prompt else plan.max_batch
     graph, peers = exported.graph_module.graph, None
     found = [n for n in graph.nodes if n.target is FUNCTIONAL.all_reduce.default]
     found = [node for node in found if fits(node.args[0].meta["val"], exported, slots)]
@@ -37,7 +43,7 @@ def by_shared_memory(exported: ExportedProgram, ranks: int, slots: int | None) -
         graph.erase_node(wait)
         graph.erase_node(node)
     exported.graph_module.recompile()
-    return len(found)
+    return exported
 
 
 def fits(value: Tensor, exported: ExportedProgram, slots: int | None) -> bool:

@@ -41,14 +41,12 @@ class Toy(Target):
         import torch
         from safetensors.torch import load_file
 
-        from mtpbuild.plugins import PYTORCH, facets
-
         values = load_file(folder / WEIGHTS)
         program = traced.exported
         for name in program.state_dict:
             value = torch.nn.Parameter(values[name.removeprefix("model.")], requires_grad=False)
             program.state_dict[name] = value
-        torch.export.save(program.run_decompositions(facets(PYTORCH)), folder / traced.name)
+        torch.export.save(program, folder / traced.name)
         return traced.name
 
     def info(self, plan: Plan) -> TargetInfo:

@@ -1,0 +1,22 @@
+"""Decomposes a traced program into operators that have converters of Torch-TensorRT."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from torch.export import ExportedProgram
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.trace import Traced
+
+
+def decompose(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+    """Before: all operators of PyTorch. After: those with converters, the same for all ranks."""
+    return _decomposed(exported)
+
+
+@lru_cache(maxsize=1)
+def _decomposed(exported: ExportedProgram) -> ExportedProgram:
+    from mtpbuild.builder.targets.lower_tensorrt import lowering, settings
+
+    exported = lowering().pre_export_lowering(exported, settings())
+    return exported.run_decompositions(lowering().get_decompositions(False))

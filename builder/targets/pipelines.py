@@ -1,0 +1,118 @@
+"""How each kind of graph is compiled: the ops that it keeps, and the passes that rewrite it.
+
+Layers call ops alone. A graph keeps an op if its pipeline names a facet for it. Otherwise the op is
+traced through, and the operators of its reference stand in the graph. Passes rewrite the traced
+program. The lowering turns it into the graph of its compiler, where each op becomes its facet, and
+more passes rewrite that graph. `mtpbuild build --dump` writes the graph after each pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The ops that graphs keep, and the passes that rewrite them, each in order.
+
+    A pass is `module.function` in `builder/targets/passes`.
+    """
+
+    ops: Mapping[str, str] = field(default_factory=dict)  # op -> file of its facet (plugins.facet)
+    passes: tuple[str, ...] = ()  # of the traced program
+    lowered_passes: tuple[str, ...] = ()  # of the graph that the lowering makes of it
+    cpu_library: bool = False  # ops with an operator in the CPU's library are kept, too
+    # Attention of a prompt's chunk computes keys and values of all rows first, which is faster for
+    # many tokens. The CPU's library has kernels for latents alone.
+    expands_prompts: bool = True
+    fixed_sizes: bool = False  # "plugins" are facets that take no symbolic number of tokens
+
+    def kept(self, symbolic: bool) -> frozenset[str]:
+        """Return the ops of `ops` that a program keeps.
+
+        symbolic: its number of tokens is a symbol.
+        """
+        left_out = "plugins" if self.fixed_sizes and symbolic else None
+        return frozenset(name for name, file in self.ops.items() if file != left_out)
+
+
+# Another package's target, unless it says otherwise: PyTorch's operators alone.
+PLAIN = Pipeline()
+
+# Target onnxruntime with --portable, and tensorrt-rtx: standard operators of ONNX.
+PORTABLE = Pipeline(
+    ops=dict.fromkeys(
+        (
+            *("accept_rewind", "causal_conv", "choose_rows", "delta_advance", "delta_rule"),
+            *("experts", "grouped_attention", "index_keys", "kv_write", "last_inputs"),
+            *("mla_attention", "rope", "take_rows"),
+        ),
+        "onnx",
+    ),
+    passes=("torch_graph.write_plainly",),
+    lowered_passes=(
+        "onnx_graph.inline_functions",
+        "onnx_graph.fold_constants",
+        "onnx_graph.share_sizes",
+        "onnx_graph.merge_equal_nodes",
+        "onnx_graph.tidy",
+    ),
+)
+
+# Target onnxruntime: operators of the CPU's library, and standard ones between them.
+CPU = Pipeline(
+    ops={
+        **PORTABLE.ops,
+        "grouped_attention": "cpu",
+        "grouped_attention_flat": "cpu",
+        "mla_attention": "cpu",
+        "mla_packed": "cpu",
+    },
+    passes=PORTABLE.passes,
+    lowered_passes=(*PORTABLE.lowered_passes, "cpu_graph.fuse_neighbours", "chains.join_chains"),
+    cpu_library=True,
+    expands_prompts=False,
+)
+
+# Target inductor on a CPU: PyTorch's operators.
+INDUCTOR = Pipeline(
+    ops=dict.fromkeys(("delta_rule", "grouped_attention", "kv_write", "mla_attention"), "inductor"),
+    lowered_passes=("in_place.update_in_place",),
+)
+
+# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. kv_write is
+# PyTorch's, as the operand of a kernel would be copied.
+INDUCTOR_CUDA = Pipeline(
+    ops=dict.fromkeys(
+        (
+            *("accept_best", "accept_mixed", "accept_rewind", "best_of_blocks", "choose_rows"),
+            *("delta_advance", "delta_rule", "gated_product", "matmul_scaled", "matmul_wide"),
+            *("mla_attention", "mla_queries", "mla_rows", "mla_rows_write", "mla_values"),
+            *("moe", "moe_route", "rotary_rows", "shaped_probs", "sum_of_ranks"),
+        ),
+        "triton",
+    )
+    | {"kv_write": "inductor"},
+    passes=("one_shot.sum_through_shared_memory",),
+    lowered_passes=(
+        "gpu_graph.compute_both_branches",
+        "gpu_graph.move_to_gpu",
+        "gpu_graph.launch_kernels",
+        "gpu_graph.sum_parts_in_readers",
+        "in_place.update_in_place",
+    ),
+)
+
+# Target tensorrt: our kernels as plugins between TensorRT's layers.
+TENSORRT = Pipeline(
+    ops=dict.fromkeys(
+        (
+            *("accept_best", "accept_mixed", "accept_rewind", "best_of_blocks", "gated_product"),
+            *("mla_attention", "mla_queries", "mla_rows", "mla_values", "moe_route"),
+            *("rotary_rows", "shaped_probs"),
+        ),
+        "plugins",
+    )
+    | dict.fromkeys(("kv_write", "matmul_scaled", "matmul_wide", "moe"), "tensorrt"),
+    lowered_passes=("tensorrt_graph.decompose",),
+    fixed_sizes=True,
+)
