@@ -5,6 +5,7 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -95,8 +96,8 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 places = write_weights(weights, staged, folders, siblings)
 
             # 5. One graph per program: step program -> torch.export -> target.
-            programs = make_programs(job, out, model, places, staged, folders, stages)
-
+            with dumping(request, out):
+                programs = make_programs(job, out, model, places, staged, folders, stages)
             inexact = why_inexact(job, out, programs, folders)
 
             # 6. The directory: tokenizer, manifests with hashes, one rename.
@@ -111,9 +112,18 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             if inexact is None and plan.ranks.tp == 1:
                 with stages("probe"):
                     record_probe(staged.folder, out.name, write, refuse=request.exact)
+    if request.dump is not None and not request.dump.exists():
+        logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]
+
+
+def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
+    """Return the context in which graphs are dumped, if the request asks for it."""
+    from mtpbuild.builder.targets.passes import dump_to
+
+    return dump_to(None if request.dump is None else request.dump / out.name)
 
 
 def why_inexact(

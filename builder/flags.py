@@ -30,6 +30,9 @@ class BuildFlags:
     )
     score: bool = flag(False, "Let prompts have log-probabilities too, by a program of their own.")
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing.")
+    dump: Path | None = flag(
+        None, "New folder for each program's graph as text, after each pass of the compiler."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

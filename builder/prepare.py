@@ -110,6 +110,8 @@ def check_flags(request: BuildRequest) -> Target:
     if request.scheme is not None:
         check_format(target, "--weights", request.scheme.main)
         check_format(target, "--head-weights", request.scheme.head)
+    if request.dump is not None and request.dump.exists():
+        raise UsageError(f"--dump {request.dump} is there already: name a new folder")
     if request.exact and not target.may_be_exact:
         can = targets_that(lambda other: other.may_be_exact)
         raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")

@@ -61,7 +61,7 @@ PORTABLE = Pipeline(
 # Target onnxruntime: operators of the CPU's library, and standard ones between them.
 CPU = Pipeline(
     ops={
-        **PORTABLE.ops,
+        **dict.fromkeys(("experts", "kv_write", "rope"), "onnx"),
         "grouped_attention": "cpu",
         "grouped_attention_flat": "cpu",
         "mla_attention": "cpu",

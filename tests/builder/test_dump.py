@@ -1,0 +1,46 @@
+"""`mtpbuild build --dump`: the graph of each program after each pass, and the passes' order."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.builder.targets import pipelines
+from mtpbuild.builder.targets.pipelines import CPU, Pipeline
+from tests.support.invoke import invoke
+
+PIPELINES = {name: p for name, p in vars(pipelines).items() if isinstance(p, Pipeline)}
+
+
+def test_a_file_for_each_pass(
+    smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dump, out = tmp_path / "graphs", tmp_path / "engine"
+    flags = ("build", "--model", smallest, "--nextn", 0, "--out", out)
+    assert invoke(*flags, "--dump", dump)[0] == 0
+    names = [name.partition(".")[2] for name in (*CPU.passes, "lower.export", *CPU.lowered_passes)]
+    stages = [f"{number:02}.{stage}" for number, stage in enumerate(["trace", *names])]
+    files = {path.name: path.read_text() for path in (dump / out.name).iterdir()}
+    programs = ("prefill", "decode", "decode_mixed")
+    assert files.keys() == {f"{name}.{stage}.txt" for name in programs for stage in stages}
+    traced, chained = (files[f"decode.{stage}.txt"] for stage in (stages[0], stages[-1]))
+    assert "torch.ops.mtpbuild.mla_rows_write.default" in traced
+    assert "Chain" in chained
+    assert "LatentRows" in chained
+
+    code, _, err = invoke(*flags, "--dump", dump)
+    assert (code, err) == (2, f"error: --dump {dump} is there already: name a new folder\n")
+    other = tmp_path / "others"
+    assert invoke(*flags, "--dump", other)[0] == 0
+    assert f"note: --dump {other}: no program had to be compiled: add --force" in caplog.text
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_passes_are_functions(name: str) -> None:
+    for each in (*PIPELINES[name].passes, *PIPELINES[name].lowered_passes):
+        module, _, function = each.partition(".")
+        if name == "TENSORRT":
+            pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+        found = import_module(f"mtpbuild.builder.targets.passes.{module}")
+        assert callable(getattr(found, function))
