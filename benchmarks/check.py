@@ -27,9 +27,9 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
-from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine
 
 RECORDED = Path(__file__).parent / "results" / "check.json"

@@ -23,13 +23,13 @@ from rich.table import Table
 from script import load_prompts, parse_flags, run
 from torch import Tensor
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.measure.prompts import BUILT_IN
 from mtpbuild.builder.models import family_of, find_family
-from mtpbuild.builder.recipe import find_recipe
-from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.weights.formats import Entry
-from mtpbuild.builder.weights.made import WHOLE
+from mtpbuild.builder.models.common.weight import WHOLE
+from mtpbuild.builder.plan.recipe import find_recipe
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.placed import Shard, read_places, write_shards
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset, load_groups
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime import Engine
 

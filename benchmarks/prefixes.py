@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from script import run
 
+from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.builder.engine.layout import link
-from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from script import run
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.eval.figures import Figures, make_rows
 from mtpbuild.builder.eval.problems import GradedAnswer, answer_problems, load_problems
 from mtpbuild.builder.measure.runs import STRICT
 from mtpbuild.builder.measure.statistics import ALL
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest

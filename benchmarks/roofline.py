@@ -28,7 +28,7 @@ from script import run
 from mtpbuild.builder.forecast.machines import GpuSpec
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, StepPart
 from mtpbuild.builder.forecast.weights import count_classes, find_layout
-from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.builder.plan.plan import choose_drafter
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import UsageError

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from script import load_both, parse_flags, run
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
 

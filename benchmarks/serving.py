@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from script import run, served
 
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
 
 PROMPTS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[1]
 # These modules import the rest: weights, the step program, operators, the contract.
-STAGES = ("builder.opened_model", "builder.weights.placed", "builder.program.trace")
+STAGES = ("builder.program.opened_model", "builder.weights.placed", "builder.program.trace")
 # The only modules of the runtime that graphs depend on.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
 # It imports all families, but an engine depends only on its own, which the caller names.

@@ -23,7 +23,7 @@ import pytest
 
 import mtpbuild
 import mtpbuild.recipes
-from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.runtime.errors import install
 from tests.support import parts
 
@@ -65,10 +65,10 @@ OUTSIDE = {
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
     "mtpbuild.builder.measure.statistics": {"numpy"},
-    "mtpbuild.builder.prefixes": {"numpy"},
-    "mtpbuild.builder.study": {"numpy"},
+    "mtpbuild.builder.compiler.prefixes": {"numpy"},
+    "mtpbuild.builder.eval.study": {"numpy"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
-    "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
+    "mtpbuild.builder.compiler.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
@@ -81,7 +81,7 @@ ONLY_HERE = {
         "programs.inductor_cuda",
         "programs.inductor_dp",
         "programs.inductor_ranks",
-        "programs.torch_cuda",
+        "gpu.torch_cuda",
     )
 }
 SERVER = "mtpbuild.runtime.server"
@@ -218,13 +218,17 @@ def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
 
 def test_only_a_download_imports_the_hubs_client() -> None:
     """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
-    users = {"huggingface_hub": {"hub"}, "httpx2": {"hub"}, "mtpbuild.builder.hub": {"download"}}
-    users["mtpbuild.builder.download"] = {"cli.build"}
+    users = {
+        "huggingface_hub": {"compiler.hub"},
+        "httpx2": {"compiler.hub"},
+        "mtpbuild.builder.compiler.hub": {"compiler.download"},
+    }
+    users["mtpbuild.builder.compiler.download"] = {"cli.build"}
     for module, path in sources():
         everywhere, at_once = (imports(path, module_level=level) for level in (False, True))
         for name in set(everywhere) & users.keys():
             assert module.removeprefix("mtpbuild.builder.") in users[name], f"{path}: {name}"
-        late = set(at_once) & {"mtpbuild.builder.hub", "mtpbuild.builder.download"}
+        late = set(at_once) & {f"mtpbuild.builder.compiler.{each}" for each in ("hub", "download")}
         assert not late, f"{path} imports {late} at module level"
 
 
@@ -287,17 +291,46 @@ def test_circles_are_found() -> None:
     assert circles(graph) == {frozenset("abc"), frozenset("de")}
 
 
-@pytest.mark.parametrize("module_level", [True, False])
-def test_imports_have_no_circle_lazy_ones_counted(module_level: bool) -> None:
-    """An import inside a function makes two files depend on each other just as well."""
-    files = dict(sources())
-    graph = {
-        module: {n for n in imports(path, module_level) if n in files and n != module}
-        for module, path in files.items()
-    }
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """The files that each file imports anywhere: in functions and for types alone, too."""
+    files, graph = dict(sources()), dict[str, set[str]]()
+    for module, path in files.items():
+        found = set[str]()
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
+                found |= {full if full in files else str(package) for full, package in names}
+        graph[module] = found & files.keys() - {module}
+    return graph
+
+
+def test_imports_have_no_circle() -> None:
+    """An import inside a function, or for types alone, makes two files one just as well."""
+    graph = import_graph()
     assert not [sorted(group) for group in circles(graph)]
     step, draft = (f"mtpbuild.builder.program.{name}" for name in ("step", "draft"))
     assert draft in graph[step], "edges are seen"
+    assert f"{step[:-4]}trace" in graph["mtpbuild.builder.targets.target"], "those of types, too"
+
+
+@pytest.mark.parametrize("part", ["builder", "runtime"])
+def test_folders_import_lower_ones(part: str) -> None:
+    """docs/architecture.md gives the order of the folders; files beside them are the lowest."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    order = re.findall(rf"(?m)^\| `{part}/([a-z_]+)/` \|", text)
+    assert {*order} == {p.name for p in (ROOT / part).iterdir() if (p / "__init__.py").is_file()}
+    rank = {f"mtpbuild.{part}.{folder}": place for place, folder in enumerate(order, start=1)}
+
+    def place(module: str) -> int:
+        return rank.get(".".join(module.split(".")[:3]), 0)
+
+    graph = import_graph()
+    below = {m: found for m, found in graph.items() if m.startswith(f"mtpbuild.{part}.")}
+    arrows = [(m, n) for m, found in below.items() for n in found & below.keys()]
+    assert not [f"{m} imports {n}" for m, n in arrows if place(n) > place(m)]
 
 
 def test_nothing_compares_a_targets_name() -> None:

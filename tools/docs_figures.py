@@ -193,7 +193,7 @@ def long_contexts() -> str:
 def model_sizes() -> str:
     """Return the table in docs/models.md of every published model's parameters and stored bytes."""
     from mtpbuild.builder.models import family_of, load_config
-    from mtpbuild.builder.recipe import load_recipes
+    from mtpbuild.builder.plan.recipe import load_recipes
 
     rows = []
     for recipe in load_recipes():

@@ -16,10 +16,10 @@ from mtpbuild.builder.forecast.weights import (
     find_layout,
     sum_portions,
 )
+from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.recipe import find_recipe
-from mtpbuild.builder.weights.formats import Entry
-from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.models.common.weight import WHOLE, Stored
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.placed import Shard, split, write_index
 from mtpbuild.runtime.ranks import ALONE
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.models.common.weight import made, whole
+from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.weights.made import made, whole
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls

@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.programs.aot_package import Package

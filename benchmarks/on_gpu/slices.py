@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mtpbuild.builder.checkpoint.config import RopeConfig
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import recipe_folder
 from mtpbuild.builder.weights.scheme import UNQUANTISED
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.errors import UsageError

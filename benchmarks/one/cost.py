@@ -15,8 +15,8 @@ from mtpbuild.builder.forecast.cpu import engine_model
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.models.family import Costs
-from mtpbuild.builder.weights.made import WHOLE, weight_of
+from mtpbuild.builder.models.common.weight import WHOLE, weight_of
+from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.weights.placed import read_places
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.ranks import ALONE

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.compiler.quantize import quantization_config
+from mtpbuild.builder.formats import Entry, Format
+from mtpbuild.builder.formats.format import SIZES
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.weights.formats import Entry, Format
-from mtpbuild.builder.weights.formats.format import SIZES
-from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
+from mtpbuild.builder.models.common.weight import WHOLE, Stored, Weight
 from mtpbuild.builder.weights.placed import split, write_shards
-from mtpbuild.builder.weights.quantize import quantization_config
 from mtpbuild.builder.weights.requantised import format_by
 from one.shapes import Shape
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpbuild.builder.models import ModelConfig, find_family
-from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_scheme
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes

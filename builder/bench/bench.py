@@ -18,9 +18,9 @@ from mtpbuild.builder.bench.report import (
     make_bench_json,
 )
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset, load_groups, split_groups
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import MAX_BATCH

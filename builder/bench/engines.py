@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.plan import Nextn, choose_drafter, in_order
-from mtpbuild.builder.prepare import find_source, prepare
-from mtpbuild.builder.recipe import default_target
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.plan import Nextn, choose_drafter, in_order
+from mtpbuild.builder.plan.recipe import default_target
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights.scheme import AS_STORED

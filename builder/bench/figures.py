@@ -18,7 +18,7 @@ from mtpbuild.builder.measure.statistics import (
     sum_drafting,
     summarise,
 )
-from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.runtime.errors import UsageError
 
 Figures = dict[str, Any]  # of one kind of prompts; keys of bench.json

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure import runs
 from mtpbuild.builder.measure.prompts import Group
-from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.runtime.engine.engine import Engine
 
 WARM_UP_TOKENS = 32

@@ -14,7 +14,7 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Measurements
 from mtpbuild.builder.measure.statistics import ALL, PERCENTILES
-from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.show.tables import make_figures_table, print_lines
 
 PANELS = {"tokens/s of all users": "output_throughput", "tokens/s per user": "user_tokens_per_s"}

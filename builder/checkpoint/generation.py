@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.text.tokenizer import TOKENIZER

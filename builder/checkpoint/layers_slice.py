@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.runtime.errors import UsageError
 
 LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")

@@ -17,7 +17,7 @@ from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.plan.request import BuildRequest
 
 
 @error_line
@@ -51,8 +51,8 @@ def build(
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.recipe import default_target
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.plan.recipe import default_target
+    from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.configuration.settings import requested_ranks, sampling_settings
 
@@ -79,11 +79,11 @@ def build(
 
 def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
     """Download and build, or check what a build would do with --dry-run; print the result."""
-    from mtpbuild.builder.build import build
     from mtpbuild.builder.cli.tables import print_engines, print_stages
-    from mtpbuild.builder.download import download
-    from mtpbuild.builder.dry_run import dry_run, print_dry_run
-    from mtpbuild.builder.prefixes import add_prefix, read_files
+    from mtpbuild.builder.compiler.build import build
+    from mtpbuild.builder.compiler.download import download
+    from mtpbuild.builder.compiler.dry_run import dry_run, print_dry_run
+    from mtpbuild.builder.compiler.prefixes import add_prefix, read_files
     from mtpbuild.builder.stages import Stages
 
     beginnings = read_files(prefixes, request.target, request.ranks.tp)
@@ -116,7 +116,7 @@ def refit(
 
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "onnx", "onnxscript"):
-            from mtpbuild.builder.refit import refit
+            from mtpbuild.builder.compiler.refit import refit
         old, new = refit(engine, checkpoint, watch)
     size = new.files["weights.safetensors"].size
     typer.echo(
@@ -147,7 +147,7 @@ def quantize(
 
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
-            from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+            from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.weights.scheme import make_scheme
         scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
         done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)

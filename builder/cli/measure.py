@@ -72,8 +72,8 @@ def bench(
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.report import print_batches, print_benchmark
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
-    from mtpbuild.builder.recipe import default_target
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.plan.recipe import default_target
+    from mtpbuild.builder.plan.request import BuildRequest
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(
@@ -192,7 +192,7 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.builder.study import print_study, study
+    from mtpbuild.builder.eval.study import print_study, study
 
     found = study(traces, out)
     print_results(out / "study.json", json, lambda: print_study(found), "picture")

@@ -35,7 +35,7 @@ def add(
     given = [path for path in (file, messages) if path is not None]
     if len(given) != 1:
         raise UsageError("give --file or --messages")
-    from mtpbuild.builder.prefixes import add_prefix, read_beginning
+    from mtpbuild.builder.compiler.prefixes import add_prefix, read_beginning
 
     beginning = read_beginning(given[0], messages=given[0] is messages, chat=chat, tools=tools)
     with show_progress(f"computing {name}"):
@@ -47,7 +47,7 @@ def add(
 @grouped
 def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) -> None:
     """List the prefixes of an engine."""
-    from mtpbuild.builder.prefixes import list_prefixes
+    from mtpbuild.builder.compiler.prefixes import list_prefixes
 
     found = list_prefixes(engine)
     if json:
@@ -61,7 +61,7 @@ def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) 
 @grouped
 def remove(engine: EngineFolder, name: Name) -> None:
     """Remove a prefix from an engine."""
-    from mtpbuild.builder.prefixes import remove_prefix
+    from mtpbuild.builder.compiler.prefixes import remove_prefix
 
     remove_prefix(engine, name)
     typer.echo(f"{engine}: prefix {name} removed")

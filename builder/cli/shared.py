@@ -20,7 +20,7 @@ from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.plan import Nextn
+    from mtpbuild.builder.plan.plan import Nextn
 
 TargetFlags: Any = option_flags(build_options)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
-from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.show.tables import make_names_column
 from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.build import BuiltEngine
+    from mtpbuild.builder.compiler.build import BuiltEngine
+    from mtpbuild.builder.compiler.quantize import Quantized
     from mtpbuild.builder.stages import Stages
-    from mtpbuild.builder.weights.quantize import Quantized
 
 
 def print_recipes(json: bool) -> None:
@@ -79,7 +79,7 @@ def print_quantized(done: "Quantized") -> None:
             soft_wrap=True,
         )
     if done.coarse:
-        from mtpbuild.builder.weights.formats.integers import coarse_note
+        from mtpbuild.builder.formats.integers import coarse_note
 
         console.print(coarse_note(done.coarse), soft_wrap=True)
     console.print(f"wrote {done.folder}", soft_wrap=True)

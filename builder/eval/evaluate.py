@@ -11,7 +11,7 @@ from mtpbuild.builder.eval.figures import make_rows
 from mtpbuild.builder.eval.problems import Settings, answer_problems, load_problems
 from mtpbuild.builder.eval.report import Evaluation, draw_evaluation, list_csv_rows, make_eval_json
 from mtpbuild.builder.flags import EvalFlags
-from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.runs import STRICT
 from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.runtime import Engine, SamplingParams

@@ -22,11 +22,11 @@ from mtpbuild.builder.forecast.weights import (
     in_engine,
     sum_portions,
 )
-from mtpbuild.builder.host import Machine, measure_bandwidth, measure_machine
+from mtpbuild.builder.graph.pipelines import CPU
+from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.measure.host import Machine, measure_bandwidth, measure_machine
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
-from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.targets.pipelines import CPU
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.plan.recipe import name_model
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE

@@ -16,7 +16,7 @@ from mtpbuild.builder.forecast.weights import (
     sum_portions,
 )
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.builder.plan.plan import choose_drafter
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.forecast.machines import GpuSpec
 from mtpbuild.builder.forecast.weights import WeightClass
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.family import Costs
-from mtpbuild.builder.plan import DrafterName, choose_drafter, modules_in_use
+from mtpbuild.builder.models.costs import Costs
+from mtpbuild.builder.plan.plan import DrafterName, choose_drafter, modules_in_use
 from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}

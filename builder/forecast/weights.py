@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.formats import Entry, Format, Shape
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.recipe import find_model, find_recipe
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.weights.formats import Entry, Format, Shape
-from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import DatasetFlags
-from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import recipe_folder
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError

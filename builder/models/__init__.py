@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checkpoint.modules import with_modules
+from mtpbuild.builder.checkpoint.config import ModelConfig as ModelConfig
 from mtpbuild.builder.checkpoint.shards import stored_names
-from mtpbuild.builder.models.config import ModelConfig as ModelConfig
 from mtpbuild.builder.models.family import Family as Family
+from mtpbuild.builder.models.modules import with_modules
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models.common.copies import Copy, repeated
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.targets.style import Attends
+from mtpbuild.builder.models.costs import Attends, Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, layer_state
 from mtpbuild.runtime.ranks import Ranks
@@ -16,54 +16,12 @@ from mtpbuild.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.plain import PlainLM
-    from mtpbuild.builder.weights.made import Share, Weight
-
-
-# The weights that may be quantised. The small projections of a delta rule, whose results are
-# exponents, and the weights of an indexer's heads are not among them.
-PRODUCT = re.compile(
-    r"((self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
-    r"|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
-)
-
-# The weight by which an MTP module multiplies an embedding and a hidden state; each family has a
-# name for it.
-JOIN = re.compile(r"(eh_proj|input_proj|fc)\.weight")
+    from mtpbuild.builder.models.common.weight import Share, Weight
 
 
 def import_lazily(module: str, name: str) -> Callable[..., Any]:
     """Return a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A size of the model that ranks split into equal parts."""
-
-    name: str
-    size: int
-    parts: int
-    weights: str = ""  # the class of weights that it cuts, whose format's blocks must stay whole
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of a step on one rank that only the family can compute."""
-
-    row_operations: float  # operations of one token on one cached row of one layer
-    activations: float  # most values of a token that exist at once
-    experts: int = 0  # routed experts of a layer
-    chosen: int = 0  # routed experts that each token chooses
-    # Values that a prompt's attention holds for each pair of token and visible row.
-    scores: float = 0.0
-    expanded: float = 0.0  # the same for each row
-    most_rows: int | None = None  # most rows that a token attends to; None: all
-    attended: int = 0  # values of a row that attention reads; 0: all
-    scoring: float = 0.0  # operations of one token on a row's other values, to choose rows
-
-    def rows(self, context: int, tokens: int) -> int:
-        """Return the most rows of a context that `tokens` tokens attend to."""
-        return context if self.most_rows is None else min(context, tokens * self.most_rows)
 
 
 @dataclass(frozen=True)
@@ -112,6 +70,10 @@ class Family:
     modules_key: str = "num_nextn_predict_layers"  # the number of MTP modules in config.json
     beside_modules: str = ""  # prefix of a module's tensors outside its layer, if there are any
     attention: Attends = Attends.GROUPED
+    # The weights of a layer that may be quantised, as a regular expression: they multiply hidden
+    # states, but are no router's.
+    products: str = r"(self_attn|mlp)\..*_proj"
+    join: str = "eh_proj"  # the weight of an MTP module that joins an embedding and a hidden state
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Map tensors that a checkpoint may have besides the table's to those that they repeat."""
@@ -135,16 +97,14 @@ class Family:
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:
-        """Return the layer of a weight that may be quantised, or None.
-
-        These are the weights that multiply a layer's hidden states, except the router's.
-        """
+        """Return the layer of a weight that may be quantised, or None."""
         place = self.place(c, name)
-        return place[0] if place is not None and PRODUCT.fullmatch(place[1]) else None
+        found = place is not None and re.fullmatch(rf"({self.products})\.weight", place[1])
+        return place[0] if place is not None and found else None
 
     def joins(self, c: ModelConfig, name: str) -> bool:
         """Return whether a weight joins an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
         if place is None or place[0] < c.num_hidden_layers:
             return False
-        return JOIN.fullmatch(place[1]) is not None
+        return place[1] == f"{self.join}.weight"

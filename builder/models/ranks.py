@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.weights.formats import FORMATS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
 

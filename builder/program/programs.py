@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan import Plan, drafter_states, state_specs
+from mtpbuild.builder.plan.plan import Plan, drafter_states, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
 from mtpbuild.builder.program.step import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.export import Dim, ExportedProgram
 
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, most_tokens
 from mtpbuild.plugins import NODE_FACETS
 from mtpbuild.plugins.definition import keep

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.graph.pipelines import INDUCTOR, INDUCTOR_CUDA
+from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
-from mtpbuild.builder.targets.pipelines import INDUCTOR, INDUCTOR_CUDA
-from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.sums import RANKS
 from mtpbuild.runtime.errors import BuildError, EngineError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.models.config import ModelConfig
-    from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.runtime.gpu.torch_cuda import Gpu
 
 DEVICES = ("cpu", "cuda")

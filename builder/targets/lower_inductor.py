@@ -27,11 +27,11 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.graph.pipelines import INDUCTOR
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import run_passes
-from mtpbuild.builder.targets.pipelines import INDUCTOR
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.contract.manifest import (

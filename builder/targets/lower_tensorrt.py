@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild import plugins
+from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.models.common.collectives import RANK
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
 from mtpbuild.builder.targets.passes import run_passes
-from mtpbuild.builder.targets.pipelines import TENSORRT
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import onnx_graph, trt_compile
 from mtpbuild.builder.weights.placed import Placed

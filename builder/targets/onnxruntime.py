@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.targets.pipelines import CPU, PORTABLE
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.models.config import ModelConfig
-    from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 CACHES = ("float32", "bfloat16")

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.targets.style import Attends, GraphStyle
+from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.runtime.contract.targets import NoOptions
 from mtpbuild.runtime.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.models.config import ModelConfig
-    from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.weights.placed import Placed
     from mtpbuild.runtime.contract.manifest import TargetInfo
 

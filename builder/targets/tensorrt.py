@@ -6,17 +6,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.targets.pipelines import TENSORRT
-from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
+from mtpbuild.builder.graph.pipelines import TENSORRT
+from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.models.config import ModelConfig
-    from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.program.opened_model import OpenedModel
 
 ASSUMED = "10.0"  # without a GPU; graphs and sizes are the same for all
 DTYPES = ("bfloat16", "float32")  # the first one is the default
@@ -97,8 +98,7 @@ class TensorRt(Target):
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Raise BuildError if the engine could not be loaded by the GPU that compiles it."""
-        from mtpbuild.builder.dry_run import size_of
-        from mtpbuild.builder.plan import state_specs
+        from mtpbuild.builder.plan.plan import size_of, state_specs
         from mtpbuild.runtime.gpu.cuda import Device
 
         try:

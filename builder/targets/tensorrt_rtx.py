@@ -3,18 +3,19 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.graph.pipelines import PORTABLE
+from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.targets.capability import dotted
-from mtpbuild.builder.targets.pipelines import PORTABLE
-from mtpbuild.builder.targets.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.models.config import ModelConfig
-    from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.program.opened_model import OpenedModel
 
 # GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but has no fp32 product
 # there.)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api

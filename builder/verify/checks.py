@@ -18,7 +18,7 @@ from mtpbuild.builder.measure.checks import (
 from mtpbuild.builder.measure.compare import MOST, Finding, NotChecked, compare_bits
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.measure.statistics import sum_drafting
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.verify.distribution import (
     chi_square_p_value,
     compute_prefix_probabilities,

@@ -16,8 +16,8 @@ from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.measure.compare import Finding, NotChecked
 from mtpbuild.builder.measure.prompts import BUILT_IN, check_room, find_built_in
 from mtpbuild.builder.measure.runs import reload_engine
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import print_lines
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, explain_missing, read_layers

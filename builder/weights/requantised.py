@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.weights.formats import FORMATS, Entry, Format, refuse_too_large
-from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 

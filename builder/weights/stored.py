@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
+from mtpbuild.builder.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
-from mtpbuild.builder.weights.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
-from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
+from mtpbuild.builder.formats import Format
+from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.weights.formats import Format
-from mtpbuild.builder.weights.formats.integers import INT4, INT8
-from mtpbuild.builder.weights.made import Layout, Share, Stored, Weight
+from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the checkpoint

@@ -30,8 +30,8 @@ from triton.runtime import driver
 
 sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
-from mtpbuild.builder.targets.pipelines import INDUCTOR_CUDA
-from mtpbuild.builder.targets.style import Sizes
+from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
+from mtpbuild.builder.graph.style import Sizes
 from tests.support.gpu_steps import graph_of
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import StepOutput

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows
 from mtpbuild.builder.models.common.plain import PlainCausalLM

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.targets import pipelines
-from mtpbuild.builder.targets.pipelines import CPU, Pipeline
+from mtpbuild.builder.graph import pipelines
+from mtpbuild.builder.graph.pipelines import CPU, Pipeline
 from tests.support.invoke import invoke
 
 PIPELINES = {name: p for name, p in vars(pipelines).items() if isinstance(p, Pipeline)}

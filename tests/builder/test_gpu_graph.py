@@ -31,8 +31,8 @@ from triton.runtime import driver
 
 from mtpbuild.builder.models.common.blocks import Scaled, put
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.weights.made import Share
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.models.common.weight import Share
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets.inductor import InductorOptions
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.lower_inductor import _pretended_group

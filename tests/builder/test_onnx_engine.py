@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install

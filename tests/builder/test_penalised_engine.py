@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.requests.step_controls import make_step_controls

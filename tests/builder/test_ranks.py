@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages

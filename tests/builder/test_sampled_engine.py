@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy, next_logits

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mtpbuild import plugins
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
+from mtpbuild.builder.graph.pipelines import TENSORRT
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
-from mtpbuild.builder.step_counts import StepCounts, count_step_calls
 from mtpbuild.builder.targets.passes.in_place import update_in_place
-from mtpbuild.builder.targets.pipelines import TENSORRT
 from mtpbuild.builder.targets.tensorrt import TARGET
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.gpu_steps import MANY, check_step, with_joined

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mtpbuild.plugins
-from mtpbuild.builder.targets.pipelines import CPU, INDUCTOR, INDUCTOR_CUDA, PORTABLE, TENSORRT
+from mtpbuild.builder.graph.pipelines import CPU, INDUCTOR, INDUCTOR_CUDA, PORTABLE, TENSORRT
 from mtpbuild.plugins import CUDA, NODE_FACETS, OPS, FacetTable, facets, gated_product
 from mtpbuild.plugins.definition import keep
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS

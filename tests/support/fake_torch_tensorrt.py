@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from mtpbuild.builder.targets.pipelines import TENSORRT
+from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.plugins import OPS, matmul_wide, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import time_limit

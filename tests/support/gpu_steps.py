@@ -8,17 +8,17 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA, PLAIN
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.opened_model import make_model
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.targets.passes import gpu_graph, run_passes
 from mtpbuild.builder.targets.passes.in_place import update_in_place
-from mtpbuild.builder.targets.pipelines import INDUCTOR_CUDA, PLAIN
-from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.table import choose_formats, family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import lower_family, make_family

@@ -82,7 +82,7 @@ def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[s
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.report import make_bench_json
     from mtpbuild.builder.measure.prompts import Dataset
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.plan.request import BuildRequest
 
     write(model, folder)
     for name in FILES:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import cast, parameter
-from mtpbuild.builder.weights.made import Layout, Share, Weight
+from mtpbuild.builder.models.common.weight import Layout, Share, Weight
 from mtpbuild.plugins import (
     embedding_nbits,
     experts,

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
 from mtpbuild.builder.models.common.layers import (
@@ -20,7 +21,6 @@ from mtpbuild.builder.models.common.layers import (
     StateUpdates,
 )
 from mtpbuild.builder.models.common.precision import cast, parameter
-from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.plugins import matmul_wide
 from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks

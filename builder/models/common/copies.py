@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Config = TypeVar("Config", bound=ModelConfig)

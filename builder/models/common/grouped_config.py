@@ -6,8 +6,8 @@ then their values.
 
 from dataclasses import dataclass
 
-from mtpbuild.builder.models.config import ModelConfig, Reader, fixed, flag, integer
-from mtpbuild.builder.models.family import Costs, Split
+from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, fixed, flag, integer
+from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
-from mtpbuild.builder.weights.made import Stored, Weight, product, stack_rows, vector
+from mtpbuild.builder.models.common.weight import Stored, Weight, product, stack_rows, vector
 
 if TYPE_CHECKING:
     from torch import Tensor

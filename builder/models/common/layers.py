@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import ModelConfig, RopeConfig
 from mtpbuild.builder.models.common.blocks import multiply_gated
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
-from mtpbuild.builder.models.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import rotary_rows, take_rows
 from mtpbuild.runtime.ranks import Ranks
 

@@ -6,12 +6,12 @@ Shapes: E hidden size, k chosen experts of a token, N tokens.
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.models.common.blocks import weigh_chosen
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
-from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.plugins import moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.runtime.ranks import ALONE, Ranks

@@ -1,7 +1,7 @@
 """Sizes and costs of all models with routed experts, for any attention."""
 
-from mtpbuild.builder.models.config import ModelConfig, MoEConfig
-from mtpbuild.builder.models.family import Split
+from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
+from mtpbuild.builder.models.costs import Split
 from mtpbuild.runtime.ranks import Ranks
 
 DENSE_EXPERTS = 16  # with at most this many all experts are computed, chosen or not

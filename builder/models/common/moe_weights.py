@@ -7,11 +7,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.models.common import weight as made
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
-from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.builder.weights import made
-from mtpbuild.builder.weights.made import Share, Stored, Weight, mlp, product, projection, vector
+from mtpbuild.builder.models.common.weight import (
+    Share,
+    Stored,
+    Weight,
+    mlp,
+    product,
+    projection,
+    vector,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

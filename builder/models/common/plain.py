@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.rope import rope_tables, rotate, softmax_scale
-from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 
 Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 

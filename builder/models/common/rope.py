@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.config import RopeConfig
+from mtpbuild.builder.checkpoint.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:

@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.models.deepseek_v3 import config
 from mtpbuild.builder.models.family import Family, import_lazily
-from mtpbuild.builder.targets.style import Attends
 
 FAMILY = Family(
     name="DeepseekV3ForCausalLM",
@@ -19,4 +19,5 @@ FAMILY = Family(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseek"),
     attention=Attends.LATENT,
+    products=r"(self_attn|mlp)\..*_proj(_with_mqa)?",
 )

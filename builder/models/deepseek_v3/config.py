@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mtpbuild.builder.checkpoint.config import MoEConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
-from mtpbuild.builder.models.config import MoEConfig, Reader, fixed, flag, integer
-from mtpbuild.builder.models.family import Costs, Split
+from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
 

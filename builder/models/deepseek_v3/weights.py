@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.moe_weights import moe_table
+from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 
 if TYPE_CHECKING:
     from torch import Tensor

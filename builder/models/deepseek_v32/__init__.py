@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v32 import config
 from mtpbuild.builder.models.family import import_lazily
-from mtpbuild.builder.targets.style import Attends
 
 FAMILY = replace(
     DEEPSEEK_V3,
@@ -20,4 +20,6 @@ FAMILY = replace(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,
+    # Of an indexer, but for the weights of its heads.
+    products=r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)",
 )

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from mtpbuild.builder.models.config import COUNT_LIMIT, MTPRules, Reader, flag, integer
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, MTPRules, Reader, flag, integer
+from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.models.deepseek_v3 import config as deepseek_v3
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
-from mtpbuild.builder.models.family import Costs
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from mtpbuild.builder.models.common.moe_weights import moe_table
+from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.deepseek_v3.weights import attention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
-from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 
 
 def weight_table(c: DeepseekV32Config, share: Share) -> list[Weight]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtpbuild.builder.checkpoint.config import MoEConfig, Reader
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
     attention_splits,
@@ -11,8 +12,7 @@ from mtpbuild.builder.models.common.grouped_config import (
     head_sizes,
 )
 from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
-from mtpbuild.builder.models.config import MoEConfig, Reader
-from mtpbuild.builder.models.family import Costs, Split
+from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.ranks import Ranks
 
 

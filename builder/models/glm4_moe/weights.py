@@ -4,8 +4,8 @@ from functools import partial
 
 from mtpbuild.builder.models.common.grouped_weights import grouped_weights
 from mtpbuild.builder.models.common.moe_weights import moe_table
+from mtpbuild.builder.models.common.weight import Share, Weight
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
-from mtpbuild.builder.weights.made import Share, Weight
 
 
 def weight_table(c: Glm4MoeConfig, share: Share) -> list[Weight]:

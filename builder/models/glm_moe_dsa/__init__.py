@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtpbuild.builder.models.config import flag
+from mtpbuild.builder.checkpoint.config import flag
 from mtpbuild.builder.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse_sparse
 

@@ -19,4 +19,5 @@ FAMILY = Family(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainMimo"),
     modules=config.PREFIX,
+    join="input_proj",
 )

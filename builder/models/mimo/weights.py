@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from mtpbuild.builder.models.common.grouped_weights import grouped_weights
-from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
-from mtpbuild.builder.weights.made import (
+from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
@@ -13,6 +12,7 @@ from mtpbuild.builder.weights.made import (
     product,
     whole_table,
 )
+from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
 
 NORMS = {  # the program's names -> the checkpoint's
     "enorm": "token_layernorm",

@@ -27,4 +27,7 @@ FAMILY = Family(
     modules=f"{config.PREFIX}layers.",
     modules_key=config.MODULES,
     beside_modules=config.PREFIX,
+    # Not the small projections of a delta rule, whose results are exponents.
+    products=r"(self_attn|mlp)\..*_proj|linear_attn\.(in_proj_(qkvz?|z)|out_proj)",
+    join="fc",
 )

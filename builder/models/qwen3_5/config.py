@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, MoEConfig, Reader, fixed, integer
 from mtpbuild.builder.models.common import grouped_config
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig, attention_splits
 from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
-from mtpbuild.builder.models.config import COUNT_LIMIT, MoEConfig, Reader, fixed, integer
-from mtpbuild.builder.models.family import Costs, Recurrent, Split
+from mtpbuild.builder.models.costs import Costs, Split
+from mtpbuild.builder.models.family import Recurrent
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 

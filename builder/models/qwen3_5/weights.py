@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.grouped_weights import grouped_weights
 from mtpbuild.builder.models.common.moe_weights import moe_weights
-from mtpbuild.builder.models.qwen3_5.config import PREFIX, Qwen35Config
-from mtpbuild.builder.weights.made import (
+from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
@@ -19,6 +18,7 @@ from mtpbuild.builder.weights.made import (
     product,
     whole_table,
 )
+from mtpbuild.builder.models.qwen3_5.config import PREFIX, Qwen35Config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,26 +1,21 @@
-"""Decide and check what a build will do, before it loads or writes anything heavy."""
+"""Turn a request into plans, with the checks that need no more than flags and config.json."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder import plan
-from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
-from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.draft_vocab import draft_ids
-from mtpbuild.builder.engine import layout
-from mtpbuild.builder.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.draft_vocab import draft_ids
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
-from mtpbuild.builder.recipe import FoundModel, find_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.plan import ADAPTIVE_NEXTN, Nextn, Plan, choose_drafter, in_order
+from mtpbuild.builder.plan.recipe import FoundModel, find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
-from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
@@ -31,77 +26,9 @@ from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.opened_model import OpenedModel
+    pass
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked request: its model and target, and the plan of each engine by its folder."""
-
-    request: BuildRequest
-    source: FoundModel
-    config: ModelConfig
-    ids: GenerationIds
-    target: Target
-    plans: dict[Path, Plan]
-    fingerprints: dict[Path, str]  # builds with equal ones make the same engine
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks to build; an engine that is not split is its rank 0."""
-        rank = self.request.rank
-        return range(self.request.ranks.tp) if rank is None else [rank]
-
-    def lacking(self, out: Path) -> Sequence[int]:
-        """Return the ranks that `out` does not hold as this build would make them.
-
-        With --force these are all ranks to build.
-        """
-        force, wanted = self.request.force, self.ranks
-        return wanted if force else layout.lacking(out, self.fingerprints[out], wanted)
-
-    def open_model(self, device: str = "cpu") -> "OpenedModel":
-        """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
-
-        device: "meta" if values are never read. Raises CheckpointError, and UsageError if the
-        target's engines can't hold the model.
-        """
-        from mtpbuild.builder.opened_model import open_model
-
-        plan = next(iter(self.plans.values()))
-        model = open_model(
-            self.source,
-            self.config,
-            self.ids,
-            plan.style,
-            ranks=self.request.ranks,
-            layers=self.request.layers,
-            drafts=any(plan.nextn for plan in self.plans.values()),
-            draft_ids=plan.draft_ids,
-            scheme=plan.scheme,
-            device=device,
-        )
-        for plan in self.plans.values():
-            self.target.check_model(model, plan)
-        return model
-
-
-def prepare(request: BuildRequest) -> Job:
-    """Check a request; raise UsageError, CheckpointError or BuildError if it can't be built."""
-    target = check_flags(request)
-    source, config = find_source(request)
-    note_length(config, request)
-    ids, plans = check_small_files(request, source, config)
-    checkpoint = identities(source.folder)
-    prints = {
-        out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
-    }
-    if request.rank is not None:
-        for out in plans:
-            layout.check_ranks(out, prints[out], force=request.force)
-    return Job(request, source, config, ids, target, plans, prints)
 
 
 def check_flags(request: BuildRequest) -> Target:
@@ -126,35 +53,6 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
         raise UsageError(
             f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
         )
-
-
-def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
-    """Raise BuildError if this machine can't compile an engine, before the checkpoint's download.
-
-    source: a folder with its config.json. Raises UsageError as `prepare` does.
-    """
-    load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
-
-
-def check_small_files(
-    request: BuildRequest, source: FoundModel, config: ModelConfig
-) -> tuple[GenerationIds, dict[Path, Plan]]:
-    """Return token ids and plans, after the checks that need no file of weights."""
-    ids = generation_ids(source.folder, config)
-    refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
-    plans = dict(make_plans(request, source, config))
-    for out in plans:
-        layout.check_place(out, source.name, force=request.force)
-    return ids, plans
-
-
-def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
-    """Import the compiler; raise BuildError if it can't compile these plans on this machine."""
-    with target.importing():
-        from mtpbuild.builder import opened_model  # noqa: F401  (it imports torch)
-
-        for plan in plans:
-            target.check_machine(plan)
 
 
 def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
@@ -203,7 +101,7 @@ def make_plans(
     rules = "".join(f"_{name}" for name in request.acceptance_rules)
     drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     for asked in nextns:
-        nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
+        nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             reduced = f"_draft{len(drafted)}" if drafted else ""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models.family import Family
 from mtpbuild.runtime.errors import CheckpointError
 

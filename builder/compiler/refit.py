@@ -7,24 +7,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
-from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, read_ids
+from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, read_ids
+from mtpbuild.builder.compiler.manifest_of import describe_files
+from mtpbuild.builder.compiler.plans import find_source
+from mtpbuild.builder.compiler.prefixes import remake_prefixes
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.manifest_of import describe_files
 from mtpbuild.builder.engine.staged import staged_folder
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.opened_model import OpenedModel
-from mtpbuild.builder.opened_model import open_model as open_checked
-from mtpbuild.builder.prefixes import remake_prefixes
-from mtpbuild.builder.prepare import find_source
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,

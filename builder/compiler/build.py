@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
-from mtpbuild.builder.draft_vocab import write_draft_ids
+from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
+from mtpbuild.builder.compiler.job import Job, load_compiler, prepare
+from mtpbuild.builder.compiler.manifest_of import write_manifests
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.manifest_of import write_manifests
 from mtpbuild.builder.engine.staged import StagedEngine, discard_stale, staged_folder
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.prepare import Job, load_compiler, prepare
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import (
     WEIGHTS,
@@ -33,10 +33,11 @@ from mtpbuild.runtime.errors import BuildError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.opened_model import OpenedModel
+    from mtpbuild.builder.program.engine_weights import EngineWeights
+    from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.weights.placed import EngineWeights, Placed
+    from mtpbuild.builder.weights.placed import Placed
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
-            from mtpbuild.builder.weights.placed import EngineWeights
+            from mtpbuild.builder.program.engine_weights import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
@@ -177,7 +178,7 @@ def make_programs(
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
-    from mtpbuild.builder.temporary import temporary_bytes
+    from mtpbuild.builder.compiler.temporary import temporary_bytes
 
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs

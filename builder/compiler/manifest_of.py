@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import side_files
+from mtpbuild.builder.compiler.job import Job
 from mtpbuild.builder.engine.staged import StagedEngine
-from mtpbuild.builder.plan import state_specs
-from mtpbuild.builder.prepare import Job
+from mtpbuild.builder.plan.plan import state_specs
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     BuildInfo,
@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.cpu_library import LAYOUT
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.opened_model import OpenedModel
+    from mtpbuild.builder.program.opened_model import OpenedModel
 
 
 def write_manifests(

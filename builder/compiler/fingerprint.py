@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
@@ -51,6 +51,7 @@ def fingerprint(
     apart are known to belong together.
     """
     code = [type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__]
+    code += plan.style.pipeline.modules
     if plan.drafter is not None:
         code += find_drafter(plan.drafter).sources
     inputs = {

@@ -5,9 +5,9 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.formats.format import Entry, Format, Shape
+from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.late_torch import torch
-from mtpbuild.builder.weights.formats.format import Entry, Format, Shape
-from mtpbuild.builder.weights.formats.fp8 import LARGEST
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.targets.pipelines import PLAIN, Pipeline
+from mtpbuild.builder.graph.pipelines import PLAIN, Pipeline
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import FloatType
@@ -16,14 +16,6 @@ class Sizes(StrEnum):
     IN_USE = "in use"  # every program takes the slots in use and the cache rows in use
     WHOLE_CACHES = "whole caches"  # a step takes the slots in use and all rows of their caches
     FIXED = "fixed"  # always all slots and all rows: one CUDA graph, or one TensorRT profile
-
-
-class Attends(StrEnum):
-    """The kinds of attention for which a target may have GPU kernels."""
-
-    LATENT = "latent attention"
-    CHOSEN = "attention to chosen rows (DSA)"
-    GROUPED = "grouped-query attention"
 
 
 @dataclass(frozen=True)

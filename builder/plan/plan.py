@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
@@ -23,6 +24,7 @@ from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as given on the command line
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
 DrafterName = str  # of a record that `find_drafter` finds
 # Inputs of programs besides state and controls.
@@ -197,3 +199,8 @@ def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, .
     if not plan.lookahead and (states or record.modules(plan.nextn)):
         raise BuildError(f"drafter {record.name}: with modules or states it needs a lookahead of 1")
     return states
+
+
+def size_of(spec: StateSpec) -> int:
+    """Return the bytes of a state tensor."""
+    return ITEM_BYTES[spec.dtype] * prod(spec.shape)

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
+from mtpbuild.builder.compiler.temporary import temporary_bytes
+from mtpbuild.builder.formats import Shape
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.opened_model import OpenedModel
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.models.common.weight import Share, made, whole
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import StepCounts, count_step_calls
-from mtpbuild.builder.temporary import temporary_bytes
-from mtpbuild.builder.weights.formats import Shape
-from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.engine.staged import is_taken, staged_folder
+from mtpbuild.builder.formats import FORMATS, Format, entry_of
+from mtpbuild.builder.formats.integers import coarse_blocks
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.weights.formats import FORMATS, Format, entry_of
-from mtpbuild.builder.weights.formats.integers import coarse_blocks
-from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme

@@ -15,16 +15,16 @@ import torch
 
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.formats import Format
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.models.common.weight import Layout, Share
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.weights.formats import Format
-from mtpbuild.builder.weights.made import Layout, Share
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
@@ -35,7 +35,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.recipe import FoundModel
+    from mtpbuild.builder.plan.recipe import FoundModel
 
 logger = logging.getLogger(__name__)
 

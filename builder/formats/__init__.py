@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
-from mtpbuild.builder.weights.formats.format import DTYPES as DTYPES
-from mtpbuild.builder.weights.formats.format import Entry as Entry
-from mtpbuild.builder.weights.formats.format import Format as Format
-from mtpbuild.builder.weights.formats.format import Shape as Shape
-from mtpbuild.builder.weights.formats.format import entry_of as entry_of
-from mtpbuild.builder.weights.formats.format import refuse_too_large as refuse_too_large
+from mtpbuild.builder.formats.format import DTYPES as DTYPES
+from mtpbuild.builder.formats.format import Entry as Entry
+from mtpbuild.builder.formats.format import Format as Format
+from mtpbuild.builder.formats.format import Shape as Shape
+from mtpbuild.builder.formats.format import entry_of as entry_of
+from mtpbuild.builder.formats.format import refuse_too_large as refuse_too_large
 
 _modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
 ALL: tuple[Format, ...] = tuple(f for each in _modules for f in getattr(each, "FORMATS", ()))

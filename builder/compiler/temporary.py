@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.compiler.step_counts import ALONE, call_kind, op_name
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import ALONE, call_kind, op_name
 
 
 def temporary_bytes(traced: Traced) -> int:

@@ -9,6 +9,8 @@ more passes rewrite that graph. `mtpbuild build --dump` writes the graph after e
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+PASSES = "mtpbuild.builder.targets.passes"
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -25,6 +27,12 @@ class Pipeline:
     # many tokens. The CPU's library has kernels for latents alone.
     expands_prompts: bool = True
     fixed_sizes: bool = False  # "plugins" are facets that take no symbolic number of tokens
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules of the passes."""
+        found = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
+        return [f"{PASSES}.{name}" for name in dict.fromkeys(found)]
 
     def kept(self, symbolic: bool) -> frozenset[str]:
         """Return the ops of `ops` that a program keeps.

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.readable import stored_as
-from mtpbuild.builder.dry_run import size_of
 from mtpbuild.builder.forecast.cpu import MAPPED
 from mtpbuild.builder.forecast.weights import TIED, CheckpointLayout, count_classes, in_engine
-from mtpbuild.builder.host import Room
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.measure.host import Room
+from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
 from mtpbuild.runtime.errors import DownloadError

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.flags import BuildFlags
-from mtpbuild.builder.plan import DrafterName, Nextn
+from mtpbuild.builder.plan.plan import DrafterName, Nextn
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.runtime.ranks import Ranks
 

@@ -2,22 +2,18 @@
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.programs import PLAIN
-from mtpbuild.runtime.contract.state import StateSpec
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.opened_model import OpenedModel
-    from mtpbuild.builder.step_counts import StepCounts
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
+    from mtpbuild.builder.compiler.step_counts import StepCounts
+    from mtpbuild.builder.program.opened_model import OpenedModel
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     """
     job = prepare(replace(request, dry_run=True))
     with stages("load compiler"), job.target.importing():
-        from mtpbuild.builder import weightless
+        from mtpbuild.builder.compiler import weightless
 
         lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
     with stages("check checkpoint"):
@@ -75,18 +71,13 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     return DryRun(model, engines, list(lacking))
 
 
-def size_of(spec: StateSpec) -> int:
-    """Return the bytes of a state tensor."""
-    return ITEM_BYTES[spec.dtype] * prod(spec.shape)
-
-
 def print_dry_run(done: DryRun) -> None:
     """Print what was read, then a line per engine."""
     from rich.console import Console
     from rich.table import Column, Table
 
+    from mtpbuild.builder.compiler.step_counts import describe_counts
     from mtpbuild.builder.show.tables import format_size, make_names_column
-    from mtpbuild.builder.step_counts import describe_counts
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
     files = [entry.file for entry in model.stored.tensors.values()]

@@ -13,10 +13,10 @@ from itertools import chain, groupby
 from math import gcd, prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.formats import Format, refuse_too_large
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.weights.formats import Format, refuse_too_large
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.late_torch import torch
-from mtpbuild.builder.weights.formats.format import Entry, Format, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

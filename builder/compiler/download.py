@@ -4,7 +4,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, write_ref
-from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.readable import (
     MODELOPT,
     refuse_gguf,
@@ -14,16 +13,18 @@ from mtpbuild.builder.checkpoint.readable import (
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, stored_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.host import THIS_MACHINE, Room
+from mtpbuild.builder.compiler.job import check_machine, check_small_files
+from mtpbuild.builder.compiler.plans import check_flags, of_layers
+from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.prepare import check_flags, check_machine, check_small_files, of_layers
-from mtpbuild.builder.recipe import FoundModel, instead_of, name_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
+from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, MissingWeightsError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.hub import Repository
+    from mtpbuild.builder.compiler.hub import Repository
 
 SMALL = (CONFIG, INDEX, MODELOPT)
 
@@ -46,7 +47,12 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         here = FoundModel(model.name, model.engine, model.recipe.config_folder)
         check_machine(request, target, here)
     with needs("build", "huggingface_hub"):
-        from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
+        from mtpbuild.builder.compiler.hub import (
+            OfflineError,
+            UnreachableError,
+            open_repository,
+            quiet,
+        )
     revision = request.revision or MAIN
     with quiet():
         # 1. Find the revision's commit and its files.
@@ -67,7 +73,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         check_modules(request, repository)
         if wanted := sum(map(repository.lacking_bytes, names)):
             with target.importing():
-                from mtpbuild.builder.room import check_room
+                from mtpbuild.builder.compiler.room import check_room
             check_room(repository.name, wanted, target, plans, repository.folder, room)
 
         # 3. Fetch the weights. The revision counts as downloaded when the last one is here.

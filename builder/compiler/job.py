@@ -1,0 +1,125 @@
+"""A build's job: its model, target and plans, all checked before anything heavy is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
+from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
+from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.plans import (
+    check_flags,
+    find_source,
+    make_plans,
+    note_length,
+    of_layers,
+)
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.targets.target import Target
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.opened_model import OpenedModel
+
+DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: its model and target, and the plan of each engine by its folder."""
+
+    request: BuildRequest
+    source: FoundModel
+    config: ModelConfig
+    ids: GenerationIds
+    target: Target
+    plans: dict[Path, Plan]
+    fingerprints: dict[Path, str]  # builds with equal ones make the same engine
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks to build; an engine that is not split is its rank 0."""
+        rank = self.request.rank
+        return range(self.request.ranks.tp) if rank is None else [rank]
+
+    def lacking(self, out: Path) -> Sequence[int]:
+        """Return the ranks that `out` does not hold as this build would make them.
+
+        With --force these are all ranks to build.
+        """
+        force, wanted = self.request.force, self.ranks
+        return wanted if force else layout.lacking(out, self.fingerprints[out], wanted)
+
+    def open_model(self, device: str = "cpu") -> "OpenedModel":
+        """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
+
+        device: "meta" if values are never read. Raises CheckpointError, and UsageError if the
+        target's engines can't hold the model.
+        """
+        from mtpbuild.builder.program.opened_model import open_model
+
+        plan = next(iter(self.plans.values()))
+        model = open_model(
+            self.source,
+            self.config,
+            self.ids,
+            plan.style,
+            ranks=self.request.ranks,
+            layers=self.request.layers,
+            drafts=any(plan.nextn for plan in self.plans.values()),
+            draft_ids=plan.draft_ids,
+            scheme=plan.scheme,
+            device=device,
+        )
+        for plan in self.plans.values():
+            self.target.check_model(model, plan)
+        return model
+
+
+def prepare(request: BuildRequest) -> Job:
+    """Check a request; raise UsageError, CheckpointError or BuildError if it can't be built."""
+    target = check_flags(request)
+    source, config = find_source(request)
+    note_length(config, request)
+    ids, plans = check_small_files(request, source, config)
+    checkpoint = identities(source.folder)
+    prints = {
+        out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
+    }
+    if request.rank is not None:
+        for out in plans:
+            layout.check_ranks(out, prints[out], force=request.force)
+    return Job(request, source, config, ids, target, plans, prints)
+
+
+def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
+    """Raise BuildError if this machine can't compile an engine, before the checkpoint's download.
+
+    source: a folder with its config.json. Raises UsageError as `prepare` does.
+    """
+    load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
+
+
+def check_small_files(
+    request: BuildRequest, source: FoundModel, config: ModelConfig
+) -> tuple[GenerationIds, dict[Path, Plan]]:
+    """Return token ids and plans, after the checks that need no file of weights."""
+    ids = generation_ids(source.folder, config)
+    refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
+    plans = dict(make_plans(request, source, config))
+    for out in plans:
+        layout.check_place(out, source.name, force=request.force)
+    return ids, plans
+
+
+def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
+    """Import the compiler; raise BuildError if it can't compile these plans on this machine."""
+    with target.importing():
+        from mtpbuild.builder.program import opened_model  # noqa: F401  # it imports torch
+
+        for plan in plans:
+            target.check_machine(plan)

@@ -1,0 +1,42 @@
+"""Figures of a model that only its family knows: sizes that ranks split, and costs of a step."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Attends(StrEnum):
+    """The kinds of attention for which a target may have GPU kernels."""
+
+    LATENT = "latent attention"
+    CHOSEN = "attention to chosen rows (DSA)"
+    GROUPED = "grouped-query attention"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A size of the model that ranks split into equal parts."""
+
+    name: str
+    size: int
+    parts: int
+    weights: str = ""  # the class of weights that it cuts, whose format's blocks must stay whole
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a step on one rank that only the family can compute."""
+
+    row_operations: float  # operations of one token on one cached row of one layer
+    activations: float  # most values of a token that exist at once
+    experts: int = 0  # routed experts of a layer
+    chosen: int = 0  # routed experts that each token chooses
+    # Values that a prompt's attention holds for each pair of token and visible row.
+    scores: float = 0.0
+    expanded: float = 0.0  # the same for each row
+    most_rows: int | None = None  # most rows that a token attends to; None: all
+    attended: int = 0  # values of a row that attention reads; 0: all
+    scoring: float = 0.0  # operations of one token on a row's other values, to choose rows
+
+    def rows(self, context: int, tokens: int) -> int:
+        """Return the most rows of a context that `tokens` tokens attend to."""
+        return context if self.most_rows is None else min(context, tokens * self.most_rows)

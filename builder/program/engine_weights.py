@@ -1,0 +1,76 @@
+"""Write the weights files of an engine, once for all engines of a build."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.formats import entry_of
+from mtpbuild.builder.formats.integers import coarse_blocks, coarse_note
+from mtpbuild.builder.models.common.weight import Share, made
+from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.weights.placed import Placed, read_places, write_weights
+from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """The weights file of one rank: the places of its tensors, and its hash."""
+
+    places: dict[str, Placed]
+    sha256: str
+
+
+@dataclass
+class EngineWeights:
+    """The weights files of a model's ranks, written once for all engines of a build."""
+
+    model: OpenedModel
+    watch: Callable[[str], None] = lambda stage: None
+    written: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
+
+    def write(
+        self, folder: Path, siblings: Path | None, rank: int = 0, there: str | None = None
+    ) -> WrittenWeights:
+        """Write folder/weights.safetensors, or link it to the same file of an engine in `siblings`.
+
+        there: the file's sha256 if an interrupted build has already written it.
+        """
+        path, ranks = folder / WEIGHTS, self.model.ranks
+        inner = folder.name if ranks.tp > 1 else ""
+
+        def shared(sha256: str) -> bool:
+            return siblings is not None and layout.share_file(path, sha256, siblings, inner)
+
+        done = self.written.get(rank)
+        if there is not None:
+            done = WrittenWeights(read_places(path), there)
+        elif done is None or not shared(done.sha256):
+            table = self.model.table.of_rank(rank)
+            parameters = dict(self.model.model.named_parameters())
+            entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
+            tensors = made(self.model.checkpoint, table, Share(ranks, rank))
+            tensors = self._told(tensors, sum(prod(each.shape) for each in entries.values()))
+            done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
+            shared(done.sha256)
+        self.written[rank] = done
+        return done
+
+    def _told(
+        self, tensors: Iterable[tuple[str, Tensor]], total: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Report progress as tensors pass, then log how many blocks have lost accuracy."""
+        done = coarse = 0
+        for name, tensor in tensors:
+            yield name, tensor
+            done += tensor.numel()
+            coarse += coarse_blocks(tensor)
+            self.watch(f"write weights, {done / total:.0%}")
+        if coarse:
+            logger.warning("note: %s", coarse_note(coarse))
