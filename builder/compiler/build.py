@@ -73,14 +73,13 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
+            from mtpbuild.builder.compiler.notes import log_notes
             from mtpbuild.builder.program.engine_weights import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
             model = job.open_model()
-            model.tell_formats()
-            model.tell_copies()
-            model.tell_tower()
+            log_notes(model)
             weights = EngineWeights(model, stages.watch)
 
     for out, ranks in todo.items():
@@ -98,7 +97,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
             # 5. One graph per program: step program -> torch.export -> target.
             with dumping(request, out):
-                programs = make_programs(job, out, model, places, staged, folders, stages)
+                programs = compile_programs(job, out, model, places, staged, folders, stages)
             inexact = why_inexact(job, out, programs, folders)
 
             # 6. The directory: tokenizer, manifests with hashes, one rename.
@@ -164,7 +163,7 @@ def write_weights(
     return written.places
 
 
-def make_programs(
+def compile_programs(
     job: Job,
     out: Path,
     model: "OpenedModel",
@@ -179,6 +178,7 @@ def make_programs(
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
     from mtpbuild.builder.compiler.temporary import temporary_bytes
+    from mtpbuild.builder.program.programs import make_programs
 
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs
@@ -202,7 +202,7 @@ def make_programs(
     programs = dict[str, ProgramSpec]()
     # Graphs are full of live cycles: the garbage collector would take a tenth of the time.
     with no_garbage_collection(), target.compiling():
-        for program in model.programs(plan):
+        for program in make_programs(plan, model.model):
             trace = cache(partial(trace_one, program))
             for rank, folder in [first] if shared else [first, *others]:
                 name = program.name if shared else f"{program.name} {folder.name}"

@@ -14,6 +14,7 @@ from mtpbuild.runtime.contract.manifest import (
     BuildInfo,
     FileSpec,
     Manifest,
+    ModelInfo,
     ProgramSpec,
     hash_file,
 )
@@ -45,7 +46,7 @@ def write_manifests(
     for folder, rank in (ranks | {staged.folder: None}).items():
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
-            model=model.info(),
+            model=model_info(model),
             build=build_info(job, out, model, exact=exact).model_copy(update={"probed": probed}),
             target=job.target.info(plan),
             capabilities={
@@ -59,6 +60,18 @@ def write_manifests(
             rank=rank,
         )
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def model_info(model: "OpenedModel") -> ModelInfo:
+    """Return the model's part of a manifest."""
+    config = {n: v for n, v in vars(model.config).items() if n in ModelInfo.model_fields}
+    return ModelInfo(
+        name=model.source.name,
+        architecture=model.family.name,
+        parameters=model.table.parameters,
+        **config,
+        **vars(model.ids),
+    )
 
 
 def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> BuildInfo:

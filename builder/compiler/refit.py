@@ -12,7 +12,8 @@ from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, read_ids
-from mtpbuild.builder.compiler.manifest_of import describe_files
+from mtpbuild.builder.compiler.manifest_of import describe_files, model_info
+from mtpbuild.builder.compiler.notes import log_notes
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
 from mtpbuild.builder.engine import layout
@@ -68,7 +69,7 @@ def refit(
 
     watch("check checkpoint")
     new = open_model(engine, old, model, target, options)
-    new.tell_formats()
+    log_notes(new)
 
     with staged_folder(engine) as building:
         folder = building.folder
@@ -86,7 +87,7 @@ def refit(
         fingerprint = hashlib.sha256(mark.encode()).hexdigest()
         changes = {
             "mtpbuild": version("mtpbuild"),
-            "model": new.info(),
+            "model": model_info(new),
             "build": old.build.model_copy(update={"fingerprint": fingerprint}),
             "files": describe_files(folder, kept | {WEIGHTS: sha256}),
         }

@@ -15,7 +15,7 @@ from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.models.common.weight import Share, made, whole
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
-from mtpbuild.builder.program.programs import Program
+from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
@@ -65,7 +65,7 @@ def export(
     """
 
     def count(plan: Plan) -> dict[str, StepCounts]:
-        traced = (trace(program, plan) for program in model.programs(plan))
+        traced = (trace(program, plan) for program in make_programs(plan, model.model))
         return {each.name: count_step_calls(each, temporary_bytes(each)) for each in traced}
 
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():

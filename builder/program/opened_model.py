@@ -4,7 +4,6 @@ This takes four stages, each of which reads the result of the one before: the ch
 the configuration that they confirm, the formats that weights stay in, and the model.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,21 +22,17 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
-from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, open_slice
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
-from mtpbuild.runtime.contract.manifest import ModelInfo, WeightsType
+from mtpbuild.runtime.contract.manifest import WeightsType
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.recipe import FoundModel
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,34 +67,6 @@ class OpenedModel:
         """Count, by format, the quantised weights that the engine holds in floats."""
         return Counter(format.name for format, held in self.quantised() if held is None)
 
-    def tell_copies(self) -> None:
-        """Log which MTP modules have an embedding or a head of their own."""
-        own = {"embedding": self.config.own_embeddings, "head": self.config.own_heads}
-        for what, modules in own.items():
-            if modules:
-                names = ", ".join(self.family.module_name(self.config, j) for j in modules)
-                note = "note: the %s stored in %s differs from the trunk's: drafts use it"
-                logger.warning(note, what, names)
-
-    def tell_tower(self) -> None:
-        """Log that a vision tower is left out, if the checkpoint has one."""
-        if count := self.stored.tower:
-            note = "note: the vision tower (%d tensors) is left out: the engine reads text alone"
-            logger.warning(note, count)
-
-    def tell_formats(self) -> None:
-        """Log a note if weights are dequantised, or can't be quantised as asked."""
-        dtype, counts = self.style.dtype, sorted(self.dequantised().items())
-        if found := ", ".join(f"{count} in {name}" for name, count in counts):
-            note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
-            logger.warning(note, found, dtype)
-        if count := sum(bool(held) and each.kept is not each for each, held in self.quantised()):
-            note = "note: %d weights with fp32 scales get fp16 ones, quantised anew where inexact"
-            logger.warning(note, count)
-        if unfit := self.unfit:
-            note = "note: %d weights stay in %s: their columns do not split into blocks (%s, ..)"
-            logger.warning(note, len(unfit), dtype, unfit[0])
-
     @property
     def unfit(self) -> tuple[str, ...]:
         """The weights that should be quantised, but whose columns do not split into blocks."""
@@ -125,19 +92,6 @@ class OpenedModel:
     def may_halve_caches(self) -> bool:
         """Return whether caches may be bfloat16: the CPU's library multiplies integers."""
         return self.style.packs_weights and self.block_size is not None
-
-    def programs(self, plan: Plan) -> tuple[Program, ...]:
-        return make_programs(plan, self.model)
-
-    def info(self) -> ModelInfo:
-        config = {n: v for n, v in vars(self.config).items() if n in ModelInfo.model_fields}
-        return ModelInfo(
-            name=self.source.name,
-            architecture=self.family.name,
-            parameters=self.table.parameters,
-            **config,
-            **vars(self.ids),
-        )
 
 
 def open_model(

@@ -15,6 +15,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import onnx_graph
 from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
@@ -52,7 +53,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
     source = opened(predictable_folder, plan.config)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places
-    for program in source.programs(plan):
+    for program in make_programs(plan, source.model):
         onnx_graph.lower(trace(program, plan), places, folder)
     return folder
 

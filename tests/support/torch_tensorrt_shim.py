@@ -86,6 +86,7 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.program.engine_weights import EngineWeights
+    from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
@@ -109,7 +110,7 @@ def listing(folder: Path) -> dict[str, Any]:
         out = Path(folder_name)
         os.environ["XDG_CACHE_HOME"] = folder_name
         places = EngineWeights(source).write(out, siblings=out / "none").places
-        for program in source.programs(plan):
+        for program in make_programs(plan, source.model):
             traced = trace(program, plan)
             file = TARGET.lower(traced, places, out)
             constants = load_file(out / f"{program.name}.constants.safetensors").keys()
