@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.cpu_kernels import compiled
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +129,7 @@ const Registered<Halve> registered;
 }  // namespace
 """,
 }
-RUN = """
+RUN_OPERATOR = """
 import sys
 import onnxruntime, torch
 from mtpbuild import plugins
@@ -151,40 +152,97 @@ if len(sys.argv) > 1:
 """
 
 
+# A number format of checkpoints, too: one file.
+FORMAT = {
+    "builder/formats/steps.py": '''
+"""Weights in equal steps."""
+
+from mtpbuild.builder.formats.format import Entry, Format
+
+
+class Steps(Format):
+    """Bytes, which count steps of one size from 128 on."""
+
+    name, bits, block = "steps", 8, 1
+    suffixes = ("", "_step")
+
+    def stores(self, name, entries):
+        return f"{name}_step" in entries
+
+    def parts(self, shape):
+        return {"": Entry("U8", shape), "_step": Entry("F32", (1,))}
+
+    def decode(self, parts):
+        return (parts[""].float() - 128) * parts["_step"]
+
+    def encode(self, weight, amax=None):
+        step = weight.abs().max().reshape(1) / 127
+        return {"": (weight / step + 128).round().byte(), "_step": step}
+
+
+FORMATS = (Steps(),)
+''',
+}
+RUN_FORMAT = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file, save_file
+from mtpbuild.builder.formats.steps import FORMATS
+from tests.support.opened import load_model, opened
+
+path = Path(sys.argv[1]) / "model.safetensors"
+name, own = "model.layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj"
+tensors = load_file(path)
+parts = FORMATS[0].encode(tensors[name].float())
+save_file(tensors | {name + suffix: part for suffix, part in parts.items()}, path)
+model = opened(path.parent)
+assert model.dequantised() == {"steps": 1}
+held = load_model(path.parent, model.config).get_parameter(own)
+assert torch.equal(held, FORMATS[0].decode(parts).T)
+"""
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The project with one more operator."""
-    shutil.copytree(ROOT / "plugins", tmp_path / "plugins")
+    """The project with one more operator, and one more format."""
     (tmp_path / "mtpbuild").mkdir()
-    for name in ("builder", "recipes", "runtime"):
+    for name in ("builder", "plugins"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("recipes", "runtime"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("builder", "plugins", "recipes", "runtime"):
         (tmp_path / "mtpbuild" / name).symlink_to(tmp_path / name)
     shutil.copy(ROOT / "mtpbuild" / "__init__.py", tmp_path / "mtpbuild")
     shutil.copy(ROOT / "setup.py", tmp_path)
-    for name, text in OPERATOR.items():
+    for name, text in (OPERATOR | FORMAT).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         assert not (tmp_path / name).exists()
         (tmp_path / name).write_text(text.lstrip(), encoding="utf-8")
     return tmp_path
 
 
-def run_operator(tree: Path, *library: str) -> None:
-    command = [sys.executable, "-c", RUN, *library]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
-    )
+def run_in(tree: Path, code: str, *arguments: str | Path) -> None:
+    places = os.environ | {"PYTHONPATH": f"{tree}:{ROOT}"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=places, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_format_is_one_file(tree: Path) -> None:
+    """A checkpoint with a weight in it is read and dequantised."""
+    assert len(FORMAT) == 1
+    run_in(tree, RUN_FORMAT, random_checkpoint(tree / "checkpoint", **SMALLEST))
 
 
 def test_a_cpu_operator_is_three_files(tree: Path) -> None:
     """The op and its node are found in the tree."""
     assert len(OPERATOR) <= 4
-    run_operator(tree)
+    run_in(tree, RUN_OPERATOR)
 
 
 @pytest.mark.full
 def test_a_cpu_operator_runs(tree: Path) -> None:
     """Its source is found in the tree, too, and it computes what the reference does."""
     library = compiled(tree / "plugins/cpu/source", tree / "cpu.so", level="-O0")
-    run_operator(tree, str(library))
+    run_in(tree, RUN_OPERATOR, library)
