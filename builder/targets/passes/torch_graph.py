@@ -44,6 +44,18 @@ def _reshape(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (operand, sizes), {}
 
 
+def _all_in_order(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the `topk` that is equal to a stable sort of the last axis.
+
+    ONNX's TopK is stable: among equal values it takes the lowest index first.
+    """
+    (operand,), asked = node.args, {"dim": -1, "descending": False, **node.kwargs}
+    size = operand.meta["val"].shape[-1]
+    assert isinstance(size, int)
+    assert asked["dim"] in (-1, operand.meta["val"].dim() - 1)
+    return (operand, size, -1, asked["descending"], True), {}
+
+
 # Operators that torch.onnx supports only decomposed, or exports worse, and our replacements.
 PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
@@ -52,6 +64,7 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.to.dtype: (aten._to_copy.default, lambda node: (node.args[:1], {"dtype": node.args[1]})),
     aten.flatten.using_ints: (aten.reshape.default, _reshape),
     aten.unflatten.int: (aten.reshape.default, _reshape),
+    aten.sort.stable: (aten.topk.default, _all_in_order),
 }
 
 
