@@ -8,7 +8,6 @@ in seconds do depend on it. The exit code is 1 if a figure is worse than the rec
 than its tolerance. --record writes benchmarks/results/check.json.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from one.published import DRAFTING, PLAIN
 from one.sides import Measured
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import parse_flags, run
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.measure.host import describe_machine
@@ -156,10 +155,7 @@ def report(found: dict[str, float], recorded: dict[str, Any]) -> tuple[Table, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--record", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_flags(__doc__, threads=2, record=False)
     found = figures(arguments.threads)
     machine = describe_machine(arguments.threads)
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}

@@ -12,30 +12,25 @@ writes about 3 GB into --work.
 import json
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from acceptance import acceptance_length
+from one.files import QUARTER
+from one.random_checkpoint import write_checkpoint
+from one.shapes import MOE, published
 from rich.console import Console
 from rich.table import Table
 from script import load_prompts, parse_flags, run
-from torch import Tensor
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.measure.prompts import BUILT_IN
-from mtpbuild.builder.models import family_of, find_family
-from mtpbuild.builder.models.common.weight import WHOLE
-from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.weights.placed import Shard, read_places, write_shards
+from mtpbuild.builder.weights.placed import read_places
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
-SHAPE, QUARTER = "gigachat3-10b-a1.8b-bf16", 4
 PROMPT, TOKENS = [*range(5, 37)], 48
 
 
@@ -56,42 +51,12 @@ def acceptance(work: Path) -> Table:
     return table
 
 
-def random_checkpoint(folder: Path, layers: int) -> Path:
-    """Write a bf16 checkpoint of the shape with `layers` layers and random weights."""
-    if (folder / "config.json").exists():
-        return folder
-    recipe = find_recipe(SHAPE)
-    assert recipe is not None
-    raw = json.loads((recipe.config_folder / "config.json").read_text(encoding="utf-8"))
-    raw["num_hidden_layers"] = layers
-    config = find_family(raw).parse_config(raw)
-    table = family_of(config).weight_table(config, WHOLE)
-    sources = {source.name: source for weight in table for source in weight.stored}
-    parts = {name: Entry("BF16", source.shape) for name, source in sources.items()}
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        for name, source in sources.items():
-            ones = len(source.shape) == 1
-            yield (
-                name,
-                torch.ones(source.shape)
-                if ones
-                else torch.empty(source.shape).normal_(std=0.02, generator=generator),
-            )
-
-    folder.mkdir(parents=True)
-    write_shards(folder, [Shard("model.safetensors", parts)], values())
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    return folder
-
-
 def step_times(work: Path, layers: int, rounds: int) -> Table:
     """Measure median steps and the bytes of the head that drafts read, a row for each nextn."""
-    checkpoint = random_checkpoint(work / f"shape_{layers}", layers)
-    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    shape, checkpoint = published(MOE, layers, "fp32"), work / f"shape_{layers}"
+    write_checkpoint(checkpoint, shape)
     ids = work / "quarter.json"
-    ids.write_text(json.dumps([*range(vocab_size // QUARTER)]))
+    ids.write_text(json.dumps([*range(shape.config.vocab_size // QUARTER)]))
     table = Table(
         f"{layers} layers, int4", "head of a draft", "step, all tokens", "step, a quarter", "ratio"
     )

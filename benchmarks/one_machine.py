@@ -32,7 +32,7 @@ from one.shapes import DENSE, HYBRIDS, MOE
 from one.small_moe import SmallMoE
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import PEERS, run
 
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 
@@ -55,7 +55,6 @@ SECTIONS: dict[str, Section] = {
     "hybrid-4b": hybrid(HYBRIDS[1], 2),
     "hybrid-9b": hybrid(HYBRIDS[2], 2),
 }
-OTHER_PYTHON = Path(".venv-peers/bin/python")
 WIDTH = 150  # least columns of the output
 
 
@@ -138,7 +137,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("runs/one_machine"))
     parser.add_argument("--out", type=Path, default=Path("bench_results/one_machine.json"))
-    parser.add_argument("--peers-python", type=Path, default=OTHER_PYTHON, help="has llama.cpp")
+    parser.add_argument("--peers-python", type=Path, default=PEERS / "python", help="has llama.cpp")
     parser.add_argument("--ours-alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--again", action="store_true", help="measure stored sections too")
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and engines")

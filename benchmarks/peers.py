@@ -13,22 +13,20 @@ of the peer's program until it is ready; memory is the peer's at the end.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from peer_process import PeerProcess
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import PEERS, convert, run, run_command
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
@@ -41,7 +39,6 @@ from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")
 HERE = Path(__file__).parent / "peer"
-OTHER_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "transformers eager"
 CONTEXT, LONG, SHORT = 1536, 1024, 32  # tokens: of a cache, and of prompts for first tokens
 PATIENCE = 600  # most seconds for one answer of a peer
@@ -83,66 +80,6 @@ class Measured:
         return None if not each else 1 / statistics.fmean(each)
 
 
-class Worker:
-    """A peer's process; its answers are None after its death."""
-
-    def __init__(self, measured: Measured, threads: int) -> None:
-        self.measured = measured
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        self.process = subprocess.Popen(
-            measured.peer.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.said: list[str] = []
-        self.listener = threading.Thread(target=self._listen, daemon=True)
-        self.listener.start()
-        ready = self._read()
-        if ready is not None:
-            measured.load_s = ready["load_s"]
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said = [*self.said[-20:], line.rstrip()]
-
-    def ask(self, **question: Any) -> dict[str, Any] | None:
-        if self.measured.error:
-            return None
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the next read reports the cause
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any] | None:
-        assert self.process.stdout is not None
-        watchdog = threading.Timer(PATIENCE, self.process.kill)
-        watchdog.start()
-        text = self.process.stdout.readline()
-        watchdog.cancel()
-        if not text:
-            code = self.process.wait()
-            self.listener.join()
-            last = next((line for line in reversed(self.said) if line.strip()), "no message")
-            self.measured.error = f"ended with {code}: {last}"
-            return None
-        answer: dict[str, Any] = json.loads(text)
-        if "error" in answer:
-            self.measured.error = answer["error"]
-            return None
-        return answer
-
-    def close(self) -> None:
-        self.process.kill()
-        self.listener.join()
-        with contextlib.suppress(BrokenPipeError), self.process:
-            pass  # closes the pipes
-
-
 def peers(model: str, threads: int, quick: bool) -> list[Peer]:
     checkpoint = find_model(model).folder
     python, count = sys.executable, str(threads)
@@ -154,14 +91,11 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
     def llama_cpp(kind: str) -> Peer:
         path = FOLDER / f"{kind}.gguf"
 
-        def make() -> None:
-            if not OTHER_PYTHON.exists():
-                raise RuntimeError(f"no {OTHER_PYTHON}: run tools/peers_env.sh")
-            script = (str(OTHER_PYTHON), str(HERE / "gguf_file.py"), str(checkpoint), str(path))
-            subprocess.run((*script, "--type", kind), check=True)
-
-        command = (str(OTHER_PYTHON), str(HERE / "llama_cpp_peer.py"), str(path), count)
-        weights = {"f32": "fp32", "q8_0": "int8"}[kind]
+        command = (str(PEERS / "python"), str(HERE / "llama_cpp_peer.py"), str(path), count)
+        weights, make = (
+            {"f32": "fp32", "q8_0": "int8"}[kind],
+            partial(convert, checkpoint, path, kind),
+        )
         return Peer(f"llama.cpp {kind.upper()}", weights, (*command, str(CONTEXT)), make)
 
     def plain() -> Peer:
@@ -169,14 +103,7 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
 
         def make() -> None:
             if not path.exists():
-                done = subprocess.run(
-                    (python, script, str(checkpoint), str(path), "--make"),
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                if done.returncode:
-                    raise RuntimeError(done.stderr.strip().splitlines()[-1])
+                run_command([python, script, str(checkpoint), str(path), "--make"])
 
         return Peer("onnxruntime plain export", "fp32", (python, script, str(path), count), make)
 
@@ -224,7 +151,8 @@ def measure(
     console: Console,
 ) -> list[Measured]:
     """Measure all peers, round by round."""
-    found, workers = [Measured(peer) for peer in wanted], list[Worker]()
+    found = [Measured(peer) for peer in wanted]
+    workers = list[tuple[Measured, PeerProcess]]()
     try:
         for each in found:
             console.print(f"loading {each.peer.name}, {each.peer.weights}", style="dim")
@@ -233,28 +161,28 @@ def measure(
             except Exception as error:
                 each.error = f"{error}".splitlines()[0]
                 continue
-            workers.append(Worker(each, threads))
+            workers.append((each, PeerProcess(each.peer.command, threads, PATIENCE)))
         short, long = (prompts[0] * LONG)[:SHORT], ([*chain(*prompts)] * LONG)[:LONG]
-        for worker in workers:
+        for each, worker in workers:
+            each.load_s = worker.ready["load_s"] if worker.ready else 0.0
             worker.ask(prompt=short, max_tokens=8)
         for i, prompt in enumerate(prompts):
             console.print(f"request {i + 1} of {len(prompts)}", style="dim")
             turn = i % max(1, len(workers))
-            for worker in workers[turn:] + workers[:turn]:
+            for each, worker in workers[turn:] + workers[:turn]:
                 answer = worker.ask(prompt=prompt, max_tokens=output)
                 if answer is not None:
-                    worker.measured.tokens[i] = answer["tokens"]
-                    worker.measured.times[i] = answer["times"]
-                    worker.measured.memory = answer["memory"]
+                    each.tokens[i], each.times[i] = answer["tokens"], answer["times"]
+                    each.memory = answer["memory"]
                 for text in (short, long) if i < 5 else ():
                     answer = worker.ask(prompt=text, max_tokens=2)
                     if answer is not None:
-                        seconds = worker.measured.first.setdefault(len(text), [])
-                        seconds.append(answer["times"][0])
-        for worker in workers:
-            worker.measured.extra = worker.ask(extra="verify") or {}
+                        each.first.setdefault(len(text), []).append(answer["times"][0])
+        for each, worker in workers:
+            each.extra = worker.ask(extra="verify") or {}
+            each.error = worker.error
     finally:
-        for worker in workers:
+        for _, worker in workers:
             worker.close()
     return found
 

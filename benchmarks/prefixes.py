@@ -5,15 +5,13 @@ python benchmarks/prefixes.py engines/large_n1 --rounds 3 --colds 1
 
 The engine takes one request (`--max-batch 1`) and has no prefixes; it is not changed. A prompt has
 20 tokens after 2,000 that are computed (cold), are a prefix of the engine (prefix), or were left by
-an earlier prompt (cached). Each round asks each of them once, in turn, and medians are reported;
-the first use of a prefix, which checks its hash, is reported separately. The engine is also loaded
-without prefixes and with ten. The exit code is 1 if a prefix takes more than 1.1 times as long as
-what an earlier prompt left or more than 1/20 of a cold start, or if ten prefixes make loading 50 ms
-longer.
+an earlier prompt (cached). Each round asks each of them once, in turn (cold ones only in the first
+--colds rounds), and medians are reported; the first use of a prefix, which checks its hash, is
+reported separately. The engine is also loaded without prefixes and with ten. The exit code is 1 if
+a prefix takes more than 1.1 times as long as what an earlier prompt left or more than 1/20 of a
+cold start, or if ten prefixes make loading 50 ms longer.
 """
 
-import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -21,12 +19,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from script import run
+from script import parse_flags, run
 
 from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
-from mtpbuild.builder.engine.layout import link
+from mtpbuild.builder.engine.layout import link_files
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 
 PREFIX, NEW, TEN = 2000, 20, 10  # tokens, tokens, prefixes
 TO_CACHED, TO_COLD, LOADING = 1.1, 1 / 20, 0.05
@@ -36,10 +34,7 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 def copy_with_prefixes(engine: Path, out: Path, each: list[list[int]], threads: int | None) -> None:
     """Link an engine's files to a new folder, and add prefixes there."""
     manifest = read_manifest(engine)
-    for name in manifest.files:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        link(engine / name, out / name)
-    shutil.copy(engine / MANIFEST, out / MANIFEST)
+    link_files(engine, out, manifest.files)
     compute = computing(engine, manifest, threads)
     for number, tokens in enumerate(each):
         write_prefix(out, manifest, f"p{number}", tokens, compute(tokens))
@@ -90,13 +85,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--colds", type=int, default=3, help="rounds with a cold start")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    own = parser.parse_args()
+    own = parse_flags(__doc__, "engine", rounds=15, colds=3, threads=None, seed=0)
     with tempfile.TemporaryDirectory(dir=own.engine.resolve().parent) as place:
         built, ten = Path(place, "one"), Path(place, "ten")
         measured = Measured(own.engine, built, own.threads, own.seed)

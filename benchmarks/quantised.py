@@ -23,8 +23,8 @@ from script import run
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.eval.figures import Figures, make_rows
 from mtpbuild.builder.eval.problems import GradedAnswer, answer_problems, load_problems
+from mtpbuild.builder.eval.report import Figures, make_rows
 from mtpbuild.builder.measure.runs import STRICT
 from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.plan.recipe import find_model

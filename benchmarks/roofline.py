@@ -11,9 +11,7 @@ in the step), the rate by a product of matrices of 1,024. Bytes and operations a
 caches as long as in the middle of the request.
 """
 
-import argparse
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +19,10 @@ from pathlib import Path
 
 import torch
 from loop_overhead import PROMPT, measure
+from one.machine import least
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import parse_flags, run
 
 from mtpbuild.builder.forecast.machines import GpuSpec
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, StepPart
@@ -35,26 +34,14 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 FP32 = 4  # bytes
-REPEATS = 30
-
-
-def fastest(work: Callable[[], object]) -> float:
-    """Return the median seconds of the faster half of calls, so that a bound is not too low."""
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(sorted(seconds)[: REPEATS // 2])
 
 
 def machine(step_bytes: float) -> GpuSpec:
     """Measure the bandwidth of reading `step_bytes` repeatedly, and the rate of fp32 products."""
     read = torch.ones(int(step_bytes) // FP32)
     one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    bandwidth = FP32 * read.numel() / fastest(read.sum)
-    rate = 2 * 1024**3 / fastest(lambda: one @ other)
+    bandwidth = FP32 * read.numel() / least(read.sum)
+    rate = 2 * 1024**3 / least(lambda: one @ other)
     return GpuSpec("this machine", 0.0, bandwidth, {"bf16": rate})
 
 
@@ -75,7 +62,7 @@ def bound(
 
 
 def row(name: str, gpu: GpuSpec, parts: list[StepPart], seconds: float) -> list[str]:
-    least = sum(part.seconds for part in parts)
+    bound = sum(part.seconds for part in parts)
     slow = max(parts, key=lambda part: part.seconds)
     return [
         name,
@@ -84,9 +71,9 @@ def row(name: str, gpu: GpuSpec, parts: list[StepPart], seconds: float) -> list[
         f"{sum(part.operations for part in parts) / 1e6:.1f}",
         f"{gpu.bandwidth / 1e9:.0f}",
         f"{gpu.peak('bf16') / 1e9:.0f}",
-        f"{1e3 * least:.2f}",
+        f"{1e3 * bound:.2f}",
         f"{slow.name} ({slow.limit})",
-        f"{seconds / least:.2f}",
+        f"{seconds / bound:.2f}",
     ]
 
 
@@ -103,13 +90,8 @@ def check(path: Path, manifest: Manifest, model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="+", type=Path)
-    parser.add_argument("--model", default="deepseek-tiny", help="the engines' model")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    flags = {"tokens": 256, "rounds": 5, "threads": 2}
+    arguments = parse_flags(__doc__, "engines", model="deepseek-tiny", **flags)
     torch.set_num_threads(arguments.threads)
     engines = [
         Engine.load(path, threads=arguments.threads, overlap=False) for path in arguments.engines

@@ -12,6 +12,9 @@ from typing import Any
 
 from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
 from mtpbuild.runtime import Engine, MtpbuildError
+from mtpbuild.runtime.errors import UsageError
+
+PEERS = Path(".venv-peers/bin")  # tools/peers_env.sh makes it
 
 
 def run(main: Callable[[], None]) -> None:
@@ -23,13 +26,20 @@ def run(main: Callable[[], None]) -> None:
 
 
 def parse_flags(description: str | None, *positional: str, **defaults: Any) -> argparse.Namespace:
-    """Parse the command line: paths, then a flag for each default; None stands for a number."""
+    """Parse the command line: paths, then a flag for each default.
+
+    A path's name in the plural takes several. False makes a switch, and None stands for a number.
+    """
     parser = argparse.ArgumentParser(description=description)
     for name in positional:
-        parser.add_argument(name, type=Path)
+        parser.add_argument(name, type=Path, nargs="+" if name.endswith("s") else None)
     for name, default in defaults.items():
-        kind = int if default is None else type(default)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        else:
+            kind = int if default is None else type(default)
+            parser.add_argument(flag, type=kind, default=default)
     return parser.parse_args()
 
 
@@ -69,6 +79,25 @@ class TimedPrograms:
     def seconds(self, name: str) -> list[float]:
         """Return the seconds of each call."""
         return [end - began for began, end in self.calls[name]]
+
+
+def convert(checkpoint: Path, out: Path, kind: str, *flags: str) -> None:
+    """Write a checkpoint as GGUF, in `kind`; raise UsageError without the peers' environment."""
+    if not (PEERS / "python").exists():
+        raise UsageError(f"no {PEERS}: run tools/peers_env.sh")
+    script = Path(__file__).parent / "peer" / "gguf_file.py"
+    command = [PEERS / "python", script, checkpoint, out, "--type", kind, *flags]
+    run_command([*map(str, command)])
+
+
+def run_command(command: list[str]) -> str:
+    """Return a command's standard output; raise UsageError with its last line if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        last = said[-1] if said else "no message"
+        raise UsageError(f"{' '.join(command[:4])} ended with {done.returncode}: {last}")
+    return done.stdout
 
 
 @contextlib.contextmanager

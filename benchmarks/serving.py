@@ -17,8 +17,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ import httpx2
 from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
-from script import run, served
+from script import PEERS, convert, run, served
 
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
@@ -46,7 +44,7 @@ PROMPTS = (
     "async def main():\n    await ",
 )
 PATIENCE = 300
-LLAMA, PEERS = "llama-server", Path(".venv-peers/bin")
+LLAMA = "llama-server"
 SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
 
 
@@ -73,17 +71,6 @@ def ours(engine: Path) -> Iterator[str]:
 
 def running(url: str) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(url)
-
-
-def convert(model: str, kind: str, folder: Path) -> Path:
-    """Convert a checkpoint to GGUF, with its tokenizer."""
-    if not (PEERS / "llama-server").exists():
-        sys.exit(f"no {PEERS / 'llama-server'}: run tools/peers_env.sh")
-    out = folder / f"{kind}.gguf"
-    script = Path(__file__).parent / "peer" / "gguf_file.py"
-    command = [PEERS / "python", script, find_model(model).folder, out, "--type", kind]
-    subprocess.run([*map(str, command), "--tokenizer"], check=True)
-    return out
 
 
 def cores() -> int:
@@ -212,7 +199,8 @@ def main() -> None:
     servers = [Server(path.name, partial(ours, path), path) for path in arguments.engines]
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
-            weights = convert(arguments.model, kind, Path(folder))
+            weights = Path(folder) / f"{kind}.gguf"
+            convert(find_model(arguments.model).folder, weights, kind, "--tokenizer")
             for drafts in sorted({0, arguments.llama_drafts}):
                 room = {"slots": SLOTS, "rows": SLOTS * LENGTH, "threads": cores()}
                 start = partial(started, PEERS / LLAMA, weights, drafts=drafts, **room)

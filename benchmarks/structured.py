@@ -7,7 +7,6 @@ request; the texts must be equal. Rates are relative to the first engine's. The 
 tokens per step, and the share of tokens that the grammar had already determined before their step.
 """
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import parse_flags, run
 
 from mtpbuild.runtime import Engine, EngineError, Result, SamplingParams, StructuredOutputs
 
@@ -67,13 +66,7 @@ def answers(engine: Engine, params: SamplingParams) -> tuple[float, list[Result]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("engines", nargs="+", type=Path)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds whose median is shown")
-    asked = parser.parse_args()
+    asked = parse_flags(__doc__, "engines", threads=None, rounds=5)
     params = SamplingParams(
         max_tokens=400, temperature=0, structured_outputs=StructuredOutputs(json=TICKET)
     )

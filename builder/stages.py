@@ -4,13 +4,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Watch: TypeAlias = Callable[[str], None]  # is told of each stage as it begins
+
+
+def ignore(stage: str) -> None:
+    """Watch nothing."""
 
 
 @dataclass
 class Stages:
     """A timer of stages: `with stages(name)` passes the name to `watch`, then adds up seconds."""
 
-    watch: Callable[[str], None] = lambda stage: None
+    watch: Watch = ignore
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager

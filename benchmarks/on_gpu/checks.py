@@ -1,5 +1,6 @@
 """Checks of a run on a GPU, each printed as soon as it is made."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -47,6 +48,15 @@ class Checks:
     def end(self) -> None:
         if self.failed:
             sys.exit(1)
+
+
+def parse_flags(description: str | None) -> tuple[Checks, bool]:
+    """Parse the command line; return the checks, and whether to walk through without a GPU."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--smoke", action="store_true", help="without a GPU")
+    parser.add_argument("--rows", type=Path)
+    arguments = parser.parse_args()
+    return Checks(arguments.rows), arguments.smoke
 
 
 def near(got: Any, wanted: Any, limit: float) -> str:

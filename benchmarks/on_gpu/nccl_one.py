@@ -6,7 +6,6 @@ The program is a dense layer of one rank of two, as `mtpbuild build --tp 2` comp
 rank is missing, so a sum equals its input. The group is made as an engine's ranks make it.
 """
 
-import argparse
 import os
 import socket
 import sys
@@ -18,15 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import connect, watch
-from on_gpu.checks import FAILED, Checks, near
+from on_gpu.checks import FAILED, Checks, near, parse_flags
 from on_gpu.machine import Machine
 from on_gpu.random_model import forget_ranks
-from on_gpu.slice_bench import Bench, Eagerly, Runner
+from on_gpu.slice_bench import Bench, Eagerly
 from on_gpu.slices import small
 
 LIMIT = 3e-2  # for values of about 1, in bfloat16
@@ -46,19 +44,19 @@ def alone() -> Channel:
 
 def run_over_gloo(checks: Checks, bench: Bench) -> None:
     """Check the program without a GPU: PyTorch runs it, and gloo computes the sums."""
-    program, given, wanted = layer(bench)
+    program, given, wanted = bench.dense_layer()
     forget_ranks()
     dist.destroy_process_group()
     channel = alone()
-    eager = Eagerly(program)  # type: ignore[arg-type]
+    eager = Eagerly(program)
     checks.make("sums, over gloo", lambda: near(eager.run(given)[0], wanted, LIMIT), gpu=False)
     channel.close()
     checks.skip(*ON_THE_GPU)
 
 
 def run_over_nccl(checks: Checks, bench: Bench) -> None:
-    program, given, wanted = layer(bench)
-    runner: Runner = bench.runner(program)  # type: ignore[arg-type]
+    program, given, wanted = bench.dense_layer()
+    runner = bench.runner(program)
     forget_ranks()
     dist.destroy_process_group()
     channel, device = alone(), Gpu()
@@ -92,28 +90,15 @@ def run_over_nccl(checks: Checks, bench: Bench) -> None:
     checks.make(ON_THE_GPU[3], lambda: channel.close() or "")  # type: ignore[func-returns-value]
 
 
-def layer(bench: Bench) -> tuple[object, list[Tensor], Tensor]:
-    """Return a program with two sums, its operands, and its result without other ranks."""
-    part = bench.parts.layer("dense layer", 0, 1)
-    state = bench.state(0)
-    given = [*(state[name] for name in part.program.state), *part.program.arguments.values()]
-    return part.program, given, Eagerly(part.program).run(given)[0].clone()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="without a GPU")
-    parser.add_argument("--rows", type=Path)
-    arguments = parser.parse_args()
-    checks = Checks(arguments.rows)
-    if not arguments.smoke and not torch.cuda.is_available():
+    checks, smoke = parse_flags(__doc__)
+    if not smoke and not torch.cuda.is_available():
         checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")
         checks.end()
     with tempfile.TemporaryDirectory() as scratch:
         case = replace(small((0,)), dtype="bfloat16")
-        device = "cpu" if arguments.smoke else "cuda"
-        bench = Bench(case, Machine(device), not arguments.smoke, Path(scratch))
-        (run_over_gloo if arguments.smoke else run_over_nccl)(checks, bench)
+        bench = Bench(case, Machine("cpu" if smoke else "cuda"), not smoke, Path(scratch))
+        (run_over_gloo if smoke else run_over_nccl)(checks, bench)
     checks.end()
 
 

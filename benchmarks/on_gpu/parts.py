@@ -24,12 +24,20 @@ State = dict[str, Tensor]
 MTP_CACHE = "mtp_kv.0"
 
 
-class Layer(nn.Module):
+class OfModel(nn.Module):
+    """A module that computes a part of a model's step, with the model's weights."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Layer(OfModel):
     """One layer of the main model; x [1, T, E], start [1]."""
 
     def __init__(self, model: CausalLM, index: int) -> None:
-        super().__init__()
-        self.model, self.index = model, index
+        super().__init__(model)
+        self.index = index
 
     def forward(self, state: State, x: Tensor, start: Tensor) -> tuple[State, State]:
         name, rows = f"kv.{self.index}", self.model.rope(start, x.shape[1])
@@ -42,27 +50,19 @@ def own(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
     return logits
 
 
-class Head(nn.Module):
+class Head(OfModel):
     """The rank's logits from the last layer's output x [1, T, E]."""
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, state: State, x: Tensor) -> tuple[State, State]:
         hidden = self.model.norm(x)
         return {}, {"hidden": hidden, "logits": self.model.logits(hidden, own)}
 
 
-class Accept(nn.Module):
+class Accept(OfModel):
     """The acceptance of drafts: logits [1, T, V], window [1, T]; the others [1].
 
     With several ranks it reads the best logits of each block, as a step does.
     """
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,
@@ -82,12 +82,8 @@ class Accept(nn.Module):
         return {}, {"tokens": tokens, "num_tokens": n, "logprobs": logprobs}
 
 
-class FirstDraft(nn.Module):
+class FirstDraft(OfModel):
     """The module's pass over the window: emitted [1, T] tokens, hidden [1, T, E]."""
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self, state: State, emitted: Tensor, hidden: Tensor, start: Tensor, at: Tensor
@@ -99,15 +95,11 @@ class FirstDraft(nn.Module):
         return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
 
 
-class FurtherDraft(nn.Module):
+class FurtherDraft(OfModel):
     """The module's pass for a further draft, at position `start` + `side`'s rows; draft [1, 1].
 
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,
@@ -125,12 +117,8 @@ class FurtherDraft(nn.Module):
         return {}, {"hidden": module.norm(x), "side": side}
 
 
-class DraftHead(nn.Module):
+class DraftHead(OfModel):
     """The draft [1, 1] from hidden [1, 1, E], which the module has normalised."""
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, state: State, hidden: Tensor) -> tuple[State, State]:
         if self.model.ranks.parts == 1:

@@ -3,7 +3,6 @@
 python benchmarks/on_gpu/preflight.py [--smoke] [--rows rows.jsonl]
 """
 
-import argparse
 import platform
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from on_gpu.checks import FAILED, NOTED, Checks, near
+from on_gpu.checks import FAILED, NOTED, Checks, near, parse_flags
 
 NEEDED = (  # packages needed beside torch; tools/gpu_wheels.sh fetches them
     *("hypothesis", "jinja2", "numpy", "onnx", "onnxruntime", "onnxscript", "pydantic", "pytest"),
@@ -63,17 +62,15 @@ def one_part(checks: Checks) -> None:
     """Check a dense layer of one rank of two, in bfloat16."""
     from mtpbuild.runtime.gpu.torch_cuda import Gpu
     from on_gpu.machine import Machine
-    from on_gpu.slice_bench import Bench, Eagerly
+    from on_gpu.slice_bench import Bench
     from on_gpu.slices import small
 
     with tempfile.TemporaryDirectory() as scratch:
         case = replace(small((0,)), dtype="bfloat16")
         bench = Bench(case, Machine("cuda"), True, Path(scratch))
-        part, device = bench.parts.layer("dense layer", 0, 1), Gpu()
-        given = [*(bench.state(0)[n] for n in part.program.state), *part.program.arguments.values()]
-        wanted = Eagerly(part.program).run(given)[0].clone()
+        (program, given, wanted), device = bench.dense_layer(), Gpu()
         made = []
-        if not checks.make(MADE, lambda: made.append(bench.runner(part.program)) or ""):
+        if not checks.make(MADE, lambda: made.append(bench.runner(program)) or ""):
             return
         torch.cuda.synchronize()
         got = torch.empty_like(wanted)
@@ -101,13 +98,9 @@ def one_part(checks: Checks) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="without a GPU")
-    parser.add_argument("--rows", type=Path)
-    arguments = parser.parse_args()
-    checks = Checks(arguments.rows)
+    checks, smoke = parse_flags(__doc__)
     machine(checks)
-    if arguments.smoke:
+    if smoke:
         checks.skip("GPU", "driver", "NCCL", *ON_THE_GPU)
     elif not torch.cuda.is_available():
         checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")

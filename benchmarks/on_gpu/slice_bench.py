@@ -101,6 +101,12 @@ class Bench:
         with torch.device(self.machine.device):
             return make_programs(self.plan(nextn), self.model)[1]
 
+    def dense_layer(self) -> tuple[Program, list[Tensor], Tensor]:
+        """Return a program with two sums, its operands, and its result without other ranks."""
+        program, state = self.parts.layer("dense layer", 0, 1).program, self.state(0)
+        given = [*(state[name] for name in program.state), *program.arguments.values()]
+        return program, given, Eagerly(program).run(given)[0].clone()
+
     def runner(self, program: Program) -> Runner:
         """Make the runner of a program whose caches come from a state with `most` drafts."""
         if not self.compiled:

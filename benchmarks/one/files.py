@@ -2,13 +2,13 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.runtime.errors import UsageError
+from script import run_command
+
 from one.cost import Counted, count
 from one.random_checkpoint import write_checkpoint
 from one.shapes import Shape
@@ -47,7 +47,7 @@ class Workshop:
         said = ",".join(map(str, nextns))
         place = out / f"n{said}" if len(nextns) == 1 else out
         command = ["-m", "mtpbuild", "build", "--model", str(self.checkpoint), "--nextn", said]
-        run([sys.executable, *command, "--out", str(place), *flags])
+        run_command([sys.executable, *command, "--out", str(place), *flags])
         self._weigh()
         return [next(out.glob(f"*n{nextn}")) for nextn in nextns]
 
@@ -68,7 +68,7 @@ class Workshop:
         config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
         script = [str(python), str(PEER / "gguf_random.py"), str(config), str(out)]
         flags = ["--type", self.shape.gguf, *(["--module"] if module else [])]
-        sizes: dict[str, int] = json.loads(run([*script, *flags]))
+        sizes: dict[str, int] = json.loads(run_command([*script, *flags]))
         self._weigh()
         return out, sizes
 
@@ -83,13 +83,3 @@ def on_disk(folder: Path) -> int:
     """Sum the bytes of a folder's files; a file with several names counts once."""
     files = (path.stat() for path in folder.rglob("*") if path.is_file())
     return sum({stat.st_ino: stat.st_size for stat in files}.values())
-
-
-def run(command: list[str]) -> str:
-    """Return a command's standard output; if it fails, exit with one line."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1] if said else "no message"
-        raise UsageError(f"{' '.join(command[:4])} ended with {done.returncode}: {last}")
-    return done.stdout

@@ -109,7 +109,7 @@ class Published:
     def their_drafting_side(self, gguf: Path, run: Run, vocabulary: int) -> Side:
         assert run.peers is not None
         asks = {"short": decode(run.steps, SHORT, filled=False, window=self.nextn + 1)}
-        return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafting=True)
+        return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafts=self.nextn)
 
     def our_costs(self, counted: Counted, engines: dict[str, Path]) -> Data:
         plain = engines[PLAIN]

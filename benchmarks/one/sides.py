@@ -5,22 +5,21 @@ are read once before it starts, so that the page cache is warm.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from peer_process import PeerProcess
 
 from one.run import Run
 
 PEER = Path(__file__).parents[1] / "peer"
 OURS, LLAMA, LLAMA_MTP = "mtpbuild", "llama.cpp", "llama.cpp, MTP"
 WARM = 2  # steps at the start of a request that are not counted
-PATIENCE = 3600  # most seconds for a side
+PATIENCE = 3600  # most seconds for an answer
 CHUNK = 1 << 24
 
 Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died has `error`
@@ -30,8 +29,8 @@ Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died has `
 class Side:
     """An engine of ours or a GGUF file, and the asks for it, by name.
 
-    rows: the most cached tokens that a request needs. drafting: whether llama.cpp's server runs the
-    MTP module of its file.
+    rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
+    the MTP module of its file.
     """
 
     name: str
@@ -40,42 +39,28 @@ class Side:
     asks: Mapping[str, Mapping[str, Any]]
     vocabulary: int
     rows: int = 2048
-    drafting: bool = False
+    drafts: int = 0
 
     @property
     def script(self) -> str:
         if self.path.suffix != ".gguf":
             return str(PEER / "ours_side.py")
-        return str(PEER / ("llama_server_side.py" if self.drafting else "llama_side.py"))
+        return str(PEER / ("llama_server_side.py" if self.drafts else "llama_side.py"))
 
-    def run(self, threads: int, work: Path) -> Answers:
+    def run(self, threads: int) -> Answers:
         """Return answers by name; "first" has the seconds from start to first token."""
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
-        job |= {"vocabulary": self.vocabulary, "asks": [*self.asks.values()]}
-        file = work / "job.json"
-        file.write_text(json.dumps(job), encoding="utf-8")
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        command = [str(self.python), self.script, str(file)]
-        with (
-            (work / "said").open("w+", encoding="utf-8") as said,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
-            ) as process,
-        ):
-            watchdog = threading.Timer(PATIENCE, process.kill)
-            watchdog.start()
-            answered, _ = process.communicate()
-            watchdog.cancel()
-            said.seek(0)
-            messages = [line.strip() for line in said if line.strip()]
-        found: Answers = dict(
-            zip(("first", *self.asks), map(json.loads, answered.splitlines()), strict=False)
-        )
-        if process.returncode:
-            last = messages[-1] if messages else "no message"
-            found["error"] = {"message": f"ended with {process.returncode}: {last}"}
-        return found
+        job |= {"vocabulary": self.vocabulary, "drafts": self.drafts}
+        command = [str(self.python), self.script, json.dumps(job)]
+        process = PeerProcess(command, threads, PATIENCE)
+        answers = {"first": process.ready}
+        try:
+            answers |= {name: process.ask(**ask) for name, ask in self.asks.items()}
+        finally:
+            process.close()
+        found: Answers = {name: answer for name, answer in answers.items() if answer is not None}
+        return found | ({"error": {"message": process.error}} if process.error else {})
 
 
 def ours(name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int) -> Side:
@@ -119,7 +104,7 @@ def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
         turn = i % len(sides)
         for side in [*sides[turn:], *sides[:turn]]:
             run.watch(f"round {i + 1} of {run.rounds}: {side.name}")
-            answers = side.run(run.threads, run.folder)
+            answers = side.run(run.threads)
             if "error" in answers:
                 run.watch(f"{side.name} {answers['error']['message']}")
             found[side.name].append(answers)
@@ -156,14 +141,6 @@ class Measured:
     def memory(self, side: str, ask: str, kind: str = "VmHWM") -> float | None:
         """Return the process's bytes at the time of the answer."""
         return self._median(side, ask, lambda answer: answer[kind])
-
-    def errors(self) -> dict[str, str]:
-        return {
-            name: answers["error"]["message"]
-            for name, rounds in self.rounds.items()
-            for answers in rounds
-            if "error" in answers
-        }
 
     def _median(
         self, side: str, ask: str, figure: Callable[[dict[str, Any]], float]

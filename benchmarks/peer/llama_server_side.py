@@ -19,12 +19,12 @@ from side import Answer, Ask, serve, tokens
 
 class Server:
     def __init__(self, job: Ask) -> None:
-        self.vocabulary, drafts = job["vocabulary"], job["asks"][0]["window"] - 1
+        self.vocabulary = job["vocabulary"]
         program = Path(sys.executable).with_name("llama-server")
         running = contextlib.ExitStack()
         atexit.register(running.close)
-        room = {"slots": 1, "rows": job["rows"], "threads": job["threads"]}
-        self.url = running.enter_context(started(program, job["path"], drafts=drafts, **room))
+        room = {"slots": 1} | {name: job[name] for name in ("rows", "threads", "drafts")}
+        self.url = running.enter_context(started(program, job["path"], **room))
 
     def complete(self, prompt: list[int], count: int) -> dict[str, Any]:
         """Return the server's times and counts for a greedy completion of `count` tokens."""

@@ -1,15 +1,15 @@
-"""Shared code of both sides of `one_machine.py`: reads a job, writes a line of JSON per answer.
+"""Shared code of both sides of `one_machine.py`: a line of JSON for the job, and for each ask.
 
-    python ours_side.py JOB.json        python llama_side.py JOB.json
+    python ours_side.py JOB        python llama_side.py JOB
 
-A job names the engine or GGUF file, threads, the rows that a sequence may need, the vocabulary and
-the asks. The first answer is `first_s`: seconds from before loading to the first token after a
-prompt of 8. Besides the measured side, only the standard library is needed.
+A job is JSON: the engine or GGUF file, threads, the rows that a sequence may need, and the
+vocabulary. The first answer is `first_s`: seconds from before loading to the first token after a
+prompt of 8. Asks are read from standard input. Besides the measured side, only the standard library
+is needed.
 """
 
 import contextlib
 import json
-import os
 import random
 import sys
 import time
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from worker import resident
+from worker import open_answers, resident
 
 FIRST = 8  # tokens of the first prompt
 Ask = dict[str, Any]
@@ -49,22 +49,20 @@ def tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 def serve(load: Callable[[Ask], Side]) -> None:
-    """Answer a job; libraries' own prints go to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """Answer a job, then its asks until there are no more."""
+    write = open_answers()
     with contextlib.suppress(OSError):  # if memory runs out, kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
     def answer(content: Answer) -> None:
-        memory = {kind: resident(kind) for kind in ("VmHWM", "RssAnon")}
-        print(json.dumps(content | memory), file=answers, flush=True)
+        write(content | {kind: resident(kind) for kind in ("VmHWM", "RssAnon")})
 
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = json.loads(sys.argv[1])
     start = time.perf_counter()
     side = load(job)
     side.prompt(tokens(FIRST, job["vocabulary"]))
     answer({"first_s": time.perf_counter() - start})
-    for ask in job["asks"]:
+    for ask in map(json.loads, sys.stdin):
         answer(side.decode(ask) if ask["kind"] == "decode" else prompts(side, ask, job))
 
 

@@ -22,12 +22,7 @@ def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> 
 
     extras: makes, after loading, the peer's answers to other questions, by their names.
     """
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries' prints are not answers
-
-    def answer(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=answers, flush=True)
-
+    answer = open_answers()
     try:
         generate = load()
     except Exception as error:
@@ -44,6 +39,13 @@ def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> 
                 answer(timed(generate, asked["prompt"], asked["max_tokens"]))
         except Exception as error:
             answer({"error": line(error)})
+
+
+def open_answers() -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes an answer; libraries' prints go to standard error instead."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return lambda content: print(json.dumps(content), file=answers, flush=True)
 
 
 def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The benchmark: build, load, measure in turn, compute, write."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset, load_groups, split_groups
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.results import check_writable, write_results
-from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
@@ -54,9 +54,7 @@ class BenchRequest:
         return self.concurrency[-1]
 
 
-def bench(
-    request: BenchRequest, watch: Callable[[str], None] = lambda stage: None
-) -> list[Benchmark]:
+def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
     """Measure, and write bench.json, bench.csv and the pictures.
 
     Returns a benchmark per concurrency, smallest first. Raises the errors of builds and engines.
@@ -73,17 +71,14 @@ def bench(
 
         # 2. Measure: all engines get the same requests in turn, at each concurrency.
         groups = load_groups(request.dataset, contenders[0].engine, request.max_batch)
-        total = len(groups) * request.max_batch
         measured = {
-            size: measure(
-                contenders, split_groups(groups, size), partial(report_progress, watch, size, total)
-            )
+            size: measure(contenders, split_groups(groups, size), watch)
             for size in request.concurrency
         }
 
         # 3. Compute the figures.
         settings = {
-            "num_requests": total,
+            "num_requests": len(groups) * request.max_batch,
             "dataset": request.dataset.dataset or "built-in",
             **{k: getattr(request.dataset, k) for k in ("input_len", "output_len")},
             "sampling": asdict(request.dataset.params),
@@ -101,11 +96,6 @@ def bench(
         ]
     write_benchmarks(reports, request.out)
     return reports
-
-
-def report_progress(watch: Callable[[str], None], size: int, total: int, done: int) -> None:
-    at_once = f", {size} at once" if size > 1 else ""
-    watch(f"request {done * size + 1} of {total}{at_once}")
 
 
 def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -> Contender:

@@ -1,12 +1,13 @@
 """Runs of the engines in turn, group by group, and of steps after the same contexts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure import runs
 from mtpbuild.builder.measure.prompts import Group
 from mtpbuild.builder.plan.plan import Nextn
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.runtime.engine.engine import Engine
 
 WARM_UP_TOKENS = 32
@@ -38,9 +39,7 @@ class Measurements:
 
 
 def measure(
-    contenders: Sequence[Contender],
-    groups: Sequence[Group],
-    watch: Callable[[int], None] = lambda done: None,
+    contenders: Sequence[Contender], groups: Sequence[Group], watch: Watch = ignore
 ) -> dict[Nextn, Measurements]:
     """Measure each nextn; the timed steps follow texts of the first contender, nextn 0."""
     measured = {contender.nextn: Measurements() for contender in contenders}
@@ -49,7 +48,8 @@ def measure(
     warm_up_engines(contenders, groups[0])
     with no_garbage_collection():
         for i, group in enumerate(groups):
-            watch(i)
+            done, at_once = i * len(group), f", {len(group)} at once" if len(group) > 1 else ""
+            watch(f"request {done + 1} of {len(groups) * len(group)}{at_once}")
             for contender in runs.rotate(contenders, i):
                 answers = runs.run_settled(contender.engine, contender.adapt(group))
                 measured[contender.nextn].groups.append(answers)

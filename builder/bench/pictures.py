@@ -20,10 +20,8 @@ def draw_speedups(report: Benchmark, path: Path) -> None:
     """Draw speedups and acceptance lengths against nextn."""
     rows = report.rows
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    with pictures.draw_panels(path, pictures.machine_note(report.machine)) as (
-        figure,
-        (left, right),
-    ):
+    note = pictures.machine_note(report.machine)
+    with pictures.draw_panels(path, note) as (figure, (left, right)):
         draw_speedup(left, rows, kinds)
         lengths = {
             kind: [row.kinds[kind]["spec_decode_acceptance_length"] or 1 for row in rows]
@@ -80,10 +78,8 @@ def draw_batches(reports: Sequence[Benchmark], path: Path) -> None:
 
 def draw_steps(report: Benchmark, path: Path) -> None:
     """Draw how long steps took, and how often drafts were accepted at each position."""
-    with pictures.draw_panels(path, pictures.machine_note(report.machine)) as (
-        figure,
-        (left, right),
-    ):
+    note = pictures.machine_note(report.machine)
+    with pictures.draw_panels(path, note) as (figure, (left, right)):
         draw_times(left, report)
         draw_positions(right, report.rows)
         handles = right.get_legend_handles_labels()[0]

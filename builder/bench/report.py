@@ -198,9 +198,12 @@ def make_batches_table(reports: Sequence[Benchmark], name: str) -> Table:
     return result
 
 
-def print_batches(reports: Sequence[Benchmark]) -> None:
-    """Print both tables, the machine, and which nextn to choose at each concurrency."""
+def print_benchmarks(reports: Sequence[Benchmark]) -> None:
+    """Print a report; of several, both tables and which nextn to choose at each concurrency."""
     first = reports[0]
+    if len(reports) == 1:
+        print_benchmark(first)
+        return
     print_lines(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
     print_lines(*(make_batches_table(reports, name) for name in PANELS))
     print_lines(why_output_differs(first.settings), f"\n{describe_load(first.machine)}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
@@ -32,7 +33,8 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
         return next((ids for ids in found if ids is not None), ())
 
     bos, eos, added = first("bos_token_id"), first("eos_token_id"), _added_tokens(folder)
-    end = added.get(_eos_token(folder))
+    named = special_tokens(read_object(folder / TOKENIZER_CONFIG))
+    end = added.get(named.get("eos_token", ""))
     if end is not None and end < config.vocab_size:
         eos = tuple(dict.fromkeys((*eos, end)))
     thinking = {"<think>", "</think>"} <= added.keys()
@@ -48,15 +50,6 @@ def _added_tokens(folder: Path) -> dict[str, int]:
         return {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
     except (OSError, ValueError, KeyError, TypeError):  # the runtime reports it
         return {}
-
-
-def _eos_token(folder: Path) -> str:
-    """Return the EOS token of tokenizer_config.json, or "" if it has none."""
-    try:
-        raw = read_json(folder / TOKENIZER_CONFIG)
-        return special_tokens(raw).get("eos_token", "")
-    except (OSError, ValueError, AttributeError):  # the runtime reports it
-        return ""
 
 
 def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:

@@ -82,15 +82,15 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 def _quantised(folder: Path) -> Mapping[str, Any]:
     """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
-    raw = _object(folder / CONFIG).get("quantization_config")
+    raw = read_object(folder / CONFIG).get("quantization_config")
     quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
-    modelopt = _object(folder / MODELOPT).get("quantization")
+    modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
         return {"quant_method": "modelopt", **modelopt, **quantised}
     return quantised
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if the file is missing or has none."""
     try:
         raw = read_json(path)

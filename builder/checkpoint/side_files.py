@@ -3,20 +3,15 @@
 import shutil
 from pathlib import Path
 
+from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
-from mtpbuild.runtime.text.tokenizer_files import (
-    CHAT_TEMPLATE,
-    MORE_TEMPLATES,
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
-)
 
 CONFIG = "config.json"
 SIDE_FILES = (
     TOKENIZER,
-    TOKENIZER_CONFIG,
-    SPECIAL_TOKENS_MAP,
-    CHAT_TEMPLATE,
+    tokenizer_files.TOKENIZER_CONFIG,
+    tokenizer_files.SPECIAL_TOKENS_MAP,
+    tokenizer_files.CHAT_TEMPLATE,
     "generation_config.json",
 )
 
@@ -24,12 +19,14 @@ SIDE_FILES = (
 def side_files(folder: Path) -> list[str]:
     """Return the names of a folder's side files, including its subfolder of chat templates."""
     named = [name for name in SIDE_FILES if (folder / name).is_file()]
-    templates = sorted(p for p in (folder / MORE_TEMPLATES).glob("*.jinja") if p.is_file())
+    templates = sorted(
+        p for p in (folder / tokenizer_files.MORE_TEMPLATES).glob("*.jinja") if p.is_file()
+    )
     return [*named, *(path.relative_to(folder).as_posix() for path in templates)]
 
 
 def is_side_file(name: str) -> bool:
-    return name in SIDE_FILES or name.startswith(f"{MORE_TEMPLATES}/")
+    return name in SIDE_FILES or name.startswith(f"{tokenizer_files.MORE_TEMPLATES}/")
 
 
 def copy_side_files(checkpoint: Path, folder: Path) -> None:

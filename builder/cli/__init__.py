@@ -1,6 +1,6 @@
 """The `mtpbuild` command: each command parses, calls one function and prints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -73,21 +73,10 @@ def main(
     """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "build": build,
-    "refit": refit,
-    "recipes": recipes,
-    "run": run,
-    "serve": serve,
-    "inspect": inspect,
-    "bench": bench,
-    "verify": verify,
-    "eval": evaluate,
-    "diff": diff,
-    "study": study,
-    "quantize": quantize,
-    "plan": plan,
-}
-for name, command in COMMANDS.items():
-    app.command(name)(command)
+# A command has its function's name, except for `eval`, which is a function of Python.
+for command in (build, refit, recipes, run, serve, inspect, bench, verify):
+    app.command()(command)
+app.command("eval")(evaluate)
+for command in (diff, study, quantize, plan):
+    app.command()(command)
 app.add_typer(prefix, name="prefix")

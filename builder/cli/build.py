@@ -57,7 +57,7 @@ def build(
     from mtpbuild.runtime.configuration.settings import requested_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
-    settings = read_flags(compat, also=ranks.said(), nextn=numbers, drafter=drafter)
+    settings = read_flags(compat, also=ranks.settings(), nextn=numbers, drafter=drafter)
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and "nextn" in settings:

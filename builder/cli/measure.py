@@ -70,19 +70,14 @@ def bench(
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
-    from mtpbuild.builder.bench.report import print_batches, print_benchmark
+    from mtpbuild.builder.bench.report import print_benchmarks
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
     from mtpbuild.builder.plan.recipe import default_target
     from mtpbuild.builder.plan.request import BuildRequest
 
     numbers = None if nextn is None else parse_nextn(nextn)
-    settings = read_flags(
-        compat,
-        relaxing,
-        also=name_source(BLOG, "--relaxed") if relaxed else [],
-        nextn=numbers,
-        drafter=drafter,
-    )
+    also = name_source(BLOG, "--relaxed") if relaxed else []
+    settings = read_flags(compat, relaxing, also=also, nextn=numbers, drafter=drafter)
     if requested_ranks(settings) != ALONE:
         raise UsageError("bench builds engines of one rank: leave the parallel sizes out")
     if numbers is None:
@@ -96,10 +91,7 @@ def bench(
     request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
     with show_progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
-    if len(reports) > 1:
-        print_results(out / "bench.json", json, lambda: print_batches(reports), "pictures")
-    else:
-        print_results(out / "bench.json", json, lambda: print_benchmark(reports[0]), "picture")
+    print_results(out / "bench.json", json, lambda: print_benchmarks(reports))
 
 
 @error_line
@@ -135,7 +127,7 @@ def evaluate(
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    print_results(flags.out / "eval.json", json, lambda: print_evaluation(report), "picture")
+    print_results(flags.out / "eval.json", json, lambda: print_evaluation(report))
 
 
 def read_grid(
@@ -143,21 +135,19 @@ def read_grid(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the values to try: the flags', else the configuration's, else the defaults."""
     on = settings if settings.get("use_relaxed_acceptance_for_thinking") else {}
-    topks = _tried("--relaxed-topk", topk, on.get("relaxed_topk"), int, TOPK)
-    deltas = _tried("--relaxed-delta", delta, on.get("relaxed_delta"), float, DELTA)
+
+    def read(name: str, typed: str | None, usual: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+        flag, configured = f"--relaxed-{name}", on.get(f"relaxed_{name}")
+        if typed and configured is not None:
+            raise UsageError(f"{flag} {typed} and the configuration's {configured}; drop one")
+        if configured is not None:
+            return (configured,)
+        return tuple(dict.fromkeys(parse_list(flag, typed or usual, kind, usual)))
+
+    topks, deltas = read("topk", topk, TOPK, int), read("delta", delta, DELTA, float)
     if min(topks) < 2 or not 0 <= min(deltas) <= max(deltas) <= 1:
         raise UsageError("--relaxed-topk is from 2 (1 is strict), --relaxed-delta in 0..1")
     return topks, deltas
-
-
-def _tried(
-    flag: str, typed: str | None, configured: T | None, kind: Callable[[str], T], usual: str
-) -> tuple[T, ...]:
-    if typed and configured is not None:
-        raise UsageError(f"{flag} {typed} and the configuration's {configured}; drop one")
-    if configured is not None:
-        return (configured,)
-    return tuple(dict.fromkeys(parse_list(flag, typed or usual, kind, usual)))
 
 
 @error_line
@@ -169,18 +159,13 @@ def verify(
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
-    from mtpbuild.builder.verify.verify import (
-        VerifyRequest,
-        make_verify_json,
-        print_verification,
-        verify,
-    )
+    from mtpbuild.builder.verify import verify
 
-    request = VerifyRequest(engine=engine, options=changed(load_flags), **vars(flags))
+    request = verify.VerifyRequest(engine=engine, options=changed(load_flags), **vars(flags))
     with show_progress("reading the engine") as watch:
-        verification = verify(request, watch)
-    print_result(json, make_verify_json(verification), lambda: print_verification(verification))
-    if verification.failed:
+        done = verify.verify(request, watch)
+    print_result(json, verify.make_verify_json(done), lambda: verify.print_verification(done))
+    if done.failed:
         raise typer.Exit(1)
 
 
@@ -195,4 +180,4 @@ def study(
     from mtpbuild.builder.eval.study import print_study, study
 
     found = study(traces, out)
-    print_results(out / "study.json", json, lambda: print_study(found), "picture")
+    print_results(out / "study.json", json, lambda: print_study(found))

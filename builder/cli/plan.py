@@ -10,6 +10,7 @@ from mtpbuild.builder.cli.shared import RankFlags, parse_range, print_result
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import error_line
+from mtpbuild.runtime.configuration.settings import join, requested_ranks
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 
@@ -45,10 +46,8 @@ def plan(
         refuse_gpu_flags(context)
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
-    from mtpbuild.builder.forecast import cpu_report
-    from mtpbuild.builder.forecast.cpu import forecast_cpu
-    from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
-    from mtpbuild.builder.forecast.latency import parse_measured
+    from mtpbuild.builder.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
+    from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast, parse_measured
     from mtpbuild.builder.forecast.report import draw_forecast, make_plan_json, print_forecast
     from mtpbuild.builder.show.pictures import why_no_pictures
 
@@ -60,16 +59,14 @@ def plan(
     request = ForecastRequest(
         model=model,
         nextn=() if nextn is None else parse_range(nextn),
-        ranks=ranks.ranks(),
+        ranks=requested_ranks(join(ranks.settings())),
         acceptance=lengths,
         measured=None if calibrate is None else parse_measured(calibrate),
         **vars(flags),
     )
     if cpu:
         local = forecast_cpu(request)
-        print_result(
-            json, cpu_report.make_cpu_plan_json(local), lambda: cpu_report.print_cpu_forecast(local)
-        )
+        print_result(json, make_cpu_plan_json(local), lambda: print_cpu_forecast(local))
         return
     done = forecast(request)
     if picture is not None:

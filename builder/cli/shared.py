@@ -13,11 +13,10 @@ import typer
 
 from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration.settings import Given, join, requested_ranks
+from mtpbuild.runtime.configuration.settings import Given
 from mtpbuild.runtime.contract.target_options import option_flags
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
-from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
@@ -33,13 +32,10 @@ class RankFlags:
     ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
     attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
-    def said(self) -> list[Given]:
-        """Return the settings of each flag, to be joined with a configuration's."""
+    def settings(self) -> list[Given]:
+        """Return the flags as settings, to be joined with a configuration's."""
         switch = ("attention_dp", "--attention-dp", self.attention_dp or None)
         return [("tp", "--tp", self.tp), ("ep", "--ep", self.ep), switch]
-
-    def ranks(self) -> Ranks:
-        return requested_ranks(join(self.said()))
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:
@@ -99,7 +95,7 @@ class StageLines:
             typer.echo(f"[{now - self._begun:.0f} s] {stage}", err=True)
 
 
-def print_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:
+def print_results(path: Path, json: bool, print_tables: Callable[[], None]) -> None:
     """Print the JSON file that was written, or tables and the file's path.
 
     Without matplotlib, a line on standard error says why there are no pictures.
@@ -110,8 +106,8 @@ def print_results(path: Path, json: bool, show: Callable[[], None], pictures: st
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
-        show()
-        typer.echo(f"wrote {path}" if why else f"wrote {path} and its {pictures}")
+        print_tables()
+        typer.echo(f"wrote {path}" if why else f"wrote {path} and its pictures")
     if why:
         typer.echo(f"note: {why}", err=True)
 

@@ -5,11 +5,10 @@ import sys
 from json import dumps
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.builder.show.tables import make_names_column
+from mtpbuild.builder.show.tables import make_names_column, print_lines
 from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
@@ -26,12 +25,11 @@ def print_recipes(json: bool) -> None:
     table = Table(Column("model", no_wrap=True), Column("in engines/", no_wrap=True), "about")
     for recipe in load_recipes():
         table.add_row(recipe.name, f"{recipe.engine}_n<nextn>", recipe.summary)
-    Console().print(table)
+    print_lines(table)
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Print the engines with their sizes, and which of their ranks are here."""
-    console = Console()
     folders = make_names_column("engine", [str(engine.folder) for engine in engines])
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "files", "size", "status")
@@ -45,12 +43,12 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
             f"{sum(files) / 1e6:.1f} MB",
             "unchanged" if engine.unchanged else "built",
         )
-    console.print(table)
+    print_lines(table)
     for engine in engines:
         ranks = ranks_here(engine.folder, engine.manifest)
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
             here = ", ".join(map(str, ranks))
-            console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
+            print_lines(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
 
 
 def print_stages(stages: "Stages") -> None:
@@ -61,25 +59,23 @@ def print_stages(stages: "Stages") -> None:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         said += f"; peak memory {peak / (1 << 20 if sys.platform == 'darwin' else 1 << 10):.0f} MiB"
-    Console().print(said, highlight=False, soft_wrap=True)
+    print_lines(said)
 
 
 def print_quantized(done: "Quantized") -> None:
     """Print a line per format, then the weights that could not be quantised."""
-    console = Console()
     table = Table("format", "weights", "size", "relative error")
     for name, portion in done.portions.items():
         error = f"{portion.error:.2%}" if portion.squares else "-"
         table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
-    console.print(table)
+    print_lines(table)
     if done.unfit:
-        console.print(
+        print_lines(
             f"{len(done.unfit)} weights stay as they are: their columns do not split into blocks "
-            f"({done.unfit[0]}, ..)",
-            soft_wrap=True,
+            f"({done.unfit[0]}, ..)"
         )
     if done.coarse:
         from mtpbuild.builder.formats.integers import coarse_note
 
-        console.print(coarse_note(done.coarse), soft_wrap=True)
-    console.print(f"wrote {done.folder}", soft_wrap=True)
+        print_lines(coarse_note(done.coarse))
+    print_lines(f"wrote {done.folder}")

@@ -177,7 +177,7 @@ def compile_programs(
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
-    from mtpbuild.builder.compiler.temporary import temporary_bytes
+    from mtpbuild.builder.compiler.step_counts import temporary_bytes
     from mtpbuild.builder.program.programs import make_programs
 
     plan, target = job.plans[out], job.target

@@ -1,32 +1,36 @@
 """Download the files that a build reads, the weights after all other checks."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.hub_cache import MAIN, write_ref
-from mtpbuild.builder.checkpoint.readable import (
-    MODELOPT,
-    refuse_gguf,
-    refuse_quantised,
-    refuse_tokenizer,
-)
+from mtpbuild.builder.checkpoint import readable
+from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, stored_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, of_layers
+from mtpbuild.builder.forecast.cpu import MAPPED
+from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
+from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.runtime.errors import CheckpointError, MissingWeightsError
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
+from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.hub import Repository
 
-SMALL = (CONFIG, INDEX, MODELOPT)
+SMALL = (CONFIG, INDEX, readable.MODELOPT)
 
 
 def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
@@ -51,10 +55,10 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
             OfflineError,
             UnreachableError,
             open_repository,
-            quiet,
+            silence_hub,
         )
     revision = request.revision or MAIN
-    with quiet():
+    with silence_hub():
         # 1. Find the revision's commit and its files.
         try:
             repository = open_repository(model.repository, revision)
@@ -72,9 +76,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         names = find_weights(repository)
         check_modules(request, repository)
         if wanted := sum(map(repository.lacking_bytes, names)):
-            with target.importing():
-                from mtpbuild.builder.compiler.room import check_room
-            check_room(repository.name, wanted, target, plans, repository.folder, room)
+            check_room(repository.name, wanted, plans, repository.folder, room)
 
         # 3. Fetch the weights. The revision counts as downloaded when the last one is here.
         for name in names:
@@ -85,15 +87,15 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
 def fetch_small_files(repository: "Repository") -> None:
     """Fetch the files beside the weights; raise CheckpointError for unsupported formats."""
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
-    refuse_gguf(where, repository.files, instead)
+    readable.refuse_gguf(where, repository.files, instead)
     for name in repository.files:
         if name in SMALL or is_side_file(name):
             repository.fetch(name)
     load_config(repository.folder)
     if not {SINGLE, INDEX} & repository.files.keys():
         raise CheckpointError(f"{where}: neither {SINGLE} nor {INDEX}, and nothing else is read")
-    refuse_quantised(where, repository.folder, instead)
-    refuse_tokenizer(where, repository.files)
+    readable.refuse_quantised(where, repository.folder, instead)
+    readable.refuse_tokenizer(where, repository.files)
 
 
 def check_modules(request: BuildRequest, repository: "Repository") -> None:
@@ -115,3 +117,62 @@ def find_weights(repository: "Repository") -> list[str]:
     if missing := [name for name in names if name not in repository.files]:
         raise CheckpointError(f"{repository.name}: {INDEX} names {missing[0]}, which is not there")
     return names
+
+
+def check_room(
+    name: str, wanted: int, plans: Mapping[Path, Plan], folder: Path, room: Room
+) -> None:
+    """Raise DownloadError if download, engine or the engine's run need more room than there is.
+
+    wanted: bytes to be fetched. folder: has the checkpoint's small files. The weights are counted
+    once, as engines of one build share them; weights inside programs are not counted. Of several
+    ranks one is counted: the others may be built and run on other machines.
+    """
+    downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
+    if wanted > downloads.free:
+        raise DownloadError(
+            f"{name}: {gigabytes(wanted)} are to be fetched, and the disk of {cache_folder()} has "
+            f"{gigabytes(downloads.free)} free; HF_HUB_CACHE names another folder"
+        )
+    place = next(iter(plans)).parent
+    engines, memory = room.disk(place), room.memory()
+    free = engines.free - (wanted if engines.device == downloads.device else 0)
+    engine = weights_bytes(plan, folder)
+    if engine > free:
+        raise DownloadError(
+            f"{name}: the engine takes {gigabytes(engine)}, and beside the download the disk of "
+            f"{place.resolve()} has {gigabytes(free)} free{smaller(plan, folder)}; --out "
+            "names another place"
+        )
+    states = (sum(map(size_of, state_specs(each))) for each in plans.values())
+    needed = round(MAPPED * engine) + max(states)
+    if memory is not None and not plan.style.for_gpu and needed > memory:
+        raise DownloadError(
+            f"{name}: the engine needs {gigabytes(needed)} of memory, and this machine has "
+            f"{gigabytes(memory)}{smaller(plan, folder)}; to build it for another machine, "
+            f"fetch the checkpoint by `hf download {name}`"
+        )
+
+
+def smaller(plan: Plan, folder: Path) -> str:
+    """Return a hint at the smallest format that the target keeps, if the engine is larger."""
+    sizes = {
+        name: weights_bytes(replace(plan, scheme=build_scheme(name)), folder)
+        for name in plan.style.formats
+    }
+    if not sizes or min(sizes.values()) >= weights_bytes(plan, folder):
+        return ""
+    best = min(sizes, key=lambda name: sizes[name])
+    return f"; --weights {best} makes one of {gigabytes(sizes[best])}"
+
+
+def weights_bytes(plan: Plan, folder: Path) -> int:
+    """Return the bytes of a rank's weights file."""
+    dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
+    format_of = partial(format_by, plan.scheme or SCHEMES[readable.stored_as(folder)], plan.config)
+    held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks, dtype)
+    return count_file_bytes(held)
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

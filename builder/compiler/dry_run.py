@@ -73,26 +73,26 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
 
 def print_dry_run(done: DryRun) -> None:
     """Print what was read, then a line per engine."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Column, Table
 
     from mtpbuild.builder.compiler.step_counts import describe_counts
-    from mtpbuild.builder.show.tables import format_size, make_names_column
+    from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
 
-    console, model = Console(highlight=False, soft_wrap=True), done.model
+    model = done.model
     files = [entry.file for entry in model.stored.tensors.values()]
-    console.print(
+    print_lines(
         f"{model.source.folder}: {len(files):,} tensors in {len(set(files))} files, as "
         f"config.json demands; {model.table.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
         ends = "would stay" if scheme.head is None else f"to {scheme.head}"
-        console.print(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
+        print_lines(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
     if model.unfit:
-        console.print(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
+        print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
     if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
-        console.print(f"{found} would be dequantised to {model.style.dtype}")
+        print_lines(f"{found} would be dequantised to {model.style.dtype}")
     folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "weights", "state", "build")
@@ -106,11 +106,11 @@ def print_dry_run(done: DryRun) -> None:
             f"{engine.state / 1e9:,.3f} GB{each}",
             "nothing to do" if engine.unchanged else "to do",
         )
-    console.print(table)
+    print_lines(table, fold=False)
     for engine in done.engines:
         sizes = ", ".join(f"{name} {each.nodes:,} nodes" for name, each in engine.graphs.items())
         if sizes:
-            console.print(f"{engine.folder}: exported without weights: {sizes}")
+            print_lines(f"{engine.folder}: exported without weights: {sizes}")
         if step := engine.graphs.get(PLAIN):
             each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
             held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
@@ -118,7 +118,7 @@ def print_dry_run(done: DryRun) -> None:
                 held += f", all programs together hold {format_size(engine.held)} of weights"
             passing = max(found.temporary for found in engine.graphs.values())
             beside = f"intermediate results up to {format_size(passing)}"
-            console.print(f"{each}{held}; a step: {describe_counts(step)}; {beside}")
+            print_lines(f"{each}{held}; a step: {describe_counts(step)}; {beside}")
     for line in done.lacking:
-        console.print(f"can't be built here: {line}", markup=False)  # [group] of packages
-    console.print("dry run: nothing was written")
+        print_lines(f"can't be built here: {escape(line)}")  # [group] of packages
+    print_lines("dry run: nothing was written")

@@ -1,11 +1,17 @@
-"""A hash over everything that a build reads: builds with equal hashes make the same engine."""
+"""A hash over everything that a build reads: builds with equal hashes make the same engine.
 
+Of our own code it covers all that tracing and lowering import.
+"""
+
+import ast
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from operator import index
@@ -14,7 +20,6 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan.plan import Plan, state_specs
-from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
 from mtpbuild.runtime.contract.drafters import find_drafter
@@ -28,6 +33,15 @@ SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one, SAMPLE bytes in any EVERY b
 PIECE = 1 << 20  # bytes that are read at once
 MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
+PACKAGE = "mtpbuild"
+TREE = Path(__file__).parents[2]
+# These modules import the rest: weights, the step program, operators, the contract.
+STAGES = ("builder.program.opened_model", "builder.weights.placed", "builder.program.trace")
+# The only modules of the runtime that graphs depend on.
+CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
+# It imports all families, but an engine depends only on its own, which the caller names.
+REGISTRY = f"{PACKAGE}.builder.models"
+Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def identities(folder: Path) -> dict[str, str]:
@@ -75,14 +89,14 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
         return hash_file(path)
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb", buffering=0) as file:
-        for begin, end in spans_of(path, size):
-            for start, stop in pieces(begin, end):
+        for begin, end in list_spans(path, size):
+            for start, stop in sampled_spans(begin, end):
                 file.seek(start)
                 digest.update(file.read(stop - start))
     return digest.hexdigest()
 
 
-def spans_of(path: Path, size: int) -> list[Span]:
+def list_spans(path: Path, size: int) -> list[Span]:
     """Return the spans of a safetensors file's header and tensors; any other file is one span."""
     try:
         header, _, start = read_header(path)
@@ -98,7 +112,7 @@ def spans_of(path: Path, size: int) -> list[Span]:
     return header_pieces + list(pairwise(ends))
 
 
-def pieces(begin: int, end: int) -> Iterator[Span]:
+def sampled_spans(begin: int, end: int) -> Iterator[Span]:
     """Yield the parts of a span to hash: all of a small one, samples of a large one.
 
     Samples lie EVERY - SAMPLE apart, so that any EVERY bytes have a whole one, and that rows of 2^n
@@ -116,3 +130,77 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "none"
+
+
+def hash_of_code(*modules: str, tree: Path = TREE) -> str:
+    """Return the sha256 of all code that these modules and the stages of a build import.
+
+    Comments, docstrings and line breaks don't count. The folder of a model family or an operator
+    counts as a whole, since its modules are imported late and by name. tree: this package's folder.
+    """
+    found, todo = dict[str, str](), [*(f"{PACKAGE}.{stage}" for stage in STAGES), *modules]
+    own = {name.partition(".")[0] for name in todo}
+    while todo:
+        name = todo.pop()
+        path = None if name in found else _file_of(name, tree)
+        if path is None:
+            continue
+        found[name], imported = _parse_code(path.read_text(encoding="utf-8"))
+        if name != REGISTRY:
+            names = (*imported, *_modules_beside(name, path, tree))
+            todo += [each for each in names if each.partition(".")[0] in own and _is_covered(each)]
+    return hashlib.sha256("\n".join(f"{n}\n{found[n]}" for n in sorted(found)).encode()).hexdigest()
+
+
+@cache
+def _parse_code(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return a module's code without docstrings, and the names that it imports."""
+    code = ast.parse(text)
+    imported = tuple(_imported_names(code))
+    for node in ast.walk(code):
+        if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(code), imported
+
+
+def _is_covered(name: str) -> bool:
+    return not name.startswith(f"{PACKAGE}.runtime") or name.startswith(CONTRACT)
+
+
+def _file_of(name: str, tree: Path) -> Path | None:
+    """Return a module's file, or None if the name is not a module's but, say, a function's."""
+    root, *rest = name.split(".")
+    module = sys.modules.get(root)
+    folders = [str(tree)] if root == PACKAGE else [*getattr(module, "__path__", ())]
+    if not folders:
+        found = None if rest else getattr(module, "__file__", None)
+        return None if found is None else Path(found)
+    place = Path(folders[0]).joinpath(*rest)
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def _imported_names(code: ast.AST) -> Iterator[str]:
+    """Yield all names that a module imports, at any depth, except those for types alone."""
+    for node in ast.iter_child_nodes(code):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
+            yield str(node.value)  # imported late, by this name
+        else:
+            yield from _imported_names(node)
+
+
+def _modules_beside(name: str, path: Path, tree: Path) -> Iterator[str]:
+    """Yield the other modules of a folder that is a family's or an operator's."""
+    families, operators = tree / "builder" / "models", tree / "plugins"
+    folder = path.parent
+    if folder.parent in (families, operators) and folder.name != "common":
+        above = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        names = (file.stem for file in folder.glob("*.py"))
+        yield from (above if stem == "__init__" else f"{above}.{stem}" for stem in names)

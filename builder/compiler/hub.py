@@ -6,7 +6,6 @@ and puts them where huggingface_hub looks for them.
 """
 
 import errno
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -23,10 +22,11 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
+from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.errors import DownloadError
 
 NAME = "mtpbuild"  # our name in requests to the hub
-GOES_ON = "what has been fetched stays, and the same command goes on from there"
+RESUMES = "what has been fetched stays, and the same command goes on from there"
 
 
 class OfflineError(DownloadError):
@@ -52,7 +52,7 @@ class Repository:
 
     def fetch(self, name: str) -> None:
         """Download a file into the folder, unless it is there already."""
-        with one_line(self.name, self.commit):
+        with explain_errors(self.name, self.commit):
             hf_hub_download(
                 self.name,
                 name,
@@ -67,8 +67,8 @@ class Repository:
         blob, size = self._blob(name), self.files[name].size
         # huggingface_hub fetches larger files by another protocol, the only one that serves them.
         if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-            with one_line(self.name, self.commit):
-                self._go_on(name, blob, size)
+            with explain_errors(self.name, self.commit):
+                self._resume(name, blob, size)
         self.fetch(name)  # it finds the contents there and links them to their name
 
     def lacking_bytes(self, name: str) -> int:
@@ -86,11 +86,9 @@ class Repository:
         etag = file.blob_id if file.lfs is None else file.lfs.sha256
         return None if etag is None else repository_folder(self.name) / "blobs" / etag
 
-    def _go_on(self, name: str, blob: Path, size: int) -> None:
+    def _resume(self, name: str, blob: Path, size: int) -> None:
         """Fetch the rest of a file's contents, after any other process that is fetching them."""
-        lock = (
-            cache_folder() / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
-        )  # the hub's own
+        lock = cache_folder() / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
         with FileLock(lock, mode=0o664):  # as huggingface_hub takes it
@@ -109,38 +107,30 @@ class Repository:
                     expected_size=size,
                     displayed_filename=name,
                 )
-            if done and self.files[name].lfs is not None:
-                self._check_hash(name, partial, blob.name)
+            # The parts may be of different times. A large file's hash is the name of its blob.
+            if done and self.files[name].lfs is not None and hash_file(partial) != blob.name:
+                partial.unlink()
+                raise DownloadError(
+                    f"{self.name}: {name} came damaged; the same command fetches it anew"
+                )
             partial.replace(blob)
-
-    def _check_hash(self, name: str, partial: Path, sha256: str) -> None:
-        """Raise DownloadError if a file, fetched in parts at different times, has another hash."""
-        with partial.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != sha256:
-            partial.unlink()
-            raise DownloadError(
-                f"{self.name}: {name} came damaged; the same command fetches it anew"
-            )
 
 
 def open_repository(name: str, revision: str) -> Repository:
     """Ask the hub about a repository; raise DownloadError, or OfflineError if we may not ask."""
-    with one_line(name, revision):
+    with explain_errors(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
-            info = api.model_info(
-                name,
-                revision=revision,
-                files_metadata=True,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            )
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            info = api.model_info(name, revision=revision, files_metadata=True, timeout=timeout)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, errors.HFValidationError | errors.BadRequestError):
                 raise
-            raise DownloadError(f"{where()} does not answer as a Hugging Face hub does") from None
+            raise DownloadError(
+                f"{hub_address()} does not answer as a Hugging Face hub does"
+            ) from None
     if info.sha is None:
-        raise DownloadError(f"{where()} names no commit of {name}")
+        raise DownloadError(f"{hub_address()} names no commit of {name}")
     files = {file.rfilename: file for file in info.siblings or ()}
     base = None if info.card_data is None else info.card_data.get("base_model")
     bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
@@ -152,12 +142,12 @@ def endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def where() -> str:
+def hub_address() -> str:
     return endpoint() or constants.ENDPOINT
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_hub() -> Iterator[None]:
     """Silence huggingface_hub except for progress bars; its errors become one line of ours."""
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
@@ -168,41 +158,42 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def one_line(name: str, revision: str) -> Iterator[None]:
+def explain_errors(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
     except errors.LocalEntryNotFoundError as error:  # the hub failed, and the cache lacks the file
-        raise _told(error.__cause__ or error, name, revision) from None
+        raise _explain(error.__cause__ or error, name, revision) from None
     except (HTTPError, errors.HFValidationError, OSError) as error:
-        raise _told(error, name, revision) from None
+        raise _explain(error, name, revision) from None
 
 
-def _told(error: BaseException, name: str, revision: str) -> DownloadError:
+def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
+    hub = hub_address()
     match error:
         case errors.OfflineModeIsEnabled():
             return OfflineError("HF_HUB_OFFLINE is set, so nothing is fetched")
         case errors.GatedRepoError():
-            todo = f"ask for access at {where()}/{name}, then set HF_TOKEN or run `hf auth login`"
+            todo = f"ask for access at {hub}/{name}, then set HF_TOKEN or run `hf auth login`"
             return DownloadError(f"{name} is gated: {todo}")
         case errors.RepositoryNotFoundError():
-            found = f"{name} is neither a folder here nor a repository of {where()}"
+            found = f"{name} is neither a folder here nor a repository of {hub}"
             return DownloadError(f"{found} (a private one needs an HF_TOKEN that may read it)")
         case errors.RevisionNotFoundError():
             return DownloadError(f"{name} has no revision {revision}: name a branch, tag or commit")
         case errors.HFValidationError():
             return DownloadError(f"{name} is no folder here, and can't be a repository: {error}")
         case errors.HfHubHTTPError():
-            status = f"{where()} answers {error.response.status_code} for {name}"
+            status = f"{hub} answers {error.response.status_code} for {name}"
             said = f" ({error.server_message})" if error.server_message else ""
-            return DownloadError(f"{status}{said}; {GOES_ON}")
+            return DownloadError(f"{status}{said}; {RESUMES}")
         case HTTPError():
-            return UnreachableError(f"{where()} can't be reached ({_short(error)}); {GOES_ON}")
+            return UnreachableError(f"{hub} can't be reached ({_short(error)}); {RESUMES}")
         case OSError(errno=errno.ENOSPC):
-            return DownloadError(f"the disk of {cache_folder()} is full; {GOES_ON}")
+            return DownloadError(f"the disk of {cache_folder()} is full; {RESUMES}")
         case OSError(strerror=str(strerror), filename=str(filename)):
             return DownloadError(f"{filename}: can't be written ({strerror})")
-    return DownloadError(f"{name}: {_short(error)}; {GOES_ON}")
+    return DownloadError(f"{name}: {_short(error)}; {RESUMES}")
 
 
 def _short(error: BaseException) -> str:

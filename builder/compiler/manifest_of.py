@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.compiler.job import Job
@@ -47,7 +47,7 @@ def write_manifests(
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=model_info(model),
-            build=build_info(job, out, model, exact=exact).model_copy(update={"probed": probed}),
+            build=build_info(job, out, model, exact=exact, probed=probed),
             target=job.target.info(plan),
             capabilities={
                 "acceptance": [*BUILT_IN, *plan.rules],
@@ -74,7 +74,7 @@ def model_info(model: "OpenedModel") -> ModelInfo:
     )
 
 
-def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> BuildInfo:
+def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> BuildInfo:
     """Return the flags of the build; most are fields of the plan with the same names."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(
@@ -83,7 +83,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> Bui
         weights=model.weights_type,
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
-        exact=exact,
+        **found,
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,
         layers=None if layers is None else str(layers),

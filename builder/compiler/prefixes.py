@@ -12,8 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.staged import staged_folder
+from mtpbuild.builder.engine.layout import changed_engine
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -53,10 +52,14 @@ class Beginning:
             return tokenizer.encode(self.text)
         messages = list(self.messages) or [{"role": "system", "content": self.text}]
         options: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
+
+        def ids(*more: dict[str, Any]) -> list[int]:
+            text = tokenizer.chat_prompt([*messages, *more], **options)
+            return tokenizer.encode(text, add_special_tokens=False)
+
         if messages[-1].get("role") == "user":
-            return _chat_ids(tokenizer, messages, options)
-        asked = ([*messages, {"role": "user", "content": probe}] for probe in PROBES)
-        found = [_chat_ids(tokenizer, each, options) for each in asked]
+            return ids()
+        found = [ids({"role": "user", "content": probe}) for probe in PROBES]
         return found[0][: min(common(one, other) for one, other in pairwise(found))]
 
 
@@ -75,7 +78,7 @@ def add_prefix(
     prefix.
     """
     _check_name(name)
-    manifest = _checked(engine)
+    manifest = _read_unsplit(engine)
     tokenizer = load_tokenizer(engine, manifest)
     if tokenizer is None:
         raise UsageError(f"{engine}: built without a tokenizer, so a text has no token ids")
@@ -84,26 +87,22 @@ def add_prefix(
     most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
     if not least <= len(tokens) <= most:
         raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
-    with staged_folder(engine) as building:
-        _link(engine, building.folder, manifest, without=name)
-        write_prefix(building.folder, manifest, name, tokens, compute(tokens))
-        write_manifest(building.folder, manifest)
-        layout.keep_access(engine, building.folder)
-        path = building.folder / prefix_file(name)
-        path.chmod(PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode))
+    file = prefix_file(name)
+    mode = PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode)
+    with changed_engine(engine, manifest.files.keys() - {file}, {file: mode}) as folder:
+        write_prefix(folder, manifest, name, tokens, compute(tokens))
+        write_manifest(folder, manifest)
     return len(tokens)
 
 
 def remove_prefix(engine: Path, name: str) -> None:
     """Remove a prefix from an engine."""
-    manifest = _checked(engine)
+    manifest = _read_unsplit(engine)
     if name not in prefix_names(manifest):
         has = ", ".join(prefix_names(manifest)) or "none"
         raise UsageError(f"{engine}: has no prefix {name} (it has: {has})")
-    with staged_folder(engine) as building:
-        _link(engine, building.folder, manifest, without=name)
-        write_manifest(building.folder, manifest)
-        layout.keep_access(engine, building.folder)
+    with changed_engine(engine, manifest.files.keys() - {prefix_file(name)}) as folder:
+        write_manifest(folder, manifest)
 
 
 def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginning]:
@@ -113,7 +112,7 @@ def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginni
     have no prefixes.
     """
     if files and (tp > 1 or Feature.PREFIX_CACHE not in find_target(target).features):
-        raise UsageError(f"--prefix is for engines of {_having()}")
+        raise UsageError(f"--prefix is for engines of {_supporting()}")
     for file in files:
         _check_name(file.stem)
     if len({file.stem for file in files}) < len(files):
@@ -151,7 +150,7 @@ def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed
     """Load an engine's programs; return a function that computes rows and states of tokens."""
     programs = cast(PrefixCaching, load_programs(folder, manifest, threads=threads))
     if Feature.PREFIX_CACHE not in programs.features:
-        raise UsageError(f"{folder}: prefixes are for engines of {_having()}")
+        raise UsageError(f"{folder}: prefixes are for engines of {_supporting()}")
     recurrent = any(s.role == "recurrent" for s in manifest.state)
 
     def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -222,7 +221,7 @@ def read_beginning(
     return Beginning(messages=begun, tools=shown)
 
 
-def _checked(engine: Path) -> Manifest:
+def _read_unsplit(engine: Path) -> Manifest:
     manifest = read_manifest(engine)
     check_files(engine, manifest)
     if manifest.split:
@@ -233,25 +232,10 @@ def _checked(engine: Path) -> Manifest:
     return manifest
 
 
-def _having() -> str:
+def _supporting() -> str:
     return f"{targets_with(Feature.PREFIX_CACHE)}, of one rank"
 
 
 def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise UsageError(f"prefix {name}: letters, digits, dots and dashes, 64 at most")
-
-
-def _link(engine: Path, folder: Path, manifest: Manifest, without: str) -> None:
-    """Link an engine's files into another folder, except for one prefix."""
-    for name in manifest.files.keys() - {prefix_file(without)}:
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        layout.link(engine / name, place)
-
-
-def _chat_ids(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]
-) -> list[int]:
-    text = tokenizer.chat_prompt(messages, **options)
-    return tokenizer.encode(text, add_special_tokens=False)

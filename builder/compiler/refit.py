@@ -1,7 +1,7 @@
 """Put new weights of the same architecture into an engine, without lowering its programs again."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,14 +16,14 @@ from mtpbuild.builder.compiler.manifest_of import describe_files, model_info
 from mtpbuild.builder.compiler.notes import log_notes
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
-from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.staged import staged_folder
+from mtpbuild.builder.engine.layout import changed_engine
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.opened_model import open_model as open_checked
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import engine_scheme
@@ -37,14 +37,12 @@ from mtpbuild.runtime.contract.manifest import (
 )
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.safetensors_header import Header, read_header
+from mtpbuild.runtime.safetensors_header import read_header
 
 SHOWN = 6  # differences in one line
 
 
-def refit(
-    engine: Path, model: str, watch: Callable[[str], None] = lambda stage: None
-) -> tuple[Manifest, Manifest]:
+def refit(engine: Path, model: str, watch: Watch = ignore) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
     An engine of some layers gets the same layers of `model`; if its build quantised the weights,
@@ -71,16 +69,13 @@ def refit(
     new = open_model(engine, old, model, target, options)
     log_notes(new)
 
-    with staged_folder(engine) as building:
-        folder = building.folder
+    prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
+    replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG} | prefixes
+    with changed_engine(engine, old.files.keys() - replaced) as folder:
         watch("write weights")
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
         refuse(engine, new.source.folder, list(tensor_differences(engine, folder)))
         watch("package")
-        prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
-        replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG} | prefixes
-        for name in old.files.keys() - replaced:
-            layout.link(engine / name, folder / name)
         copy_side_files(new.source.folder, folder)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
         mark = f"{old.build.fingerprint} refitted with {sha256}"
@@ -96,7 +91,6 @@ def refit(
         if prefixes:
             watch("compute prefixes")
             remake_prefixes(engine, folder, old)
-        layout.keep_access(engine, folder)
     return old, read_manifest(engine)
 
 
@@ -149,17 +143,12 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
 
     Programs find weights by offset, so names, order, types and shapes must all be the same.
     """
-    before, after = (list(header(folder / WEIGHTS).items()) for folder in (old, new))
+    try:
+        before, after = (list(read_header(folder / WEIGHTS)[0].items()) for folder in (old, new))
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{old / WEIGHTS}: not readable as safetensors ({error})") from None
     if len(before) != len(after):
         yield f"{len(before)} -> {len(after)} tensors"
     for (name, one), (other, two) in zip(before, after, strict=False):
         if (name, one) != (other, two):
             yield f"{name} {one['dtype']} {one['shape']} -> {other} {two['dtype']} {two['shape']}"
-
-
-def header(path: Path) -> Header:
-    """Return the header of a safetensors file: dtype, shape and offsets by tensor."""
-    try:
-        return read_header(path)[0]
-    except (OSError, ValueError) as error:
-        raise BuildError(f"{path}: not readable as safetensors ({error})") from None

@@ -1,4 +1,7 @@
-"""Count a step's calls in its exported graph, as a compiler for a GPU would fuse them."""
+"""Count a program's calls and intermediate results in its exported graph.
+
+Operators count as a compiler for a GPU would fuse them.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -13,27 +16,21 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from mtpbuild import plugins
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.show.tables import format_size
-from mtpbuild.plugins import (
-    OPS,
-    SUM_PARTS,
-    matmul_scaled,
-    matmul_wide,
-    moe,
-    sum_of_ranks,
-    take_rows,
-)
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
-OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
-ONE_SHOT = sum_of_ranks._opoverload
-GATHERS = take_rows._opoverload  # PyTorch's operators do it on a GPU
+OWN_PRODUCTS = {op._opoverload for op in (plugins.matmul_scaled, plugins.matmul_wide)}
+ONE_SHOT = plugins.sum_of_ranks._opoverload
+GATHERS = plugins.take_rows._opoverload  # PyTorch's operators do it on a GPU
 KERNELS = {
-    op._opoverload: op for op in OPS.values() if op._opoverload not in {*OWN_PRODUCTS, GATHERS}
+    op._opoverload: op
+    for op in plugins.OPS.values()
+    if op._opoverload not in {*OWN_PRODUCTS, GATHERS}
 }
-SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # after them PyTorch sums their parts
-READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
+SUMMED = {*OWN_PRODUCTS, plugins.moe._opoverload}  # after them PyTorch sums their parts
+READERS = {op._opoverload for op in plugins.SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
@@ -72,7 +69,8 @@ def count_step_calls(traced: Traced, temporary: int = 0) -> StepCounts:
             if kind != "others":
                 counts[kind] += count_launches(node) if kind == "kernels" else 1
             if kind == "collectives":
-                summed += count_bytes(node.args[0])
+                given = node.args[0].meta["val"]  # each symbolic size counts as 1
+                summed += prod(n for n in given.shape if isinstance(n, int)) * given.element_size()
                 counts["one_shot"] += node.target is ONE_SHOT
     counts["others"] = count_fused_kernels(nodes, kinds)
     return StepCounts(len(nodes), **counts, summed=summed, temporary=temporary)
@@ -127,10 +125,9 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 
 def _is_summed(node: Node) -> bool:
-    op = node.target
-    if op is matmul_scaled._opoverload and [_sums(user, node) for user in node.users] == [True]:
-        return False
-    return op in SUMMED
+    """Return whether PyTorch sums the parts of an op's result, as no op of ours reads them."""
+    op, readers = node.target, [_sums(user, node) for user in node.users]
+    return op in SUMMED and not (op is plugins.matmul_scaled._opoverload and readers == [True])
 
 
 def _sums(reader: Node, product: Node) -> bool:
@@ -176,21 +173,11 @@ def count_launches(node: Node) -> int:
     if find_spec("triton") is None or find_spec(kernels := f"{folder}.triton") is None:
         return 1
     launches = getattr(import_module(kernels), f"{name}_launches", None)
-    if launches is None or any(map(_is_open, node.all_input_nodes)):
+    operands = (operand.meta["val"] for operand in node.all_input_nodes)
+    sizes = (size for value in operands if isinstance(value, Tensor) for size in value.shape)
+    if launches is None or not all(isinstance(size, int) for size in sizes):
         return 1
     return len(launches(*pytree.tree_map(_stand_in, tuple(node.args))).each)
-
-
-def _is_open(operand: Node) -> bool:
-    """Return whether a tensor has a symbolic size, so that no kernel's grid is known."""
-    value = operand.meta["val"]
-    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
-
-
-def count_bytes(given: Any) -> int:
-    """Return a tensor's bytes; each symbolic size counts as 1."""
-    value = given.meta["val"]
-    return prod(n for n in value.shape if isinstance(n, int)) * int(value.element_size())
 
 
 def _stand_in(arg: Any) -> Any:
@@ -215,3 +202,57 @@ def describe_counts(counts: StepCounts) -> str:
     if counts.one_shot:
         said += f" ({counts.one_shot:,} of them one-shot)"
     return said
+
+
+def temporary_bytes(traced: Traced) -> int:
+    """Return the most bytes of results that are held at once; symbolic sizes have their bounds.
+
+    A result is never held if only operators read it that a compiler fuses. A result of a state's
+    shape is written over that state. Memory that our kernels hold between their launches is not
+    known here.
+    """
+    ranges = traced.exported.range_constraints
+    bounds = {symbol: found.upper for symbol, found in ranges.items()}
+    nodes = list(traced.exported.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    states = {_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
+    readers: dict[Node, set[str | None]] = {}  # their kinds, through views
+    last: dict[Node, int] = {}  # place of a result's last read, also through results not held
+    change = [0] * (len(nodes) + 1)
+    for node in reversed(nodes):
+        kind = call_kind(node) if node.op == "call_function" else node.op
+        through, kinds, end = kind is None, set[str | None](), place[node]
+        for user in node.users:
+            own = call_kind(user) if user.op == "call_function" else user.op
+            kinds |= readers[user] if own is None else {own}
+            end = max(end, last[user] if own is None or _fused(user, own, readers) else place[user])
+        readers[node], last[node] = kinds, end
+        if through or node.op != "call_function" or _fused(node, kind, readers):
+            continue
+        leaves = pytree.tree_leaves(node.meta["val"])
+        results = [x for x in leaves if isinstance(x, Tensor) and _shape(x) not in states]
+        held = sum(_nbytes(result, bounds) for result in results)
+        change[place[node]] += held
+        change[end + 1] -= held
+    most = now = 0
+    for held in change:
+        now += held
+        most = max(most, now)
+    return most
+
+
+def _fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:
+    return kind == "others" and op_name(node) not in ALONE and readers[node] <= {"others"}
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    return (*map(str, value.shape), value.dtype) if isinstance(value, Tensor) else ()
+
+
+def _nbytes(value: Tensor, bounds: dict[Any, Any]) -> int:
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    known = (
+        int(size.node.expr.xreplace(bounds)) if isinstance(size, torch.SymInt) else size
+        for size in sizes
+    )
+    return prod(known) * int(value.element_size())

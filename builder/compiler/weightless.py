@@ -8,8 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
-from mtpbuild.builder.compiler.temporary import temporary_bytes
+from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls, temporary_bytes
 from mtpbuild.builder.formats import Shape
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.models.common.weight import Share, made, whole

@@ -3,10 +3,10 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from mtpbuild.builder.engine.staged import is_taken, replace_folder
+from mtpbuild.builder.engine.staged import is_taken, replace_folder, staged_folder
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     Manifest,
@@ -40,6 +40,29 @@ def link(old: Path, new: Path) -> None:
         os.link(old, new)
     except OSError:
         shutil.copy(old, new)
+
+
+def link_files(engine: Path, folder: Path, names: Iterable[str]) -> None:
+    """Link these files of an engine into another folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        link(engine / name, folder / name)
+
+
+@contextlib.contextmanager
+def changed_engine(
+    engine: Path, kept: Iterable[str], modes: Mapping[str, int] | None = None
+) -> Iterator[Path]:
+    """Make a folder that replaces the engine if the block succeeds.
+
+    kept: the engine's files that it has, too. modes: of new files, if not the engine's.
+    """
+    with staged_folder(engine) as staged:
+        link_files(engine, staged.folder, kept)
+        yield staged.folder
+        keep_access(engine, staged.folder)
+        for name, mode in (modes or {}).items():
+            (staged.folder / name).chmod(mode)
 
 
 def keep_access(engine: Path, folder: Path) -> None:

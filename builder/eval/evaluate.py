@@ -1,19 +1,18 @@
 """The evaluation: load, ask under every setting, compute, write."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.eval.figures import make_rows
 from mtpbuild.builder.eval.problems import Settings, answer_problems, load_problems
-from mtpbuild.builder.eval.report import Evaluation, draw_evaluation, list_csv_rows, make_eval_json
+from mtpbuild.builder.eval.report import Evaluation, make_rows, write_evaluation
 from mtpbuild.builder.flags import EvalFlags
 from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.runs import STRICT
-from mtpbuild.builder.show.results import check_writable, write_results
+from mtpbuild.builder.show.results import check_writable
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 
@@ -31,7 +30,7 @@ class EvalRequest(EvalFlags):
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's options for loading
 
 
-def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Evaluation:
+def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
     """Measure, and write the results; raise UsageError and the errors of the engine."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
@@ -61,8 +60,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
             rows=make_rows(graded),
             graded=graded,
         )
-    pictures = {"eval": partial(draw_evaluation, report)}
-    write_results(request.out, "eval", make_eval_json(report), list_csv_rows(report), pictures)
+    write_evaluation(report, request.out)
     return report
 
 

@@ -1,6 +1,6 @@
 """Problems with one correct answer, built in or from a file, and an engine's answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.measure.prompts import Prompt, add_seed, check_room, find_built_in
 from mtpbuild.builder.measure.runs import TimedAnswer, change_params, rotate, run_settled
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cli.input_file import PromptLine, read_lines
 
@@ -90,10 +91,7 @@ class GradedAnswer:
 
 
 def answer_problems(
-    engine: Engine,
-    problems: Sequence[Problem],
-    settings: Settings,
-    watch: Callable[[str], None] = lambda stage: None,
+    engine: Engine, problems: Sequence[Problem], settings: Settings, watch: Watch = ignore
 ) -> dict[str, list[GradedAnswer]]:
     """Answer the problems under each setting; the settings take turns at being first."""
     graded: dict[str, list[GradedAnswer]] = {name: [] for name in settings}

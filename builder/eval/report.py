@@ -1,14 +1,17 @@
-"""An evaluation as tables and a picture for people, and as JSON for programs."""
+"""The figures of an evaluation: as tables and a picture for people, and as JSON for programs."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from mtpbuild.builder.eval.figures import SettingRow
 from mtpbuild.builder.eval.problems import GradedAnswer
+from mtpbuild.builder.measure import statistics
 from mtpbuild.builder.measure.statistics import ALL, Estimate
 from mtpbuild.builder.show.pictures import (
     COLOURS,
@@ -19,6 +22,7 @@ from mtpbuild.builder.show.pictures import (
     machine_note,
     write_above,
 )
+from mtpbuild.builder.show.results import write_results
 from mtpbuild.builder.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime import Manifest
 
@@ -26,6 +30,81 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHARE = "right answers, %"
+Figures = dict[str, Any]  # of the problems of one form; keys of eval.json
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """All figures of one setting."""
+
+    name: str
+    forms: dict[str, Figures]  # ALL first
+
+    @property
+    def overall(self) -> Figures:
+        return self.forms[ALL]
+
+    @property
+    def speedup(self) -> Estimate:
+        return Estimate(**self.overall["speedup_over_strict"])
+
+
+def make_rows(graded: dict[str, list[GradedAnswer]]) -> list[SettingRow]:
+    """Compute a row per setting; the first one is strict."""
+    strict, *_ = graded.values()
+    forms = statistics.list_kinds(g.answer for g in strict)
+
+    def of_form(answers: Sequence[GradedAnswer], form: str) -> list[GradedAnswer]:
+        return [g for g in answers if form in (ALL, g.answer.prompt.kind)]
+
+    return [
+        SettingRow(
+            name,
+            {form: compute_figures(of_form(mine, form), of_form(strict, form)) for form in forms},
+        )
+        for name, mine in graded.items()
+    ]
+
+
+def compute_figures(mine: Sequence[GradedAnswer], strict: Sequence[GradedAnswer]) -> Figures:
+    answers, base = [g.answer for g in mine], [[g.answer] for g in strict]
+    groups = [[answer] for answer in answers]
+    tokens, seconds = statistics.count_decoded(groups)
+    drafting, speedup = statistics.sum_drafting(answers), statistics.compute_speedup(groups, base)
+    count, right = len(mine), sum(g.right for g in mine)
+    share = statistics.estimate_share(right, count)
+    return {
+        "problems_asked": count,
+        "right": right,
+        "accuracy": share.value,
+        "accuracy_interval": share[1:],
+        "against_strict": compare_accuracy([g.right for g in mine], [g.right for g in strict]),
+        "spec_decode_acceptance_length": drafting.mean_acceptance_length or 0.0,
+        "total_output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "user_tokens_per_s": tokens / seconds if seconds else 0.0,  # after the first token
+        "speedup_over_strict": speedup._asdict(),  # of user_tokens_per_s
+    }
+
+
+def compare_accuracy(mine: Sequence[bool], strict: Sequence[bool]) -> Figures:
+    """Compare the accuracy with that of strict acceptance, on the same problems."""
+    pairs = list(zip(mine, strict, strict=True))
+    lost, gained = pairs.count((False, True)), pairs.count((True, False))
+    each = [a - b for a, b in pairs]
+    low, high = statistics.resample_interval(each, fmean)
+    return {
+        "value": fmean(each),
+        **{"low": low, "high": high},  # the 95 % interval, by resampling the problems
+        **{"lost": lost, "gained": gained},  # correct under one of the two alone
+        "p_value": mcnemar_p_value(lost, gained),  # McNemar's exact test: do lost and gained differ
+    }
+
+
+def mcnemar_p_value(lost: int, gained: int) -> float:
+    """Return the probability of a split at least as uneven, if both sides are equally likely."""
+    changed = lost + gained
+    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +259,12 @@ def draw_trade(axes: "Axes", rows: Sequence[SettingRow]) -> None:
     axes.margins(y=0.2)
     axes.set_xlabel("tokens/s per user")
     axes.set_ylabel(SHARE)
+
+
+def write_evaluation(report: Evaluation, out: Path) -> None:
+    """Write the figures as JSON and CSV, and the picture."""
+    pictures = {"eval": partial(draw_evaluation, report)}
+    write_results(out, "eval", make_eval_json(report), list_csv_rows(report), pictures)
 
 
 def list_csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,16 @@
-"""Prediction of the download, disk, memory and bytes read of onnxruntime's engines on a CPU.
+"""`mtpbuild plan --cpu`: the download, disk, memory and bytes read of onnxruntime's engines.
 
 Whatever its nextn, an engine holds every weight of the main model and of the MTP modules. The
 weights that `build --weights` quantises are integers, all others fp32.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
+from rich.table import Table
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
     ForecastRequest,
@@ -13,13 +18,13 @@ from mtpbuild.builder.forecast.forecast import (
     resolve_request,
 )
 from mtpbuild.builder.forecast.machines import UNKNOWN
-from mtpbuild.builder.forecast.step import CostModel, StepLoad
+from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.builder.forecast.weights import (
-    TIED,
     CheckpointLayout,
     CheckpointPortion,
     count_classes,
-    in_engine,
+    count_engine_classes,
+    count_file_bytes,
     sum_portions,
 )
 from mtpbuild.builder.graph.pipelines import CPU
@@ -27,8 +32,11 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.measure.host import Machine, measure_bandwidth, measure_machine
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan.recipe import name_model
-from mtpbuild.builder.weights.scheme import Scheme, build_scheme
+from mtpbuild.builder.show.tables import format_size, print_lines
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.prefix_cache.cache import SHARE
 from mtpbuild.runtime.ranks import ALONE
 
 # Values of --weights; None: integers as the checkpoint has them, or fp32.
@@ -132,12 +140,13 @@ def needs_download(request: ForecastRequest) -> bool:
 
 def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    style = GraphStyle(formats=FORMATS, pipeline=CPU)
-    found = count_classes(in_engine(layout, scheme, style, ALONE, "F32"), ALONE)
-    if layout.config.n_routed_experts <= DENSE_EXPERTS:
+    config, style = layout.config, GraphStyle(formats=FORMATS, pipeline=CPU)
+    format_of = layout.format if scheme is None else partial(format_by, scheme, config)
+    found = count_engine_classes(config, format_of, style)
+    if config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # with so few experts all are computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
-    return CostModel(layout.config, found, ALONE, UNKNOWN)
+    return CostModel(config, found, ALONE, UNKNOWN)
 
 
 def forecast_engine(
@@ -147,18 +156,13 @@ def forecast_engine(
     download: int,
     machine: Machine,
 ) -> CpuEngine:
-    file = count_engine_bytes(model)
+    file = count_file_bytes(model.classes)
     caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
     memory = [round(MAPPED * file) + cache for cache in caches]
     load = StepLoad(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     return CpuEngine(weights, file, memory, reads, too_much, machine.lacking(download, file))
-
-
-def count_engine_bytes(model: CostModel) -> int:
-    """Count the bytes of the weights file, which has a head tied to the embedding twice."""
-    return sum(one.bytes * (2 if one.name == TIED else 1) for one in model.classes)
 
 
 def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
@@ -168,3 +172,127 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
     """
     rows = request.max_seq_len + nextn + 1
     return request.max_batch * (rows * model.cache_bytes(nextn, "fp32") + 2 * model.state_bytes)
+
+
+def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
+    """Make the JSON, in bytes; lists are over `nextn`.
+
+    docs/plan.md explains each key.
+    """
+    request, model, machine = f.request, f.model, f.machine
+    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    return {
+        "model": f.name,
+        "target": "onnxruntime",
+        "max_batch": request.max_batch,
+        "max_seq_len": request.max_seq_len,
+        "context_len": request.context_len,
+        "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
+        "checkpoint_bytes": f.checkpoint_bytes,
+        "download_bytes": f.download,
+        "memory_bytes": machine.memory,
+        "memory_available_bytes": machine.available,
+        "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
+        "nextn": list(request.nextn),
+        "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
+        "bandwidth_bytes_per_s": f.bandwidth,
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
+        "kv_bytes_per_token": [model.cache_bytes(nextn, "fp32") for nextn in request.nextn],
+        "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
+        "engines": [
+            {
+                "weights": engine.weights or AS_STORED,
+                "engine_bytes": engine.bytes,
+                "memory_bytes": engine.memory,
+                "bytes_per_step": engine.reads,
+                "tokens_per_s": f.speeds(engine),
+                "fits_memory": not engine.too_much,
+                "fits_disk": not engine.lacking,
+            }
+            for engine in f.engines
+        ],
+    }
+
+
+def print_cpu_forecast(f: CpuForecast) -> None:
+    """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
+    available = format_size(f.machine.available)
+    print_lines(
+        f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
+        f"{available} available",
+        _portions(f),
+        _download(f),
+        _engines(f),
+        fold=False,
+    )
+    _room(f)
+    _reads(f)
+
+
+def _portions(f: CpuForecast) -> Table:
+    table = Table("checkpoint", "parameters", "size")
+    for name, portion in f.portions.items():
+        if portion.parameters:
+            parameters = f"{portion.parameters / 1e9:.4g} B"
+            table.add_row(name, parameters, format_size(portion.bytes))
+    return table
+
+
+def _download(f: CpuForecast) -> str:
+    if not f.download:
+        return "download: nothing"
+    free = format_size(f.machine.downloads.free)
+    return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
+
+
+def _engines(f: CpuForecast) -> Table:
+    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits")
+    for engine in f.engines:
+        sizes = map(format_size, (engine.bytes, engine.memory[-1]))
+        table.add_row(engine.weights or AS_STORED, *sizes, describe_fit(engine))
+    return table
+
+
+def describe_fit(engine: CpuEngine) -> str:
+    lacks = {"memory": engine.too_much, "disk": engine.lacking}
+    missing = ", ".join(f"{format_size(size)} of {what}" for what, size in lacks.items() if size)
+    return f"no, lacks {missing}" if missing else "yes"
+
+
+def _room(f: CpuForecast) -> None:
+    request, most = f.request, f.request.nextn[-1]
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    print_lines(
+        f"memory: {MAPPED:g} times the engine, as "
+        f"measured (docs/plan.md), and caches: "
+        f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
+        f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
+        f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
+        f"of ended requests besides, in at most 1/{SHARE} of what is then free "
+        "(--prefix-cache-bytes)",
+        f"disk of this folder: {format_size(f.machine.engines.free)} free{shared}",
+    )
+
+
+def _reads(f: CpuForecast) -> None:
+    request = f.request
+    read, speed = (
+        Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
+    )
+    for engine in f.engines:
+        name = engine.weights or AS_STORED
+        speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
+        read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
+        speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
+    measured = "given" if request.bandwidth else "measured now, all cores"
+    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
+    print_lines(
+        read,
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely",
+        speed,
+        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
+        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
+        f"their part. Acceptance lengths: {lengths}",
+        fold=False,
+    )

@@ -1,12 +1,15 @@
-"""Prediction of sizes, step times and tokens per second of a model on a machine."""
+"""Prediction of sizes, step times and tokens per second of a model on a machine.
+
+A step takes base + per_draft * nextn + roofline. At batch 1 the first two, its latency, are most of
+it: launches, synchronisation and the all-reduces of 61 layers. They are fitted to two measurements.
+"""
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mtpbuild.builder.flags import PlanFlags
-from mtpbuild.builder.forecast import latency
-from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, CostModel, StepLoad, StepPart
 from mtpbuild.builder.forecast.weights import (
@@ -24,6 +27,46 @@ from mtpbuild.runtime.ranks import Ranks
 ByNextn = Mapping[int, float]
 USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
 RESERVED = 0.08  # share of a GPU's memory for driver, kernels, communication buffers, graphs
+# TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
+PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
+PUBLISHED_ACCEPTANCE = (1.00, 1.92, 2.58, 2.82, 2.99, 3.01)  # nextn 0..5
+PUBLISHED_SPEED = (111.0, 198.0, 250.0, 253.0, 245.0, 239.0)  # tokens/s of one user
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The constant seconds of each step, and of each of its drafts."""
+
+    base: float
+    per_draft: float
+    source: str
+
+    def seconds(self, nextn: int) -> float:
+        return self.base + self.per_draft * nextn
+
+
+def fit_latency(points: list[tuple[int, float, float]], source: str) -> Latency:
+    """Fit two points: (nextn, measured seconds of a step, roofline seconds of its parts)."""
+    (n0, step0, parts0), (n1, step1, parts1) = points
+    rest0, rest1 = step0 - parts0, step1 - parts1
+    per_draft = (rest1 - rest0) / (n1 - n0)
+    base = rest0 - per_draft * n0
+    if base < 0:
+        raise UsageError(
+            f"--calibrate: these speeds are beyond the machine's memory and arithmetic "
+            f"(nextn {n0}: {1e3 * step0:.2f} ms measured, {1e3 * parts0:.2f} ms at least)"
+        )
+    return Latency(base, per_draft, source)
+
+
+def parse_measured(text: str) -> dict[int, float]:
+    """Parse `0=111,1=198`: tokens/s of one user at two nextn."""
+    found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
+    speeds = {int(found[i]): float(found[i + 1]) for i in (1, 3)} if found else {}
+    if len(speeds) < 2 or 0 in speeds.values():
+        example = "tokens/s at two different nextn, such as 0=111,1=198"
+        raise UsageError(f"--calibrate {text!r}: give {example}")
+    return speeds
 
 
 @dataclass(frozen=True)
@@ -97,7 +140,7 @@ class Forecast:
         request = self.request
         load = (request.max_batch, request.context_len)
         setting = (self.name, self.model.gpu.name, request.ranks, *load)
-        return request.acceptance is None and setting == latency.PUBLISHED
+        return request.acceptance is None and setting == PUBLISHED
 
     @property
     def free_bytes(self) -> float:
@@ -190,7 +233,7 @@ def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, Checkpoi
 
 def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """Take each nextn's acceptance length from the request, or R1's published ones."""
-    given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
+    given, known = request.acceptance, PUBLISHED_ACCEPTANCE
     if given is None:
         for nextn in request.nextn:
             if nextn >= len(known):
@@ -224,16 +267,16 @@ def fit_to_speeds(
     for nextn, tokens_per_s in speeds.items():
         roofline = sum(part.seconds for part in model.step(nextn, load))
         points.append((nextn, lengths[nextn] / tokens_per_s, roofline))
-    return latency.fit_latency(points, source)
+    return fit_latency(points, source)
 
 
 @functools.cache
 def fit_published_latency() -> Latency:
     """Fit nextn 0 and 1 of the published series; the rest of it checks the prediction."""
-    name, gpu, ranks, batch, context = latency.PUBLISHED
+    name, gpu, ranks, batch, context = PUBLISHED
     layout = find_layout(name, None)
     model = CostModel(layout.config, count_classes(layout, ranks), ranks, find_gpu(gpu))
-    speeds = {nextn: latency.PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
-    lengths = dict(enumerate(latency.PUBLISHED_ACCEPTANCE))
+    speeds = {nextn: PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
+    lengths = dict(enumerate(PUBLISHED_ACCEPTANCE))
     source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
     return fit_to_speeds(model, StepLoad(batch, context, "bf16"), speeds, lengths, source)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, StepForecast
-from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
+from mtpbuild.builder.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, StepForecast
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.show.pictures import COLOURS, draw_panels, label_x
@@ -155,15 +154,12 @@ def _steps(f: Forecast) -> Table:
 def _parts(f: Forecast) -> Table:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
-
-    def add(name: str, moved: str, computed: str, seconds: float, limit: str) -> None:
-        spent = f"{1e3 * seconds:.3f}", f"{seconds / step.seconds:.1%}"
-        table.add_row(name, moved, computed, *spent, limit)
-
-    for part in step.parts:
-        moved, computed = f"{part.bytes / 1e9:.3f}", f"{part.operations / 1e9:.1f}"
-        add(part.name, moved, computed, part.seconds, part.limit)
-    add("the rest", "", "", step.latency, "latency")
+    rows = [
+        (p.name, f"{p.bytes / 1e9:.3f}", f"{p.operations / 1e9:.1f}", p.seconds, p.limit)
+        for p in step.parts
+    ]
+    for *known, seconds, limit in (*rows, ("the rest", "", "", step.latency, "latency")):
+        table.add_row(*known, f"{1e3 * seconds:.3f}", f"{seconds / step.seconds:.1%}", limit)
     return table
 
 
@@ -202,18 +198,13 @@ def draw_forecast(f: Forecast, path: Path) -> None:
 def draw_time(axes: "Axes", f: Forecast) -> None:
     """Stack the milliseconds of a step: memory and arithmetic below, latency above."""
     group = {part: name for name, parts in GROUPS.items() for part in parts}
+    times: dict[str, list[float]] = {name: [0.0] * len(f.steps) for name in (*GROUPS, "latency")}
+    for i, step in enumerate(f.steps):
+        times["latency"][i] = 1e3 * step.latency
+        for part in step.parts:
+            times[group.get(part.name, "other weights")][i] += 1e3 * part.seconds
     bottom = [0.0] * len(f.steps)
-    for name, colour in zip((*GROUPS, "latency"), (*COLOURS, LATENCY), strict=True):
-        values = [
-            1e3 * step.latency
-            if name == "latency"
-            else sum(
-                1e3 * part.seconds
-                for part in step.parts
-                if group.get(part.name, "other weights") == name
-            )
-            for step in f.steps
-        ]
+    for (name, values), colour in zip(times.items(), (*COLOURS, LATENCY), strict=True):
         axes.bar(range(len(f.steps)), values, 0.7, bottom, color=colour, label=name)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.set_ylabel("ms per step")

@@ -1,8 +1,8 @@
 """Counts of a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
 from mtpbuild.builder.weights.stored import open_checkpoint
-from mtpbuild.builder.weights.table import choose_formats, family_table
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.builder.weights.table import FormatOf, choose_formats, family_table
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 KINDS = (  # of a layer's weights; the first entry whose text the name contains decides
     ("linear_attn", "delta rules"),
@@ -31,7 +31,6 @@ KINDS = (  # of a layer's weights; the first entry whose text the name contains 
     ("mlp.", "dense MLPs"),
 )
 TIED = "embedding, head"  # one tensor is both
-MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 
 @dataclass
@@ -58,11 +57,8 @@ class WeightClass:
 class CheckpointPortion:
     """The parameters and stored bytes of a part of a checkpoint."""
 
-    parameters: int = 0
-    bytes: int = 0
-
-    def __add__(self, one: WeightClass) -> "CheckpointPortion":
-        return CheckpointPortion(self.parameters + one.parameters, self.bytes + one.bytes)
+    parameters: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class CheckpointLayout:
 
     name: str
     config: ModelConfig
-    format: Callable[[Stored], Format | None]
+    format: FormatOf
     plain: Callable[[Stored], str]  # dtype of a weight that is not quantised
     repeated: bool  # MTP layers hold copies of embedding and head
 
@@ -108,24 +104,6 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     )
 
 
-def in_engine(
-    layout: CheckpointLayout, scheme: Scheme | None, style: GraphStyle, ranks: Ranks, dtype: str
-) -> CheckpointLayout:
-    """Return the layout of an engine's weights; dtype: of those that are not quantised."""
-    config = layout.config
-
-    def quantised(stored: Stored) -> Format | None:
-        return layout.format(stored) if scheme is None else format_by(scheme, config, stored)
-
-    formats = choose_formats(family_table(config, ranks), quantised, style).stored_formats
-    return replace(
-        layout,
-        format=lambda stored: formats[stored.name],
-        plain=lambda stored: dtype,
-        repeated=False,
-    )
-
-
 def count_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights of every class, the main model's first."""
     found: dict[tuple[str, bool], WeightClass] = {}
@@ -139,6 +117,28 @@ def count_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
             one.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
             one.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
     return sorted(found.values(), key=lambda one: one.module)
+
+
+def count_engine_classes(
+    config: ModelConfig,
+    format_of: FormatOf,
+    style: GraphStyle,
+    ranks: Ranks = ALONE,
+    dtype: str = "F32",
+) -> list[WeightClass]:
+    """Count the weights of an engine.
+
+    format_of: the format of the weights that it is built of. dtype: of those that the engine does
+    not hold quantised.
+    """
+    held = choose_formats(family_table(config, ranks), format_of, style).stored_formats
+    engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
+    return count_classes(engine, ranks)
+
+
+def count_file_bytes(classes: Iterable[WeightClass]) -> int:
+    """Count the bytes of a rank's weights file, which has a head tied to the embedding twice."""
+    return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in classes))
 
 
 def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
@@ -167,12 +167,14 @@ def sum_portions(
     layout: CheckpointLayout, found: list[WeightClass]
 ) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
-    sums = {MAIN: CheckpointPortion(), MODULES: CheckpointPortion(), COPIES: CheckpointPortion()}
-    by_key = {(one.name, one.module): one for one in found}
-    for one in found:
-        sums[MODULES if one.module else MAIN] += one
-    if layout.repeated:
-        same = family_of(layout.config).duplicates(layout.config)
-        for original in same.values():
-            sums[COPIES] += by_key[classify(layout.config, original)]
-    return sums
+    config, by_key = layout.config, {(one.name, one.module): one for one in found}
+    originals = family_of(config).duplicates(config).values() if layout.repeated else ()
+    parts = {
+        "main model": [one for one in found if not one.module],
+        "MTP layers": [one for one in found if one.module],
+        "copies in MTP layers": [by_key[classify(config, name)] for name in originals],
+    }
+    return {
+        name: CheckpointPortion(sum(c.parameters for c in part), sum(c.bytes for c in part))
+        for name, part in parts.items()
+    }

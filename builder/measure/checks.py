@@ -4,20 +4,12 @@ The probe is a small `mtpbuild verify`: engine.json lists its checks, and a diff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.measure.compare import (
-    MOST,
-    PARTED,
-    Finding,
-    NotChecked,
-    compare_bits,
-    compare_texts,
-)
+from mtpbuild.builder.measure.compare import Finding, NotChecked, compare_bits, compare_texts
 from mtpbuild.builder.measure.runs import TimedAnswer, reload_engine, run_prompts
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import MtpbuildError
@@ -37,8 +29,7 @@ class Case:
     """An engine, and the prompts that it is checked with."""
 
     engine: Engine
-    # Loads the same engine with another prefill `chunk` or number of `threads`.
-    reloaded: Callable[..., Engine]
+    reload: Callable[..., Engine]  # with another prefill `chunk` or number of `threads`
     prompts: list[list[int]]
     length: int  # tokens of each text
 
@@ -67,8 +58,9 @@ class Case:
             own = replace(params[number], max_tokens=count)
             return run_prompts(engine or self.engine, [self.prompts[number] + known], [own])[0]
 
-        most, parted = (ROUNDED, 1.0) if rounds_inputs(self.engine.manifest) else (MOST, PARTED)
-        return compare_texts(ours, theirs, replay, most, parted)
+        rounded = rounds_inputs(self.engine.manifest)
+        limits = {"most": ROUNDED, "parted": 1.0} if rounded else {}
+        return compare_texts(ours, theirs, replay, **limits)
 
     def run(
         self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
@@ -95,8 +87,9 @@ def check_chunks(case: Case) -> Finding:
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
-    engine, params = case.reloaded(chunk=size), case.params()
-    return case.compare(params, case.run(params, engine), case.greedy, engine)
+    params = case.params()
+    with case.reload(chunk=size) as engine:
+        return case.compare(params, case.run(params, engine), case.greedy, engine)
 
 
 def check_batch(case: Case) -> Finding:
@@ -121,13 +114,9 @@ def probe(folder: Path) -> ProbeResult:
     """Run every check that this engine allows; its manifest must be there."""
     checked = list[str]()
     try:
-        with ExitStack() as stack:
-            engine = stack.enter_context(Engine.load(folder, threads=1))
-
-            def reloaded(chunk: int | None = None, threads: int = 2) -> Engine:
-                return stack.enter_context(reload_engine(folder, engine, chunk, threads))
-
-            case = Case(engine, reloaded, [*make_prompts(engine)], TOKENS)
+        with Engine.load(folder, threads=1) as engine:
+            reload = partial(reload_engine, folder, engine, threads=2)
+            case = Case(engine, reload, [*make_prompts(engine)], TOKENS)
             for name, check in PROBES.items():
                 try:
                     found = check(case)

@@ -112,14 +112,12 @@ def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:
     return run_group(engine, group)
 
 
-def reload_engine(
-    folder: Path, engine: Engine, chunk: int | None, threads: int | None, **options: Any
-) -> Engine:
-    """Load an engine again, with another prefill chunk or number of threads."""
+def reload_engine(folder: Path, engine: Engine, chunk: int | None = None, **options: Any) -> Engine:
+    """Load an engine again, with another prefill chunk or other options, such as `threads`."""
     size = chunk or engine.manifest.build.prefill_chunk
     build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
     manifest = engine.manifest.model_copy(update={"build": build})
-    programs = load_programs(folder, manifest, threads=threads, **options)
+    programs = load_programs(folder, manifest, **options)
     return Engine(programs, manifest, engine.tokenizer)
 
 

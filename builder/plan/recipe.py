@@ -16,13 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
 from mtpbuild.builder.checkpoint.readable import refuse_folder, refuse_gguf
+from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.errors import (
-    CheckpointError,
-    MissingWeightsError,
-    UnknownRecipeError,
-    UsageError,
-)
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
 TARGET = "onnxruntime"  # for models whose recipe names no target
@@ -96,16 +91,18 @@ class Model:
                     return place
         return None if self.repository is None else cached_snapshot(self.repository, revision)
 
-    def missing(self, revision: str | None = None) -> MissingWeightsError:
+    def missing(self, revision: str | None = None) -> errors.MissingWeightsError:
         """Return the error that says how to get the weights."""
         if self.recipe is not None and self.recipe.made_from is not None:
             command = f"mtpbuild quantize --model {self.recipe.made_from} --to {self.recipe.layout}"
             how = f"`{command} --out {CHECKPOINTS / self.name}`, or name their folder with"
-            return MissingWeightsError(f"{self.name} has no weights here: {how} --checkpoint")
+            return errors.MissingWeightsError(
+                f"{self.name} has no weights here: {how} --checkpoint"
+            )
         flags = "" if revision is None else f" --revision {revision}"
         what = self.name if self.recipe else f"{self.name}: no such folder, and the repository"
         size = self.recipe.download if self.recipe else None
-        return MissingWeightsError(
+        return errors.MissingWeightsError(
             f"{what} is not downloaded here: `mtpbuild build --model {self.name}{flags}` or "
             f"`hf download {self.repository}{flags}` fetches it{f' ({size} GB)' if size else ''}, "
             "or name a folder that has it with --checkpoint"
@@ -125,13 +122,13 @@ def parse_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid TOML ({error})") from None
+        raise errors.CheckpointError(f"{path}: not valid TOML ({error})") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         unknown = first["type"] == "extra_forbidden"
         hint = did_you_mean(key, Recipe.model_fields) if unknown else ""
-        raise CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
+        raise errors.CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
 
 
 def find_model(
@@ -144,11 +141,13 @@ def find_model(
     """
     named = name_model(model)
     if checkpoint is not None and named.folder is not None:
-        raise UsageError(
+        raise errors.UsageError(
             f"--checkpoint holds a recipe's or a repository's weights; --model {model} is neither"
         )
     if revision is not None and (checkpoint is not None or named.repository is None):
-        raise UsageError("--revision is of a Hugging Face repository; the weights are a folder's")
+        raise errors.UsageError(
+            "--revision is of a Hugging Face repository; the weights are a folder's"
+        )
     folder = checkpoint or named.find_weights(revision)
     if folder is None:
         raise named.missing(revision)
@@ -171,12 +170,12 @@ def name_model(model: str) -> Model:
     if folder.suffix == ".gguf":
         refuse_gguf(model, [model], instead_of(folder.stem))
     if os.path.isfile(folder):
-        raise CheckpointError(f"{model} is a file: --model names the folder that it is in")
+        raise errors.CheckpointError(f"{model} is a file: --model names the folder that it is in")
     if REPOSITORY.fullmatch(model):
         return Model(model, model.partition("/")[2], repository=model)
     names = [recipe.name for recipe in load_recipes()]
     near = did_you_mean(model.lower(), names)
-    raise UnknownRecipeError(
+    raise errors.UnknownRecipeError(
         f"{model!r} is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
         f"repository{near or '; recipes: ' + ', '.join(names)}"
     )

@@ -114,7 +114,7 @@ def check_machine(case: VerifyCase) -> Finding:
     for isa in (*ISAS, None):
         for threads in (1, 2) if isa is None else (2,):
             try:
-                with use_instruction_set(isa), case.reloaded(threads=threads) as engine:
+                with use_instruction_set(isa), case.reload(threads=threads) as engine:
                     found = compare_bits(run_prompts(engine, prompts, params), wanted)
             except errors.EngineError as error:
                 if isa is None or "this machine has" not in str(error):

@@ -1,8 +1,9 @@
 """The verification: load, find an engine to compare with, check, print."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mtpbuild.builder.measure.runs import reload_engine
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import print_lines
-from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, explain_missing, read_layers
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
@@ -56,16 +57,15 @@ class Verification:
         return [name for name, found in self.checks.items() if found.passed is False]
 
 
-def verify(
-    request: VerifyRequest, watch: Callable[[str], None] = lambda stage: None
-) -> Verification:
+def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
     """Run every check that can be made; raise EngineError, UsageError and errors of builds."""
     in_range(2, request.output_len, 1 << 20, "--output-len")
     in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
-        engine = stack.enter_context(load_engine(request.engine, request))
+        options: dict[str, Any] = {"threads": request.threads, **request.options}
+        engine = stack.enter_context(Engine.load(request.engine, **options))
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.exact:
             raise UsageError(
@@ -81,18 +81,14 @@ def verify(
         base: Engine | str
         try:
             against = find_baseline(request, engine.manifest, watch)
-            check_vocabulary(against, request.engine)
-            base = stack.enter_context(load_engine(against, request))
+            base = stack.enter_context(load_baseline(against, request, engine.manifest))
         except NotChecked as reason:
             base = str(reason)
 
-        def reloaded(chunk: int | None = None, threads: int | None = request.threads) -> Engine:
-            found = reload_engine(request.engine, engine, chunk, threads, **request.options)
-            return stack.enter_context(found)
-
         # 3. Run the checks in turn.
+        reload = partial(reload_engine, request.engine, engine, **options)
         case = VerifyCase(
-            engine, reloaded, prompts, request.output_len, base, request.seeds, request.model
+            engine, reload, prompts, request.output_len, base, request.seeds, request.model
         )
         checks = {}
         for name in CHECKS:
@@ -126,7 +122,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     return [request.token_ids for request in found]
 
 
-def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]) -> Path:
+def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
     """Find a nextn 0 engine's folder, or build it; raise NotChecked if it can't be built."""
     if request.against is not None:
         return request.against
@@ -150,21 +146,19 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
     return built.folder
 
 
-def load_engine(folder: Path, request: VerifyRequest) -> Engine:
-    """Load an engine; the load options apply only to the verified engine's target."""
-    own, verified = (read_manifest(each).target.name for each in (folder, request.engine))
-    options = request.options if find_target(own) is find_target(verified) else {}
-    return Engine.load(folder, threads=request.threads, **options)
+def load_baseline(folder: Path, request: VerifyRequest, verified: Manifest) -> Engine:
+    """Load the engine to compare with; raise UsageError if it can't be of the same model.
 
-
-def check_vocabulary(base: Path, engine: Path) -> None:
-    """Raise UsageError if two engines can't be of one model."""
-    theirs, ours = (read_manifest(folder).model.vocab_size for folder in (base, engine))
-    if theirs != ours:
+    The load options apply only to the verified engine's target.
+    """
+    base = read_manifest(folder)
+    if base.model.vocab_size != verified.model.vocab_size:
         raise UsageError(
-            f"{base} has a vocabulary of {theirs} tokens, {engine} of {ours}: they are not of one "
-            "model"
+            f"{folder} has a vocabulary of {base.model.vocab_size} tokens, {request.engine} of "
+            f"{verified.model.vocab_size}: they are not of one model"
         )
+    same = find_target(base.target.name) is find_target(verified.target.name)
+    return Engine.load(folder, threads=request.threads, **(request.options if same else {}))
 
 
 def make_verify_json(verification: Verification) -> dict[str, Any]:

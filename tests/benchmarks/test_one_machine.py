@@ -155,7 +155,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
         "two": sides.decode(6, 150, batch=2),
         "all": sides.decode(6, 16, rates=[1.0]),
     }
-    found = sides.ours("ours", engine, asks, 512).run(1, tmp_path)
+    found = sides.ours("ours", engine, asks, 512).run(1)
     assert [*found] == ["first", *asks]
     assert found["first"]["first_s"] > 0
     assert 0 < found["first"]["RssAnon"] < found["first"]["VmHWM"]
@@ -165,7 +165,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     assert found["all"]["tokens"] == 16
     assert found["two"]["tokens"] == 18, "a step more: the second request begins one later"
     assert len(found["prompt"]["seconds"]) == 2
-    dead = sides.ours("ours", tmp_path / "none", asks, 512).run(1, tmp_path)
+    dead = sides.ours("ours", tmp_path / "none", asks, 512).run(1)
     assert "no such engine directory" in dead["error"]["message"]
 
 

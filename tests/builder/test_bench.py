@@ -122,9 +122,10 @@ def test_datasets_that_are_refused(
 def test_every_engine_gets_every_request(size: int) -> None:
     contenders = [contender(k, max_batch=size) for k in (0, 1, 3)]
     groups = [[prompt("code", size * i + j) for j in range(size)] for i in range(4)]
-    seen = list[int]()
+    seen = list[str]()
     measured = measure.measure(contenders, groups, seen.append)
-    assert seen == [0, 1, 2, 3]
+    at_once = f", {size} at once" if size > 1 else ""
+    assert seen == [f"request {size * i + 1} of {4 * size}{at_once}" for i in range(4)]
     for k, one in measured.items():
         assert [[s.prompt for s in group] for group in one.groups] == groups
         assert len(one.steps) == 4 * size * measure.TIMED_STEPS

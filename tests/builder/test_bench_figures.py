@@ -247,7 +247,7 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
     with importing({"matplotlib": None}):
         check_writable(tmp_path / "out")
         write_benchmarks([made_by_hand()], tmp_path / "out")
-        print_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"), "picture")
+        print_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"))
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")

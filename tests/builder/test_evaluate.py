@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.measure import read_grid
 from mtpbuild.builder.eval.evaluate import EvalRequest, choose_settings
-from mtpbuild.builder.eval.figures import compare_accuracy, make_rows, mcnemar_p_value
 from mtpbuild.builder.eval.problems import (
     NUM_PROBLEMS,
     GradedAnswer,
@@ -24,7 +23,13 @@ from mtpbuild.builder.eval.problems import (
     extract_answer,
     load_problems,
 )
-from mtpbuild.builder.eval.report import draw_trade, write_conclusion
+from mtpbuild.builder.eval.report import (
+    compare_accuracy,
+    draw_trade,
+    make_rows,
+    mcnemar_p_value,
+    write_conclusion,
+)
 from mtpbuild.builder.measure.statistics import ALL, estimate_share
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput

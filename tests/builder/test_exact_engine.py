@@ -126,7 +126,7 @@ def test_a_probe_that_fails(
     wanted = BuildRequest(str(folder), nextn=(0,), max_seq_len=160, out=tmp_path / "engine")
     stranger = random_checkpoint(tmp_path / "stranger", **QUANTIZABLE)
     (other,) = build(replace(wanted, model=str(stranger), out=tmp_path / "other"))
-    monkeypatch.setattr(checks, "reload_engine", lambda *given: Engine.load(other.folder))
+    monkeypatch.setattr(checks, "reload_engine", lambda *given, **_: Engine.load(other.folder))
     differs = "prompt chunks and threads change nothing, but: text 0, token 0: "
     with pytest.raises(BuildError, match=f"--exact: engine: {differs}"):
         build(replace(wanted, exact=True))
@@ -135,7 +135,7 @@ def test_a_probe_that_fails(
     assert (built.manifest.build.exact, built.manifest.build.probed) == (False, ())
     assert f"note: engine is not exact: {differs}" in caplog.text
 
-    def broken(*given: object) -> Engine:
+    def broken(*given: object, **options: object) -> Engine:
         raise EngineError("it is damaged")
 
     monkeypatch.setattr(checks, "reload_engine", broken)

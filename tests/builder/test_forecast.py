@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.cli.shared import parse_range
-from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
-from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit_latency
+from mtpbuild.builder.forecast.forecast import (
+    PUBLISHED_ACCEPTANCE,
+    PUBLISHED_SPEED,
+    Forecast,
+    ForecastRequest,
+    fit_latency,
+    forecast,
+)
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.sources import PACKAGE, STAGES, TREE, hash_of_code
+from mtpbuild.builder.compiler.fingerprint import PACKAGE, STAGES, TREE, hash_of_code
 
 CPU = ("builder.targets.onnxruntime", "builder.targets.onnx_graph")
 MODULES = (*CPU, "builder.models.deepseek_v3.config")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from mtpbuild.builder.compiler.temporary import temporary_bytes
+from mtpbuild.builder.compiler.step_counts import temporary_bytes
 from mtpbuild.builder.program.trace import Traced
 
 HEADS, WIDTH, ROWS, TOKENS = 4, 8, 512, 96

@@ -61,7 +61,7 @@ def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> VerifyCase:
     return VerifyCase(
         engine,
         base=toy_engine(Toy, 0),
-        reloaded=lambda chunk=64, threads=None: toy_engine(kind, nextn, prefill_chunk=chunk),
+        reload=lambda chunk=64, threads=None: toy_engine(kind, nextn, prefill_chunk=chunk),
         prompts=PROMPTS,
         length=40,
         seeds=250,
@@ -187,7 +187,7 @@ def test_an_exact_engine_may_not_round() -> None:
     """What passes for a near-tie elsewhere fails here, in texts and in log-probabilities."""
     found = run_check(GREEDY, exact_case(Rounded))
     assert (found.verdict, found.detail[:17]) == ("failed", "text 0, token 0: ")
-    elsewhere = replace(exact_case(), reloaded=lambda **_: toy_engine(Rounded, 2))
+    elsewhere = replace(exact_case(), reload=lambda **_: toy_engine(Rounded, 2))
     found = run_check(MACHINE, elsewhere)
     assert (found.verdict, found.detail[:24]) == ("failed", "plain: text 0, token 0: ")
     assert run_check(MACHINE, case()).detail == "the engine is not exact"
