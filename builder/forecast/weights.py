@@ -31,6 +31,7 @@ KINDS = (  # of a layer's weights; the first entry whose text the name contains 
     ("mlp.", "dense MLPs"),
 )
 TIED = "embedding, head"  # one tensor is both
+MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 
 @dataclass
@@ -170,9 +171,9 @@ def sum_portions(
     config, by_key = layout.config, {(one.name, one.module): one for one in found}
     originals = family_of(config).duplicates(config).values() if layout.repeated else ()
     parts = {
-        "main model": [one for one in found if not one.module],
-        "MTP layers": [one for one in found if one.module],
-        "copies in MTP layers": [by_key[classify(config, name)] for name in originals],
+        MAIN: [one for one in found if not one.module],
+        MODULES: [one for one in found if one.module],
+        COPIES: [by_key[classify(config, name)] for name in originals],
     }
     return {
         name: CheckpointPortion(sum(c.parameters for c in part), sum(c.bytes for c in part))

@@ -50,6 +50,7 @@ def _all_in_order(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     ONNX's TopK is stable: among equal values it takes the lowest index first.
     """
     (operand,), asked = node.args, {"dim": -1, "descending": False, **node.kwargs}
+    assert isinstance(operand, Node)
     size = operand.meta["val"].shape[-1]
     assert isinstance(size, int)
     assert asked["dim"] in (-1, operand.meta["val"].dim() - 1)
