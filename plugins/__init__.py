@@ -67,9 +67,7 @@ for _file in sorted(Path(__file__).parent.glob("*/op.py")):
 OPS = (*EMPTY,)
 
 # In graphs for the CPU's library of kernels. "node" is the node of the op's definition.
-CPU: FacetTable = dict.fromkeys(NODES, "node") | dict.fromkeys(
-    (grouped_attention, grouped_attention_flat, mla_attention, mla_packed), "cpu"
-)
+CPU: FacetTable = dict.fromkeys(NODES, "node")
 
 # Facets in PyTorch operators for all ops, for compilers that take these.
 PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {

@@ -4,14 +4,11 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.onnx import FLOATS, contrib
+from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
 
-CausalConv = contrib(
-    "CausalConvWithState",
-    {"input": FLOATS, "weight": FLOATS, "bias": FLOATS, "past_state": FLOATS},
-    {"activation": "", "ndim": 1},
-    optional=("bias",),
-    outputs=(FLOATS, FLOATS),
+OPERANDS = "input weight bias past_state"
+CausalConv = declare_operator(
+    ONNXRUNTIME, "CausalConvWithState", OPERANDS, 2, activation="", ndim=1
 )
 
 

@@ -7,15 +7,11 @@ from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.delta_rule.op import EPSILON
 from mtpbuild.plugins.mla_attention.onnx import ints
-from mtpbuild.plugins.onnx import FLOATS, contrib
+from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
 
-NAMES = ("query", "key", "value", "past_state", "decay", "beta")
-LinearAttention = contrib(
-    "LinearAttention",
-    dict.fromkeys(NAMES, FLOATS),
-    {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""},
-    outputs=(FLOATS, FLOATS),
-)
+OPERANDS = "query key value past_state decay beta"
+SETTINGS: dict[str, Any] = {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""}
+LinearAttention = declare_operator(ONNXRUNTIME, "LinearAttention", OPERANDS, 2, **SETTINGS)
 
 
 def delta_rule_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:

@@ -4,7 +4,8 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.onnx import count, holds, ints, mask, scores, softmax
+from mtpbuild.plugins.mla_attention.onnx import count, ints, mask, scores, softmax
+from mtpbuild.plugins.mla_attention.op import contains
 
 
 def grouped_attention_onnx(
@@ -21,7 +22,7 @@ def grouped_attention_onnx(
     rows = op.Mul(rows, op.Constant(value_float=scale))
     keys, values = _heads(cache, groups, width)
     border = count(cache)
-    if holds(cache, fresh):
+    if contains(cache, fresh):
         seen = mask(border, op.Add(base, first), per_group, tokens)
         mixed = op.MatMul(softmax(op.Add(scores(rows, keys), seen)), values)
     else:

@@ -1,13 +1,23 @@
 """grouped_attention: a few query tokens per slot attend to the committed and the fresh rows."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.mla_attention.op import contains, floored_softmax
 
 
-@define(lambda q: q.new_empty(q.shape), Node("Attention"))
+def grouped_layout(known: Mapping[str, Any]) -> dict[str, int]:
+    """Return the attributes for rows of all groups' keys, then their values."""
+    cache, values = known["cache"], int(known["cache"].shape[3]) // 2
+    written = int(contains(cache, known["fresh"]))
+    return {"values": values, "latent": values // known["groups"], "written": written}
+
+
+@define(lambda q: q.new_empty(q.shape), Node("Attention", attributes=grouped_layout))
 def grouped_attention(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:

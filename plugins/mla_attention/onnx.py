@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.mla_attention.op import FLOOR, mla_attention
+from mtpbuild.plugins.mla_attention.op import FLOOR, contains, mla_attention
 
 
 def mla_attention_onnx(*operands: Any) -> Any:
@@ -24,7 +23,7 @@ def mla_attention_onnx(*operands: Any) -> Any:
     rows = op.Mul(rows, op.Constant(value_float=scale))
     if beside := int(cache.shape[3]) - width:  # values of a row that are not part of its key
         rows = op.Pad(rows, ints(0, 0, 0, 0, 0, 0, 0, beside))
-    if holds(cache, fresh):
+    if contains(cache, fresh):
         if chosen is None:
             seen = mask(count(cache), op.Add(base, first), heads, tokens)
         else:
@@ -49,22 +48,6 @@ def mla_attention_onnx(*operands: Any) -> Any:
         )
     latents = op.Slice(mixed, ints(0), ints(kv_lora_rank), ints(3))
     return op.Reshape(latents, ints(0, heads, -1, kv_lora_rank))
-
-
-def holds(cache: ir.Value, fresh: ir.Value) -> bool:
-    """Return whether the fresh rows have just been written into this cache.
-
-    They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
-    its own instead; its result is not used.
-    """
-    writer = cache.producer()
-    if writer is None:
-        return False
-    if writer.op_type.startswith(
-        ("LatentRows", "GroupedRows")
-    ):  # operators of the CPU's library that compute rows and write them
-        return fresh.producer() is writer
-    return writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 
 
 def softmax(*masked: Any) -> Any:

@@ -1,6 +1,8 @@
 """mla_attention: a few query tokens per slot attend to committed and fresh latent rows."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +25,31 @@ def floored_softmax(scores: Tensor) -> Tensor:
     return torch.maximum(scores, least).softmax(-1)
 
 
+def contains(cache: Any, fresh: Any) -> bool:
+    """Return whether the fresh rows of an ONNX graph have just been written into this cache.
+
+    They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
+    its own instead; its result is not used.
+    """
+    writer = cache.producer()
+    if writer is None:
+        return False
+    if writer.op_type == "TensorScatter":
+        return writer.inputs[1] is fresh
+    # Operators of the CPU's library that compute rows and write them.
+    rows = writer.op_type.startswith(("LatentRows", "GroupedRows"))
+    return rows and fresh.producer() is writer
+
+
+def latent_layout(known: Mapping[str, Any]) -> dict[str, int]:
+    """Return the attributes for rows of one key for all heads, whose first values are its value."""
+    written = contains(known["cache"], known["fresh"])
+    return {"groups": 1, "values": 0, "written": int(written)}
+
+
 @define(
     lambda q, kv_lora_rank: q.new_empty(*q.shape[:3], kv_lora_rank),
-    Node("Attention", renamed={"kv_lora_rank": "latent"}),
+    Node("Attention", renamed={"kv_lora_rank": "latent"}, attributes=latent_layout),
 )
 def mla_attention(
     q: Tensor,
