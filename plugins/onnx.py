@@ -4,11 +4,8 @@ from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
 ONNXRUNTIME = "com.microsoft"  # the domain of ONNX Runtime's own operators
-ATTRIBUTES = {
-    int: OpSchema.AttrType.INT,
-    float: OpSchema.AttrType.FLOAT,
-    str: OpSchema.AttrType.STRING,
-}
+KINDS = OpSchema.AttrType
+ATTRIBUTES = {int: KINDS.INT, float: KINDS.FLOAT, str: KINDS.STRING}
 TENSORS = [
     f"tensor({kind})"
     for kind in ("float", "float16", "bfloat16", "uint8", "int32", "int64", "bool")

@@ -245,21 +245,15 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}
     known |= {"BLOCK": vocabulary_block(V), "BLOCKS": tile(blocks, 2)}
     (known["best"],) = best.outputs
-    argmax = logits.new_empty(B * T, dtype=torch.int32)
-    figures = logits.new_empty(B * T, 8)
-    found = {"figures": figures, "target": argmax}
-    law = Launch.by_name(law_of_row, (B * T,), known, found, warps=8)
-    known |= {"figures": figures, "best_token": argmax}
-    names = ("tokens", "num_tokens", "new_lengths", "logprobs", "new_thinking", "margins")
-    results = dict(zip(names, empty_results(accept_mixed_op, known), strict=True))
-    drawn = {
-        "target": torch.empty_like(argmax),
-        "margins": results.pop("margins"),
-        "chances": logits.new_empty(B * T, 2),
-    }
+    best_token, figures = logits.new_empty(B * T, dtype=torch.int32), logits.new_empty(B * T, 8)
+    law = Launch.by_name(law_of_row, (B * T,), known, (figures, best_token), warps=8)
+    known |= {"figures": figures, "best_token": best_token}
+    results = empty_results(accept_mixed_op, known)
+    known |= {"target": torch.empty_like(best_token), "chances": logits.new_empty(B * T, 2)}
+    drawn = known["target"], results[-1], known["chances"]
     draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
-    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, results)
-    return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))
+    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known, results[:-1])
+    return Launches((best, law, draw, judge), results)
 
 
 OPERANDS = (*signature(accept_mixed_op._init_fn).parameters,)

@@ -100,14 +100,11 @@ def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
     bans: lengths, banned_ids and banned_until, to leave out banned tokens; or nothing.
     """
     B, T, V = logits.shape
-    best, count = (
-        empty_results(best_of_blocks, {"logits": logits}),
-        bans["banned_ids"].shape[1] if bans else 0,
-    )
-    constants = {"TOKENS": T, "BANNED": count, "BLOCK": vocabulary_block(V)}
-    operands = logits, *map(bans.get, ("lengths", "banned_ids", "banned_until"))
-    grid = B * T, cdiv(V, op.BLOCK)
-    return Launch(best_of_block, grid, operands, (V,), (best,), constants, warps=8)
+    best = empty_results(best_of_blocks, {"logits": logits})
+    known = dict.fromkeys(("lengths", "banned_ids", "banned_until")) | bans
+    known |= {"BANNED": bans["banned_ids"].shape[1] if bans else 0, "TOKENS": T}
+    known |= {"logits": logits, "vocab": V, "BLOCK": vocabulary_block(V)}
+    return Launch.by_name(best_of_block, (B * T, cdiv(V, op.BLOCK)), known, (best,), warps=8)
 
 
 def best_of_blocks_launches(logits: Tensor) -> Launches:

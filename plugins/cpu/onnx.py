@@ -16,7 +16,7 @@ SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT
 aten = torch.ops.aten
 
 
-def node_facet(defined: CustomOpDef) -> Callable[..., Any]:
+def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
     """Return the function that emits the node of an op's definition."""
     node, schema = NODES[defined], defined._opoverload._schema
 

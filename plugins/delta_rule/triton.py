@@ -158,11 +158,10 @@ def launch_of(kernel: Any, known: dict[str, Any], **others: Any) -> Launch:
     mixed, state = known["mixed"], known["state"]
     B, H, K, V = state.shape
     groups = (mixed.shape[-1] - H * V) // (2 * K)
-    o, after = empty_results(delta_rule, known)
     constants = {"HEADS": H, "GROUPS": groups, "KEYS": K, "VALUES": V, "WIDE": tile(K)}
     constants |= {"COLUMNS": COLUMNS, "EPSILON": EPSILON, "SCALE": K**-0.5}
     given = known | constants | others | {"tokens": mixed.shape[1]}
-    return Launch.by_name(kernel, (B, H, cdiv(V, COLUMNS)), given, {"o": o, "after": after})
+    return Launch.by_name(kernel, (B, H, cdiv(V, COLUMNS)), given, empty_results(delta_rule, known))
 
 
 def delta_rule_launches(*operands: Any) -> Launches:

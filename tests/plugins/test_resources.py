@@ -169,14 +169,16 @@ def test_the_small_model_too(architecture: int, tmp_path: Path) -> None:
 
 CONVERTS = """
 import json
-from mtpbuild.plugins.compiling import compiled
 from tests.support.kernel_launches import empty, nvfp4
+from tests.support.specialised import compile_specialised
 from mtpbuild.plugins.matmul_scaled.triton import product_launch
+from mtpbuild.plugins.ptx import compile_launch
 import torch
 
 launch = product_launch(empty(4, 512, dtype=torch.bfloat16), *nvfp4(512, 256))
-forms = ((100, True), (100, False), (90, True))  # for that GPU alone, or for a plugin
-print(json.dumps(["e2m1x2" in compiled(launch, *form).asm["ptx"] for form in forms]))
+own, older = (compile_specialised(launch, gpu).asm["ptx"] for gpu in (100, 90))
+plugin = compile_launch(launch, 100).text
+print(json.dumps(["e2m1x2" in text for text in (own, plugin, older)]))
 """
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
-from mtpbuild.plugins import matmul_wide, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import time_limit
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
@@ -357,7 +356,6 @@ OPERANDS = {
 
 # The ops whose launches are plugins.
 PLUGINS = {op._opoverload for op, file in TENSORRT.items() if file == "plugins"}
-PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
 
 
 class TRTInterpreter(Interpreter):

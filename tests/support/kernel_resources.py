@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.compiling import compiled
 from mtpbuild.plugins.launch import Launch, Launches
 from tests.support.kernel_launches import FORMS, empty
+from tests.support.specialised import compile_specialised
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
 ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth
@@ -69,7 +69,7 @@ HEADER = (
 
 def resources(case: str, launch: Launch, architecture: int) -> Resources:
     """Compiles a launch and reads its needs from the cubin."""
-    built = compiled(launch, architecture, specialised=True)
+    built = compile_specialised(launch, architecture)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(built.asm["cubin"])
@@ -141,7 +141,7 @@ def streamed_bytes(launch: Launch) -> int:
     if launch.kernel.__name__ == "mla_partial":
         width = sizes["RANK"] + sizes["ROPE"]
         return int(sizes["BLOCK_N"] * width * _tensor(named["cache"]).itemsize)
-    weights = {"scaled_product": "values", "gate_and_up": "gate_up", "down": "down_proj"}
+    weights = {"scaled_product": "values", "gate_and_up": "gate_up_proj", "down": "down_proj"}
     if launch.kernel.__name__ not in weights:
         return 0
     weight = _tensor(named[weights[launch.kernel.__name__]])
