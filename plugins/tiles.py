@@ -35,21 +35,22 @@ SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 @triton.jit
 def product_with_weight(
-    x, row, some, values, scales, scales_2, expert, begin, end, n,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
-    WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, rows, count, values, scales, scales_2, expert, begin, end, n,
+    EACH: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x [.., DEPTH] by the weight's columns from n on, over inputs begin to end.
 
-    some: which of the rows exist. The weight is [DEPTH, WIDTH], padded with 0; `expert` selects one
-    weight of a stack. BLOCK inputs share a scale. BY_INPUT: scales_2 are per block of inputs, too.
+    EACH adjacent `rows` are one row of x; those from `count` on do not exist. The weight is [DEPTH,
+    WIDTH], padded with 0; `expert` selects one weight of a stack. BLOCK inputs share a scale.
+    BY_INPUT: scales_2 are per block of inputs, too.
     """
-    total = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
+    total = tl.zeros((rows.shape[0], BLOCK_N), tl.float32)
     for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
-        given = x + row[:, None] * DEPTH + k[None, :]
-        given = tl.load(given, some[:, None] & (k < DEPTH)[None, :], 0.0)
+        given = x + (rows // EACH)[:, None] * DEPTH + k[None, :]
+        given = tl.load(given, (rows < count)[:, None] & (k < DEPTH)[None, :], 0.0)
         total = _tile_product(
             total, given, values, scales, scales_2, expert, first, n,
             DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,

@@ -31,8 +31,8 @@ def scaled_product(
     share = tl.cdiv(tl.cdiv(DEPTH, splits), BLOCK_K) * BLOCK_K
     start = split * share
     total = product_with_weight(
-        x, m, m < rows, values, scales, scales_2, 0, start, tl.minimum(start + share, DEPTH), first,
-        DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
+        x, m, rows, values, scales, scales_2, 0, start, tl.minimum(start + share, DEPTH), first,
+        1, DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     n = first + tl.arange(0, BLOCK_N)
     to = parts + (split * rows + m)[:, None] * WIDTH + n[None, :]

@@ -131,9 +131,8 @@ def gate_and_up(
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
             rows, _ = next_rows(pairs, count, done, BLOCK_M)
             total = product_with_weight(
-                x, rows // CHOSEN, rows < count, gate_up_proj, scales, scales_2, expert, start, end,
-                first, HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
-                STAGES,
+                x, rows, count, gate_up_proj, scales, scales_2, expert, start, end, first, CHOSEN,
+                HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
             to = sums + (split * count + rows)[:, None] * (2 * INNER) + n[None, :]
             tl.store(to, total, (rows < count)[:, None] & (n < 2 * INNER)[None, :])
@@ -200,7 +199,7 @@ def down(
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
             rows, taken = next_rows(pairs, count, done, BLOCK_M)
             value = product_with_weight(
-                inner, rows, rows < count, down_proj, scales, scales_2, expert, 0, INNER, first,
+                inner, rows, count, down_proj, scales, scales_2, expert, 0, INNER, first, 1,
                 INNER, HIDDEN, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
             weight = tl.sum(tl.where(taken, every_weight[None, :], 0.0), 1)

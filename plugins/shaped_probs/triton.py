@@ -68,11 +68,12 @@ def sum_of_row(
     BANNED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Return the sum of the weights that are at least `least`, or their number if COUNTED."""
-    total = 0.0
+    total = 0 if COUNTED else 0.0
     for begin in range(0, vocab, BLOCK):
         v = begin + tl.arange(0, BLOCK)
         e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-        total += tl.sum(tl.where(e >= least, 1.0 if COUNTED else e, 0.0), 0)
+        reached = e >= least
+        total += tl.sum(reached.to(tl.int32) if COUNTED else tl.where(reached, e, 0.0), 0)
     return total
 
 
