@@ -87,18 +87,6 @@ def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> No
         assert row["registers"] <= 128, row
 
 
-@FULL
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_delta_rule_spills_nothing(architecture: int, tmp_path: Path) -> None:
-    """A window of 4 tokens, and a prompt's chunk by products of 16."""
-    rows = compiled("r1", architecture, "delta", "delta_of_tokens,delta_of_chunks", tmp_path)
-    assert [row["kernel"] for row in rows] == ["delta_of_tokens", "delta_of_chunks"]
-    for row in rows:
-        assert row["spills"] == row["stack"] == 0, row
-        assert row["programs"] == 128, row
-    assert rows[1]["product"] == "HMMA"
-
-
 # Loads and stores of the stack in an iteration, of 519 instructions: one register is too many.
 OF_SM_80 = {"experts nvfp4, 64 tokens": 2}
 

@@ -200,9 +200,6 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     for tokens in (1, 4):
         for launch in _experts(s, tokens, None).each:
             yield f"experts, {tokens} tokens", launch
-    for tokens in (4, 256):
-        for launch in _delta_rule(tokens).each:
-            yield f"delta rule, {tokens} tokens", launch
 
 
 def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launches:
@@ -272,18 +269,6 @@ def _products_of(s: Sizes, form: str) -> Iterator[tuple[str, Launch]]:
     for tokens in (1, 4, 64, 256) if form == "nvfp4" else (1, 4):
         for launch in _experts(s, tokens, form).each:
             yield f"experts {form}, {tokens} tokens", launch
-
-
-def _delta_rule(tokens: int) -> Launches:
-    """Makes the launch for a layer of Qwen3.5-9B."""
-    from mtpbuild.plugins.delta_rule.triton import delta_rule_launches
-
-    groups, heads, width = 16, 32, 128
-    return delta_rule_launches(
-        empty(1, tokens, (2 * groups + heads) * width),
-        *(empty(1, tokens, 2 * heads), empty(heads), empty(heads)),
-        empty(1, heads, width, width),
-    )
 
 
 def _experts(s: Sizes, tokens: int, form: str | None) -> Launches:

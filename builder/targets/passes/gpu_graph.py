@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
 
-# For a GPU, AOTInductor's graphs launch our kernels instead of ops. Grouped attention and ops for
-# CPUs do not occur. kv_write stays PyTorch's, as the operand of a kernel would be copied.
+# For a GPU, AOTInductor's graphs launch our kernels instead of ops. Grouped attention, the delta
+# rule and ops for CPUs do not occur. kv_write stays PyTorch's, as the operand of a kernel would be
+# copied.
 GPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_best,
@@ -19,8 +20,6 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.accept_rewind,
         plugins.best_of_blocks,
         plugins.choose_rows,
-        plugins.delta_advance,
-        plugins.delta_rule,
         plugins.gated_product,
         plugins.matmul_scaled,
         plugins.matmul_wide,
