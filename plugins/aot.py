@@ -15,20 +15,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mtpbuild.plugins.launch import Launch, Launches
-from mtpbuild.plugins.ptx import compile_launch
+from mtpbuild.plugins.ptx import TYPES, compile_launch
 
 NAMESPACE = "mtpbuild"
 PORTABLE = 80  # its PTX runs on every later GPU; newer ones don't speed up tiles of 16 rows
-TORCH = {
-    "BOOL": torch.int32,  # plugins can't have BOOL tensors
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "BF16": torch.bfloat16,
-    "FLOAT": torch.float32,
-    "FP8": torch.float8_e4m3fn,
-}
-# TensorRT has no constants of bytes, so they are FP8, which a kernel may read as bytes.
-TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
+TENSORRT = {dtype: name for dtype, (_, name) in TYPES.items() if dtype != torch.bool}
+# Plugins can't have BOOL tensors.
+TORCH = {name: dtype for dtype, name in TENSORRT.items()} | {"BOOL": torch.int32}
 
 
 def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
@@ -54,19 +47,21 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
             layer.name = f"{name}/{launch.kernel.__name__}"
             there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
         results = tree_map(lambda tensor: there[id(tensor)], planned.results)
-        return results if planned.axis is None else _add_sum(ctx, planned, results, name)
+        if planned.axis is None:
+            return results
+        return _add_sum(ctx, results, planned.axis, planned.shape, name)
 
     return convert
 
 
-def _add_sum(ctx: Any, launches: Launches, parts: Any, name: str) -> Any:
-    """Add the layers for the sum of the launches' result; the network sets its type."""
+def _add_sum(ctx: Any, parts: Any, axis: int, shape: tuple[int, ...] | None, name: str) -> Any:
+    """Add the layers for a sum over an axis, in this shape; the network casts it to its type."""
     sums = import_module("tensorrt").ReduceOperation.SUM
-    layer = ctx.net.add_reduce(parts, sums, 1 << (launches.axis or 0), False)
+    layer = ctx.net.add_reduce(parts, sums, 1 << axis, False)
     layer.name = f"{name}/sum"
-    if launches.shape is not None:
+    if shape is not None:
         layer = ctx.net.add_shuffle(layer.get_output(0))
-        layer.reshape_dims = launches.shape
+        layer.reshape_dims = shape
         layer.name = f"{name}/rows"
     return layer.get_output(0)
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 
 PTX_VERSION = 87  # for plugins: Triton's default is too new for drivers of CUDA 12.8
-TYPES = {
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-    torch.uint8: "u8",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
+TYPES = {  # of tensors that kernels take: their names in Triton and in TensorRT
+    torch.bool: ("i1", "BOOL"),
+    torch.int32: ("i32", "INT32"),
+    torch.int64: ("i64", "INT64"),
+    torch.bfloat16: ("bf16", "BF16"),
+    torch.float32: ("fp32", "FLOAT"),
+    torch.uint8: ("u8", "FP8"),  # TensorRT has no constants of bytes; kernels read FP8 as bytes
+    torch.float8_e4m3fn: ("fp8e4nv", "FP8"),
 }
 
 
@@ -97,7 +97,7 @@ def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
     for name in names:
         value = given[name]
         if isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
+            signature[name] = "*" + TYPES[value.dtype][0]
         else:
             constant = value is None or name in launch.constants
             signature[name] = "constexpr" if constant else "i32"

@@ -83,7 +83,7 @@ def accept_mixed(
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
-    logits = _edit_logits(logits, at, window, lengths, controls, history)
+    logits = _edit_logits(logits, at, window, controls, history)
     if grammar:
         logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
     p = shaped_probs(logits, controls)  # [B, T, V]
@@ -152,12 +152,7 @@ def accept_mixed_op(
 
 
 def _edit_logits(
-    logits: Tensor,
-    at: Tensor,
-    window: Tensor,
-    lengths: Tensor,
-    controls: Controls,
-    history: Tensor | None,
+    logits: Tensor, at: Tensor, window: Tensor, controls: Controls, history: Tensor | None
 ) -> Tensor:
     """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
 
@@ -167,14 +162,14 @@ def _edit_logits(
         return without_banned(logits, at, controls)
     edits = {name: controls[name] for name in (*READ, "banned_ids", "banned_until")}
     wanted = (at[:, 0] < controls["banned_until"]) | controls["penalised"]
-    operands = (logits, at, window, lengths, edits, history)
+    operands = (logits, at, window, edits, history)
     return when(wanted.any(), _ban_and_penalise, copy_logits, operands)[0]
 
 
 def _ban_and_penalise(
-    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Controls, history: Tensor
+    logits: Tensor, at: Tensor, window: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
-    left = without_banned(logits, at, edits)
+    left, lengths = without_banned(logits, at, edits), at[:, 0] - 1
     return (penalised(left, history, lengths, (window,), edits),)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
-from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
+from mtpbuild.plugins.accept_rewind.triton import best_launch, best_of_row, vocabulary_block
 from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
@@ -40,20 +40,10 @@ def law_of_row(
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
-    i = tl.arange(0, BLOCKS)
-    at = r * blocks + i
-    top = tl.load(best + at * 5, i < blocks, float("-inf"))
-    where = tl.load(best + at * 5 + 4, i < blocks, 0.0).to(tl.int32)
-    where = tl.where(i < blocks, where, 2147483647)
-    first = tl.max(top, 0)
-    token = tl.min(tl.where(top == first, where, 2147483647), 0)
-    token = tl.minimum(token, vocab - 1)  # for a row of NaN
-    below = tl.load(best + at * 5 + 1, i < blocks, float("-inf"))
-    second = tl.max(tl.where(where == token, below, top), 0)
-    of_block = tl.load(best + at * 5 + 2, i < blocks, float("-inf"))
-    sums = tl.load(best + at * 5 + 3, i < blocks, 0.0)
-    plain = tl.max(of_block, 0)
-    lse = plain + tl.log(tl.sum(sums * tl.exp(of_block - plain), 0))
+    one = r + tl.arange(0, 1)
+    token, first, second, most, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
+    token, first, second = tl.max(token, 0), tl.max(first, 0), tl.max(second, 0)
+    lse = tl.max(most + tl.log(total), 0)
 
     row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
     early = tl.load(lengths + b) + 1 + j < tl.load(banned_until + b)

@@ -49,11 +49,8 @@ Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
 Cos, Sin, LogSoftmax, ArgMax = (
     declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
 )
-MOST_PARTS = 4  # of a join
-JOINS = {
-    ir.DataType.FLOAT: declare_operator(DOMAIN, "Join", "a b c d", axis=0),
-    ir.DataType.INT64: declare_operator(DOMAIN, "JoinInts", "a b c d", axis=0),
-}
+PARTS = "a b c d"  # of a join
+JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -90,9 +87,10 @@ def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
 
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:
     [kind, *others] = {part.dtype for part in parts}
-    if others or kind not in JOINS or not 1 < len(parts) <= MOST_PARTS:
+    if others or kind not in JOINED or not 1 < len(parts) <= len(PARTS.split()):
         return op.Concat(*parts, axis=axis)
-    return JOINS[kind](*parts, axis=axis % len(parts[0].shape))
+    join = declare_operator(DOMAIN, "Join" + SUFFIXES[kind], PARTS, axis=0)
+    return join(*parts, axis=axis % len(parts[0].shape))
 
 
 def embedding(table: Any, tokens: Any, *others: Any) -> Any:

@@ -19,7 +19,7 @@ EPSILON = 1e-6  # added to the squared lengths by which queries and keys are nor
         torch.empty_like(state),
     ),
     # `FuseAround` drops a state that nothing reads.
-    Node("DeltaRule", lambda known: {"keeps": 1}),
+    Node("DeltaRule", attributes=lambda known: {"keeps": 1}),
 )
 def delta_rule(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor

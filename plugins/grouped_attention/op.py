@@ -17,7 +17,7 @@ def grouped_layout(known: Mapping[str, Any]) -> dict[str, int]:
     return {"values": values, "latent": values // known["groups"], "written": written}
 
 
-@define(lambda q: q.new_empty(q.shape), Node("Attention", grouped_layout))
+@define(lambda q: q.new_empty(q.shape), Node("Attention", attributes=grouped_layout))
 def grouped_attention(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:

@@ -80,7 +80,7 @@ def grouped_rows_write(
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
-@define(lambda q: torch.empty_like(q), Node("Attention", grouped_layout))
+@define(lambda q: torch.empty_like(q), Node("Attention", attributes=grouped_layout))
 def grouped_attention_flat(
     q: Tensor,
     cache: Tensor,

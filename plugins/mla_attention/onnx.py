@@ -40,21 +40,16 @@ def attend(rows: Any, masks: Sequence[Any], blocks: Sequence[Any], split: Any) -
         op.Add(op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])), mask)
         for mask, (keys, _) in zip(masks, halves, strict=True)
     ]
-    p = softmax(*scores)
+    joined = scores[0] if len(scores) == 1 else op.Concat(*scores, axis=-1)
+    largest = op.ReduceMax(joined, ints(-1), keepdims=1)
+    least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
+    p = op.Softmax(op.Max(joined, least), axis=-1)  # as `floored_softmax`
     if len(halves) == 1:
         return op.MatMul(p, halves[0][1])
     border, end, axis = count_rows(blocks[0]), op.Shape(p, start=3), ints(3)
     (_, old), (_, new) = halves
     mixed = op.MatMul(op.Slice(p, ints(0), border, axis), old)
     return op.Add(mixed, op.MatMul(op.Slice(p, border, end, axis), new))
-
-
-def softmax(*masked: Any) -> Any:
-    """Apply `floored_softmax` to blocks of scores, concatenated along the last axis."""
-    joined = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
-    largest = op.ReduceMax(joined, ints(-1), keepdims=1)
-    least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
-    return op.Softmax(op.Max(joined, least), axis=-1)
 
 
 def count_rows(rows: Any) -> Any:

@@ -57,7 +57,7 @@ def latent_layout(known: Mapping[str, Any]) -> dict[str, int]:
 
 @define(
     lambda q, kv_lora_rank: q.new_empty(*q.shape[:3], kv_lora_rank),
-    Node("Attention", latent_layout, {"kv_lora_rank": "latent"}),
+    Node("Attention", {"kv_lora_rank": "latent"}, latent_layout),
 )
 def mla_attention(
     q: Tensor,

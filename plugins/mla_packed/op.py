@@ -10,7 +10,7 @@ from mtpbuild.plugins.product_packed.op import unpacked
 
 @define(
     lambda q, w_uk, v_head_dim: q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim),
-    Node("LatentAttention", latent_layout, {"kv_lora_rank": "latent", "v_head_dim": "N"}),
+    Node("LatentAttention", {"kv_lora_rank": "latent", "v_head_dim": "N"}, latent_layout),
 )
 def mla_packed(
     q: Tensor,

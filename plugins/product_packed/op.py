@@ -6,10 +6,7 @@ from mtpbuild.plugins.cpu import layout
 from mtpbuild.plugins.definition import Node, define
 
 
-@define(
-    lambda x, outputs: x.new_empty(*x.shape[:-1], outputs),
-    Node("Product", renamed={"outputs": "N"}),
-)
+@define(lambda x, outputs: x.new_empty(*x.shape[:-1], outputs), Node("Product", {"outputs": "N"}))
 def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
