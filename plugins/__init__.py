@@ -12,51 +12,38 @@ from typing import Any, TypeAlias
 
 from torch._library.custom_ops import CustomOpDef
 
-from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
-from mtpbuild.plugins.accept_rewind.op import accept_best as accept_best
-from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
-from mtpbuild.plugins.accept_rewind.op import best_of_blocks as best_of_blocks
-from mtpbuild.plugins.causal_conv.op import causal_conv as causal_conv
-from mtpbuild.plugins.causal_conv.op import last_inputs as last_inputs
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
+from mtpbuild.plugins.accept_rewind.op import accept_best, accept_rewind, best_of_blocks
+from mtpbuild.plugins.causal_conv.op import causal_conv, last_inputs
 from mtpbuild.plugins.definition import EMPTY, NODES
-from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
-from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule
-from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits
-from mtpbuild.plugins.experts.op import experts as experts
-from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed
-from mtpbuild.plugins.gated_packed.op import gated_packed as gated_packed
-from mtpbuild.plugins.gated_product.op import gated_product as gated_product
-from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
+from mtpbuild.plugins.delta_rule.op import delta_advance, delta_rule
+from mtpbuild.plugins.embedding_nbits.op import embedding_nbits
+from mtpbuild.plugins.experts.op import experts
+from mtpbuild.plugins.experts_packed.op import experts_packed
+from mtpbuild.plugins.gated_packed.op import gated_packed
+from mtpbuild.plugins.gated_product.op import gated_product
+from mtpbuild.plugins.grouped_attention.op import grouped_attention
 from mtpbuild.plugins.grouped_rows.op import (
-    grouped_attention_flat as grouped_attention_flat,
+    grouped_attention_flat,
+    grouped_rows,
+    grouped_rows_write,
 )
-from mtpbuild.plugins.grouped_rows.op import grouped_rows as grouped_rows
-from mtpbuild.plugins.grouped_rows.op import grouped_rows_write as grouped_rows_write
-from mtpbuild.plugins.kv_write.op import kv_write as kv_write
-from mtpbuild.plugins.matmul_scaled.op import (
-    dequantise_scaled as dequantise_scaled,
-)
-from mtpbuild.plugins.matmul_scaled.op import (
-    matmul_scaled as matmul_scaled,
-)
-from mtpbuild.plugins.matmul_wide.op import matmul_wide as matmul_wide
-from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
-from mtpbuild.plugins.mla_heads.op import mla_queries as mla_queries
-from mtpbuild.plugins.mla_heads.op import mla_values as mla_values
-from mtpbuild.plugins.mla_packed.op import mla_packed as mla_packed
-from mtpbuild.plugins.mla_rows.op import mla_rows as mla_rows
-from mtpbuild.plugins.mla_rows.op import mla_rows_write as mla_rows_write
-from mtpbuild.plugins.moe.op import moe as moe
-from mtpbuild.plugins.moe.op import moe_route as moe_route
-from mtpbuild.plugins.product_packed.op import product_packed as product_packed
-from mtpbuild.plugins.rope.op import rope as rope
-from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
-from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
-from mtpbuild.plugins.sparse_rows.op import choose_rows as choose_rows
-from mtpbuild.plugins.sparse_rows.op import index_keys as index_keys
-from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks as sum_of_ranks
-from mtpbuild.plugins.take_rows.op import take_rows as take_rows
-from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
+from mtpbuild.plugins.kv_write.op import kv_write
+from mtpbuild.plugins.matmul_scaled.op import dequantise_scaled, matmul_scaled
+from mtpbuild.plugins.matmul_wide.op import matmul_wide
+from mtpbuild.plugins.mla_attention.op import mla_attention
+from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
+from mtpbuild.plugins.mla_packed.op import mla_packed
+from mtpbuild.plugins.mla_rows.op import mla_rows, mla_rows_write
+from mtpbuild.plugins.moe.op import moe, moe_route
+from mtpbuild.plugins.product_packed.op import product_packed
+from mtpbuild.plugins.rope.op import rope
+from mtpbuild.plugins.rotary_rows.op import rotary_rows
+from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
+from mtpbuild.plugins.sparse_rows.op import choose_rows, index_keys
+from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
+from mtpbuild.plugins.take_rows.op import take_rows
+from mtpbuild.plugins.weigh_experts.op import weigh_experts
 
 # An op's facet is the function <op>_<file> in a file of the op's folder. A table maps names of ops
 # to these files. "plugins" makes AOT plugins of TensorRT of the launches in triton.py; "node" is
@@ -68,10 +55,11 @@ OPS = {op._name: op for op in EMPTY}
 NODE_FACETS: FacetTable = {op._name: "node" for op in NODES}  # operators of the CPU's library
 
 # The facets that PyTorch calls for CUDA tensors; other ops run their reference.
+PRODUCTS = matmul_scaled, matmul_wide, moe
 CUDA: FacetTable = dict.fromkeys(
     (
-        *("accept_rewind", "choose_rows", "kv_write", "matmul_scaled", "matmul_wide"),
-        *("mla_attention", "moe", "moe_route"),
+        *("accept_rewind", "choose_rows", "kv_write", "mla_attention", "moe_route"),
+        *(op._name for op in PRODUCTS),
     ),
     "triton",
 )
@@ -99,17 +87,15 @@ def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
 
         return as_plugins(getattr(import_module(f"{folder}.triton"), f"{name}_launches"))
     if file == "node":
-        from mtpbuild.plugins.cpu.onnx import node_facet
+        from mtpbuild.plugins.cpu.onnx import make_node_facet
 
-        return node_facet(op)
+        return make_node_facet(op)
     function: Callable[..., Any] = getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
     return function
 
 
-def _on_cuda(op: CustomOpDef) -> Callable[..., Any]:
-    """Return a function that loads the op's CUDA facet when it is called, and calls it."""
-    return lambda *operands: facet(op, CUDA[op._name])(*operands)
-
-
 for _name in CUDA:
-    OPS[_name].register_kernel("cuda", _on_cuda(OPS[_name]))
+    # The facet, with its import of triton, is loaded at the first call.
+    OPS[_name].register_kernel(
+        "cuda", lambda *operands, name=_name: facet(OPS[name], CUDA[name])(*operands)
+    )

@@ -5,7 +5,6 @@ launch, and equal launches share one (docs/plugins.md).
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -16,20 +15,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mtpbuild.plugins.launch import Launch, Launches
-from mtpbuild.plugins.ptx import compile_launch
+from mtpbuild.plugins.ptx import TYPES, compile_launch
 
 NAMESPACE = "mtpbuild"
 PORTABLE = 80  # its PTX runs on every later GPU; newer ones don't speed up tiles of 16 rows
-TORCH = {
-    "BOOL": torch.int32,  # plugins can't have BOOL tensors
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "BF16": torch.bfloat16,
-    "FLOAT": torch.float32,
-    "FP8": torch.float8_e4m3fn,
-}
-# TensorRT has no constants of bytes, so they are FP8, which a kernel may read as bytes.
-TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
+TENSORRT = {dtype: name for dtype, (_, name) in TYPES.items() if dtype != torch.bool}
+# Plugins can't have BOOL tensors.
+TORCH = {name: dtype for dtype, name in TENSORRT.items()} | {"BOOL": torch.int32}
 
 
 def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
@@ -41,11 +33,11 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
         given, form = tree_flatten(args)  # operands may be lists
-        operands = [_stand_in(arg) for arg in given]
+        operands = [_make_stand_in(arg) for arg in given]
         planned = launches(*tree_unflatten(operands, form))
         read = {id(tensor) for launch in planned.each for tensor in launch.inputs}
         there = {  # id of a launch's tensor -> the network's
-            id(operand): _network_tensor(ctx, arg, f"{name}_{i}")
+            id(operand): _find_operand(ctx, arg, f"{name}_{i}")
             for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
             if isinstance(operand, Tensor) and id(operand) in read
         }
@@ -54,12 +46,27 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
             layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
             layer.name = f"{name}/{launch.kernel.__name__}"
             there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
-        return tree_map(lambda tensor: there[id(tensor)], planned.results)
+        results = tree_map(lambda tensor: there[id(tensor)], planned.results)
+        if planned.axis is None:
+            return results
+        return _add_sum(ctx, results, planned.axis, planned.shape, name)
 
     return convert
 
 
-def _stand_in(arg: Any) -> Any:
+def _add_sum(ctx: Any, parts: Any, axis: int, shape: tuple[int, ...] | None, name: str) -> Any:
+    """Add the layers for a sum over an axis, in this shape; the network casts it to its type."""
+    sums = import_module("tensorrt").ReduceOperation.SUM
+    layer = ctx.net.add_reduce(parts, sums, 1 << axis, False)
+    layer.name = f"{name}/sum"
+    if shape is not None:
+        layer = ctx.net.add_shuffle(layer.get_output(0))
+        layer.reshape_dims = shape
+        layer.name = f"{name}/rows"
+    return layer.get_output(0)
+
+
+def _make_stand_in(arg: Any) -> Any:
     """Return a meta tensor like the network's, int32 for bool; numbers and None are unchanged."""
     if arg is None or isinstance(arg, int | float):
         return arg
@@ -69,7 +76,7 @@ def _stand_in(arg: Any) -> Any:
     return torch.empty(shape, dtype=TORCH["BOOL"] if dtype == torch.bool else dtype, device="meta")
 
 
-def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
+def _find_operand(ctx: Any, arg: Any, name: str) -> Any:
     """Return the network's tensor for a weight or another argument; bool is cast to int32."""
     trt = import_module("tensorrt")
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
@@ -81,24 +88,15 @@ def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
     return given
 
 
-def describe(launch: Launch) -> dict[str, Any]:
-    """Return everything that identifies a plugin, except the kernel's text."""
-    return {
-        "kernel": launch.kernel.__name__,
-        "inputs": [f"{name} {_text(tensor)}" for name, tensor in _inputs(launch).items()],
-        "outputs": [_text(tensor) for tensor in launch.outputs],
-        "grid": [*launch.grid],
-        "sizes": [*launch.sizes],
-        "constants": dict(launch.constants),
-        "warps": launch.warps,
-        "stages": launch.stages,
-    }
-
-
 def plugin(launch: Launch) -> Any:
     """Return the launch's plugin in `tensorrt.plugin`; it is registered at the first call."""
     trtp = import_module("tensorrt.plugin")
-    digest = hashlib.sha256(json.dumps(describe(launch)).encode()).hexdigest()
+    own = [
+        *((name, _describe_tensor(tensor)) for name, tensor in _name_inputs(launch).items()),
+        *map(_describe_tensor, launch.outputs),
+        *(launch.grid, launch.sizes, dict(launch.constants), launch.warps, launch.stages),
+    ]
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
     name = f"{launch.kernel.__name__}_{digest[:8]}"
     if not hasattr(getattr(trtp.op, NAMESPACE, None), name):
         _register(trtp, f"{NAMESPACE}::{name}", launch)
@@ -109,7 +107,7 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
     """Register the outputs' shapes and types, the kernel and its launch with TensorRT."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
-    inputs = dict.fromkeys(_inputs(launch), trtp.TensorDesc)
+    inputs = dict.fromkeys(_name_inputs(launch), trtp.TensorDesc)
 
     def outputs(*inputs: Any) -> Any:
         return tuple(
@@ -142,11 +140,11 @@ def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> 
     function.__signature__ = Signature(parameters, return_annotation=given)
 
 
-def _inputs(launch: Launch) -> dict[str, Tensor]:
+def _name_inputs(launch: Launch) -> dict[str, Tensor]:
     """Return the inputs by parameter name, without those that are None."""
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     return {name: tensor for name, tensor in named if tensor is not None}
 
 
-def _text(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{TENSORRT[tensor.dtype]} {list(tensor.shape)}"

@@ -150,13 +150,9 @@ def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
     """Convert words of four e4m3 codes to four bf16 tensors, from the lowest byte up."""
     if ASSEMBLY:
+        text: tl.constexpr = CONVERTED_E4M3 if ASSEMBLY == 100 else MOVED_E4M3
         a, b, c, d = tl.inline_asm_elementwise(
-            CONVERTED_E4M3 if ASSEMBLY == 100 else MOVED_E4M3,
-            "=r,=r,=r,=r,r,r",
-            [words],
-            [tl.bfloat16] * 4,
-            is_pure=True,
-            pack=2,
+            text, "=r,=r,=r,=r,r,r", [words], [tl.bfloat16] * 4, is_pure=True, pack=2
         )
     else:
         a = float_of(words, 4, 3).to(tl.bfloat16)
@@ -170,13 +166,9 @@ def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
 def scales_of_words(words, ASSEMBLY: tl.constexpr):
     """Convert words of four e4m3 scales for `e2m1_of_words`: to words with a bf16 in each half."""
     if ASSEMBLY:
+        text: tl.constexpr = CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES
         a, b, c, d = tl.inline_asm_elementwise(
-            CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES,
-            "=r,=r,=r,=r,r",
-            [words],
-            [tl.int32] * 4,
-            is_pure=True,
-            pack=1,
+            text, "=r,=r,=r,=r,r", [words], [tl.int32] * 4, is_pure=True, pack=1
         )
     else:
         a, b, c, d = e4m3_of_words(words, 0)
@@ -192,13 +184,9 @@ def e2m1_of_words(words, a, b, c, d, ASSEMBLY: tl.constexpr):
     bf16, for `halves`. The result is exact: a product has 2 + 4 bits, and its exponent fits bf16.
     """
     if ASSEMBLY:
+        text: tl.constexpr = CONVERTED_E2M1 if ASSEMBLY == 100 else MOVED_E2M1
         a, b, c, d = tl.inline_asm_elementwise(
-            CONVERTED_E2M1 if ASSEMBLY == 100 else MOVED_E2M1,
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [words, a, b, c, d],
-            [tl.int32] * 4,
-            is_pure=True,
-            pack=1,
+            text, "=r,=r,=r,=r,r,r,r,r,r", [words, a, b, c, d], [tl.int32] * 4, is_pure=True, pack=1
         )
     else:
         a, b = _nibbles(words, a), _nibbles(words >> 8, b)

@@ -26,9 +26,10 @@ class Node:
 
     name: str
     renamed: Mapping[str, str] = field(default_factory=dict)  # number -> attribute
+    # Returns the attributes that no number gives, for the operands by name.
+    attributes: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda known: {}
     sizes: tuple[str, ...] = ()  # numbers that are inputs
     typed: str = ""  # the tensor whose type is a part of the operator's name, unless it is fp32
-    constants: Mapping[str, int] = field(default_factory=dict)  # attributes that no number gives
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,24 @@ class Launch:
         kernel: Any,
         grid: tuple[int, ...],
         known: Mapping[str, Any],
-        outputs: Mapping[str, Tensor],
-        warps: int = 4,
+        outputs: tuple[Tensor, ...],
+        **how: int,
     ) -> "Launch":
-        """Make a launch with arguments from `known`; parameters in capitals are constants."""
-        constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
-        given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
+        """Make a launch whose inputs, sizes and constants are those of the parameters' names.
+
+        Parameters in capitals are constants. One that is not in `known` has the value of its name
+        in small letters.
+        """
+        constants = {
+            name: known[name] if name in known else known[name.lower()]
+            for name in kernel.arg_names
+            if name.isupper()
+        }
+        names = [name for name in kernel.arg_names if name not in constants]
+        given = [known[name] for name in names[: len(names) - len(outputs)]]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
-        written = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
-        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), written, constants, warps)
+        sizes = tuple(given[len(inputs) :])
+        return cls(kernel, grid, inputs, sizes, outputs, constants, **how)
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the kernel and return the outputs.
@@ -61,28 +70,32 @@ class Launch:
         for tensor in (*self.inputs, *self.outputs):
             assert tensor is None or tensor.is_contiguous(), "a copy would hide a cache's cost"
         kernel = self.kernel if knobs.runtime.interpret else wrap_triton(self.kernel)
-        kernel[self.grid](
-            *self.inputs,
-            *self.sizes,
-            *self.outputs,
-            **self.constants,
-            num_warps=self.warps,
-            num_stages=self.stages,
-        )
+        how = {"num_warps": self.warps, "num_stages": self.stages}
+        kernel[self.grid](*self.inputs, *self.sizes, *self.outputs, **self.constants, **how)
         return self.outputs
 
 
 @dataclass(frozen=True)
 class Launches:
-    """An op's launches in order, and those of their outputs that the op returns."""
+    """An op's launches in order, and those of their outputs that the op returns.
+
+    If there is an axis, the op returns the sum of `results` over it, in this dtype and shape; by
+    default in the shape that the sum has.
+    """
 
     each: tuple[Launch, ...]
     results: Any  # a tensor or a tuple of them
+    axis: int | None = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
 
     def run(self) -> Any:
         for launch in self.each:
             launch.run()
-        return self.results
+        if self.axis is None:
+            return self.results
+        total = self.results.sum(self.axis).to(self.dtype)
+        return total if self.shape is None else total.reshape(self.shape)
 
 
 def by_kernels(
@@ -126,7 +139,7 @@ def cdiv(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
-def columns_of_a_program(groups: int, columns: int) -> int:
+def choose_columns(groups: int, columns: int) -> int:
     """Choose 64, 32 or 16 columns of each group, so that most multiprocessors have a program.
 
     The choice does not depend on the number of rows, so neither does the rounding of a row's sums.

@@ -1,49 +1,35 @@
-"""Declarations of operators that the onnx package does not know, for facets in ONNX."""
-
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+"""Declarations of ONNX operators that the onnx package does not know."""
 
 from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
-DOMAIN = "com.microsoft"
-FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
-BOOLS = "tensor(bool)"
-HALVES, BFLOATS = "tensor(float16)", "tensor(bfloat16)"
-WEIGHT = "W"  # fp32 or bytes
-ROWS = "R"  # cache rows: fp32 or bfloat16
-KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
+ONNXRUNTIME = "com.microsoft"  # the domain of ONNX Runtime's own operators
+KINDS = OpSchema.AttrType
+ATTRIBUTES = {int: KINDS.INT, float: KINDS.FLOAT, str: KINDS.STRING}
+TENSORS = [
+    f"tensor({kind})"
+    for kind in ("float", "float16", "bfloat16", "uint8", "int32", "int64", "bool")
+]
 
 
-def contrib(
-    name: str,
-    inputs: Mapping[str, str],
-    attributes: Mapping[str, Any],
-    optional: Collection[str] = (),
-    domain: str = DOMAIN,
-    outputs: Sequence[str] = (FLOATS,),
+def declare_operator(
+    domain: str, name: str, inputs: str, outputs: int = 1, **attributes: float | str
 ) -> Op:
-    """Declare an operator of ONNX Runtime, which the onnx package does not know.
+    """Declare an operator, which checks the types of its operands itself.
 
-    Only the inputs and attributes in use are declared. An attribute's type is that of its value.
-    outputs: their types, in order.
+    inputs: their names; each may be missing. An attribute's type is that of its value.
     """
-    options = OpSchema.FormalParameterOption
+    parameter, optional = OpSchema.FormalParameter, OpSchema.FormalParameterOption.Optional
+    operands, results = inputs.split(), [f"output{i}" for i in range(outputs)]
     schema = OpSchema(
         name,
         domain,
         1,
-        inputs=[
-            OpSchema.FormalParameter(
-                i, kind, param_option=options.Optional if i in optional else options.Single
-            )
-            for i, kind in inputs.items()
+        inputs=[parameter(each, f"{each}_type", param_option=optional) for each in operands],
+        outputs=[parameter(each, f"{each}_type") for each in results],
+        type_constraints=[(f"{each}_type", TENSORS, "") for each in (*operands, *results)],
+        attributes=[
+            OpSchema.Attribute(key, ATTRIBUTES[type(value)]) for key, value in attributes.items()
         ],
-        outputs=[OpSchema.FormalParameter(f"output{i}", kind) for i, kind in enumerate(outputs)],
-        type_constraints=[
-            (WEIGHT, [FLOATS, BYTES], "packed numbers"),
-            (ROWS, [FLOATS, BFLOATS], "rows of a cache"),
-        ],
-        attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
     )
     return Op(Opset(domain, 1), name, schema)

@@ -31,27 +31,27 @@ def penalised(
     """
     edits = {name: controls[name] for name in READ}
     operands = (logits, history, lengths, ahead, edits)
-    return when(controls["penalised"].any(), _penalised, unchanged, operands)[0]
+    return when(controls["penalised"].any(), _penalise, copy_logits, operands)[0]
 
 
-def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
+def copy_logits(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
     """Return a copy of the logits: the branch in which no request asks for an edit."""
     return (logits.clone(),)
 
 
-def _penalised(
+def _penalise(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], edits: Controls
 ) -> tuple[Tensor, ...]:
     presence, frequency, repetition = (edits[name][:, None, None] for name in PENALTIES)
     tokens = torch.cat(ahead, dim=1)
     contained, counts = _seen(logits, history, lengths, tokens, edits["prompt_length"])
-    logits = logits + _bias(logits[:, 0], edits["bias_ids"], edits["bias_values"])[:, None]
+    logits = logits + _sum_biases(logits[:, 0], edits["bias_ids"], edits["bias_values"])[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(contained > 0, repeated, logits)
     return (logits - frequency * counts - presence * (counts > 0).to(logits.dtype),)
 
 
-def _bias(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def _sum_biases(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     """Return the bias [B, V] of each slot's logits; ids below 0 are padding."""
     values = torch.where(ids >= 0, values, 0.0)
     return torch.zeros_like(like).scatter_add(1, ids.clamp(min=0), values)

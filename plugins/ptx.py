@@ -1,13 +1,28 @@
-"""Compilation of kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
+"""Compilation of kernels by Triton without a GPU, to the PTX that TensorRT's AOT plugins launch.
 
 The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from mtpbuild.plugins.compiling import compiled
+import torch
+from torch import Tensor
+
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
+
+PTX_VERSION = 87  # for plugins: Triton's default is too new for drivers of CUDA 12.8
+TYPES = {  # of tensors that kernels take: their names in Triton and in TensorRT
+    torch.bool: ("i1", "BOOL"),
+    torch.int32: ("i32", "INT32"),
+    torch.int64: ("i64", "INT64"),
+    torch.bfloat16: ("bf16", "BF16"),
+    torch.float32: ("fp32", "FLOAT"),
+    torch.uint8: ("u8", "FP8"),  # TensorRT has no constants of bytes; kernels read FP8 as bytes
+    torch.float8_e4m3fn: ("fp8e4nv", "FP8"),
+}
 
 
 class ContractError(ValueError):
@@ -31,16 +46,65 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
     Raises ContractError if it needs scratch memory, or more shared memory than an AOT plugin has.
     """
-    built = compiled(launch, architecture)
+    signature, constants = signature_of(launch)
+    if "ASSEMBLY" in constants:
+        constants["ASSEMBLY"] = 80  # for every GPU
+    built = compile_kernel(launch, architecture, signature, constants, ptx_version=PTX_VERSION)
     needs = built.metadata
     if needs.global_scratch_size or needs.profile_scratch_size:
         raise ContractError(f"{needs.name} needs scratch memory")
     if needs.shared > AOT_SHARED:
         raise ContractError(f"{needs.name}: {needs.shared} bytes of shared memory > {AOT_SHARED}")
-    return _without_scratch(built.asm["ptx"], needs.name, needs.shared)
+    return _remove_scratch(built.asm["ptx"], needs.name, needs.shared)
 
 
-def _without_scratch(text: str, name: str, shared: int) -> Ptx:
+def compile_kernel(
+    launch: Launch,
+    architecture: int,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    sixteens: Collection[str] = (),
+    ptx_version: int | None = None,
+) -> Any:
+    """Compile by Triton, for tensors that are aligned to 16 bytes, as all allocations are.
+
+    sixteens: the sizes that are divisible by 16. Raises RuntimeError if the interpreter is on.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: compile kernels in another process")
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in sixteens
+    }
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
+    how = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
+    gpu = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=gpu, options=how | {"ptx_version": ptx_version})
+
+
+def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return each parameter's Triton type, "constexpr" for constants, and the constants' values."""
+    values = (*launch.inputs, *launch.sizes, *launch.outputs)
+    names = launch.kernel.arg_names
+    given = dict(zip(names, values, strict=False)) | dict(launch.constants)
+    assert len(given) == len(names) == len(values) + len(launch.constants), "its arguments"
+    signature = {}
+    for name in names:
+        value = given[name]
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype][0]
+        else:
+            constant = value is None or name in launch.constants
+            signature[name] = "constexpr" if constant else "i32"
+    return signature, {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
+
+
+def _remove_scratch(text: str, name: str, shared: int) -> Ptx:
     """Remove the two scratch pointers that Triton adds after the arguments: TensorRT has none."""
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", text, re.DOTALL)
     assert entry is not None, "Triton writes one entry point"

@@ -34,27 +34,47 @@ SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
 @triton.jit
-def load_rows(
-    x, row, some, begin,
-    DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
+def product_with_weight(
+    x, rows, count, values, scales, scales_2, expert, begin, end, n,
+    EACH: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K inputs from `begin` on of rows of x [.., DEPTH]; missing ones are 0."""
-    k = begin + tl.arange(0, BLOCK_K)
-    at = x + row[:, None] * DEPTH + k[None, :]
-    return tl.load(at, some[:, None] & (k < DEPTH)[None, :], 0.0)
+    """Multiply rows of x [.., DEPTH] by the weight's columns from n on, over inputs begin to end.
+
+    EACH adjacent `rows` are one row of x; those from `count` on do not exist. The weight is [DEPTH,
+    WIDTH], padded with 0; `expert` selects one weight of a stack. BLOCK inputs share a scale.
+    BY_INPUT: scales_2 are per block of inputs, too.
+    """
+    total = tl.zeros((rows.shape[0], BLOCK_N), tl.float32)
+    for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        given = x + (rows // EACH)[:, None] * DEPTH + k[None, :]
+        given = tl.load(given, (rows < count)[:, None] & (k < DEPTH)[None, :], 0.0)
+        total = _tile_product(
+            total, given, values, scales, scales_2, expert, first, n,
+            DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if scales_2 is not None:
+        if not BY_INPUT:
+            columns = n + tl.arange(0, BLOCK_N)
+            by = tl.load(scales_2 + expert * WIDTH + columns, columns < WIDTH, 0.0)
+            total *= by[None, :]
+        if WORDS:
+            total *= SMALLER
+    return total
 
 
 @triton.jit
-def tile_product(
+def _tile_product(
     total, given, values, scales, scales_2, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add to `total` the product of rows with a weight's tile, from input `begin` and column n on.
 
-    given: the rows' inputs for that tile. The weight is [DEPTH, WIDTH], padded with 0; `expert`
-    selects one weight of a stack. BLOCK inputs share a scale. BY_INPUT: scales_2 are per block of
-    inputs, too; otherwise `with_global_scales` multiplies the sum by them.
+    given: the rows' inputs for that tile. `product_with_weight` multiplies the sum of all tiles by
+    the factors that are left out here.
     """
     if scales is not None and WORDS:
         if scales_2 is None:
@@ -182,29 +202,13 @@ def _apart(total):
     return a, b, c, d
 
 
-@triton.jit
-def with_global_scales(
-    total, scales_2, expert, n,
-    WIDTH: tl.constexpr, BY_INPUT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Multiply the sum of all tiles by the factors that `tile_product` left out."""
-    if scales_2 is not None:
-        if not BY_INPUT:
-            columns = n + tl.arange(0, BLOCK_N)
-            by = tl.load(scales_2 + expert * WIDTH + columns, columns < WIDTH, 0.0)
-            total *= by[None, :]
-        if WORDS:
-            total *= SMALLER
-    return total
-
-
-def tile_constants(
+def choose_tiles(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> dict[str, Any]:
     """Choose tiles for rows x [.., K] and a weight, or a stack, in the layout of `matmul_scaled`.
 
-    Returns the constants of `tile_product` and BLOCK_M, the number of rows multiplied at a time.
-    The tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
+    Returns the constants of `product_with_weight` and BLOCK_M, the rows multiplied at a time. The
+    tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
     width, packed = values.shape[-1], 1 if scales_2 is None else 2
     depth = values.shape[-2] * packed
@@ -228,10 +232,10 @@ def tile_constants(
     }
 
 
-def split_count(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
+def count_splits(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
     """Return the number of splits of `depth` inputs that keeps all multiprocessors reading.
 
-    Each split has one or more whole tiles. constants: of `tile_constants`.
+    Each split has one or more whole tiles. constants: of `choose_tiles`.
     """
     tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
     if constants["STAGES"] > 3:

@@ -20,13 +20,14 @@ class Pipeline:
     """
 
     ops: Mapping[str, str] = field(default_factory=dict)  # op -> file of its facet (plugins.facet)
+    step_ops: Mapping[str, str] = field(default_factory=dict)  # those that only steps keep
     passes: tuple[str, ...] = ()  # of the traced program
     lowered_passes: tuple[str, ...] = ()  # of the graph that the lowering makes of it
     cpu_library: bool = False  # ops with an operator in the CPU's library are kept, too
     # Attention of a prompt's chunk computes keys and values of all rows first, which is faster for
     # many tokens. The CPU's library has kernels for latents alone.
     expands_prompts: bool = True
-    fixed_sizes: bool = False  # "plugins" are facets that take no symbolic number of tokens
+    fixed_sizes: bool = False  # kernels are plugins of TensorRT, whose sizes are no symbols
 
     @property
     def modules(self) -> list[str]:
@@ -34,13 +35,10 @@ class Pipeline:
         found = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
         return [f"{PASSES}.{name}" for name in dict.fromkeys(found)]
 
-    def kept(self, symbolic: bool) -> frozenset[str]:
-        """Return the ops of `ops` that a program keeps.
-
-        symbolic: its number of tokens is a symbol.
-        """
-        left_out = "plugins" if self.fixed_sizes and symbolic else None
-        return frozenset(name for name, file in self.ops.items() if file != left_out)
+    @property
+    def facets(self) -> dict[str, str]:
+        """All ops that some program keeps, each with the file of its facet."""
+        return {**self.ops, **self.step_ops}
 
 
 # Another package's target, unless it says otherwise: PyTorch's operators alone.
@@ -68,13 +66,7 @@ PORTABLE = Pipeline(
 
 # Target onnxruntime: operators of the CPU's library, and standard ones between them.
 CPU = Pipeline(
-    ops={
-        **dict.fromkeys(("experts", "kv_write", "rope"), "onnx"),
-        "grouped_attention": "cpu",
-        "grouped_attention_flat": "cpu",
-        "mla_attention": "cpu",
-        "mla_packed": "cpu",
-    },
+    ops=dict.fromkeys(("experts", "kv_write", "rope"), "onnx"),
     passes=PORTABLE.passes,
     lowered_passes=(*PORTABLE.lowered_passes, "cpu_graph.fuse_neighbours", "chains.join_chains"),
     cpu_library=True,
@@ -83,23 +75,22 @@ CPU = Pipeline(
 
 # Target inductor on a CPU: PyTorch's operators.
 INDUCTOR = Pipeline(
-    ops=dict.fromkeys(("delta_rule", "grouped_attention", "kv_write", "mla_attention"), "inductor"),
+    ops=dict.fromkeys(("delta_rule", "grouped_attention", "mla_attention"), "inductor"),
     lowered_passes=("in_place.update_in_place",),
 )
 
-# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. kv_write is
-# PyTorch's, as the operand of a kernel would be copied.
+# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. Ops that write
+# a cache are PyTorch's, as the operand of a kernel would be copied.
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (
             *("accept_best", "accept_mixed", "accept_rewind", "best_of_blocks", "choose_rows"),
-            *("delta_advance", "delta_rule", "gated_product", "matmul_scaled", "matmul_wide"),
+            *("gated_product", "matmul_scaled", "matmul_wide"),
             *("mla_attention", "mla_queries", "mla_rows", "mla_rows_write", "mla_values"),
             *("moe", "moe_route", "rotary_rows", "shaped_probs", "sum_of_ranks"),
         ),
         "triton",
-    )
-    | {"kv_write": "inductor"},
+    ),
     passes=("one_shot.sum_through_shared_memory",),
     lowered_passes=(
         "gpu_graph.compute_both_branches",
@@ -112,15 +103,18 @@ INDUCTOR_CUDA = Pipeline(
 
 # Target tensorrt: our kernels as plugins between TensorRT's layers.
 TENSORRT = Pipeline(
-    ops=dict.fromkeys(
+    ops={
+        **dict.fromkeys(("kv_write", "matmul_scaled"), "tensorrt"),
+        **dict.fromkeys(("matmul_wide", "moe"), "plugins"),  # moe gets a chunk in padded pieces
+    },
+    step_ops=dict.fromkeys(
         (
             *("accept_best", "accept_mixed", "accept_rewind", "best_of_blocks", "gated_product"),
             *("mla_attention", "mla_queries", "mla_rows", "mla_values", "moe_route"),
             *("rotary_rows", "shaped_probs"),
         ),
         "plugins",
-    )
-    | dict.fromkeys(("kv_write", "matmul_scaled", "matmul_wide", "moe"), "tensorrt"),
+    ),
     lowered_passes=("tensorrt_graph.decompose",),
     fixed_sizes=True,
 )

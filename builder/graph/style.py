@@ -48,12 +48,12 @@ class GraphStyle:
     @property
     def joins_experts(self) -> bool:
         """Return whether shared experts may be stacked with routed ones, for one kernel."""
-        return "moe" in self.pipeline.ops
+        return "moe" in self.pipeline.facets
 
     @property
     def accepts_by_kernel(self) -> bool:
         """Return whether a kernel decides which drafts are accepted."""
-        return "accept_mixed" in self.pipeline.ops
+        return "accept_mixed" in self.pipeline.facets
 
     @property
     def penalties(self) -> bool:

@@ -60,7 +60,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     if "start" in program.arguments:
         slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
     pipeline = plan.style.pipeline
-    kept = pipeline.kept(symbolic="start" in program.arguments)
+    kept = {*(pipeline.ops if "start" in program.arguments else pipeline.facets)}
     if pipeline.cpu_library:
         kept |= NODE_FACETS.keys()
     with torch.no_grad(), keep(kept, fixed_sizes=pipeline.fixed_sizes):

@@ -94,7 +94,7 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (plugins.facets(TENSORRT.ops) | own).items():
+    for op, converter in (plugins.facets(TENSORRT.facets) | own).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo

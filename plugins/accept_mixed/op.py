@@ -16,7 +16,7 @@ from mtpbuild.plugins.accept_rewind.op import empty_verdict
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.definition import define
-from mtpbuild.plugins.penalties import READ, penalised, unchanged
+from mtpbuild.plugins.penalties import READ, copy_logits, penalised
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
     ACCEPT,
@@ -83,35 +83,34 @@ def accept_mixed(
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
-    logits = _edited(logits, at, window, lengths, controls, history)
+    logits = _edit_logits(logits, at, window, controls, history)
     if grammar:
         logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
     p = shaped_probs(logits, controls)  # [B, T, V]
     numbers = controls["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
     sampled = controls["temperature"] > 0
-    operands = (p, window, draft_probs, real, numbers, controls["rejection"], controls["block"])
-    drawn, cell, lucky = when(sampled.any(), _drawn, _nothing_drawn, operands)
+    asked = {name: controls[name] for name in ("rejection", "block")}
+    operands = (p, window, draft_probs, real, numbers, asked)
+    drawn, cell, lucky = when(sampled.any(), _draw_targets, _draw_nothing, operands)
     top = logits.topk(2, dim=-1).values
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
     margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
 
-    phases = _phases(window, thinking, controls["thinking_ids"])  # [B, T]
+    judged = judge_of(p, window, draft_probs, at, thinking, controls)
     n = torch.ones_like(lengths)
     if T > 1:
-        good = _accepted(p, window, target, numbers, lucky, phases, controls)
+        good = _accept(judged, window, target, lucky)
         if rules:
-            judged = judge_of(p, window, draft_probs, at, thinking, controls)
-            good = _ruled(good, rules, judged)
+            good = _apply_rules(good, rules, judged)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
 
     final = (n - 1).clamp(min=0)[:, None]
-    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
-    tokens = torch.where(row < n[:, None] - 1, following, target)
-    phase = phases.gather(1, final)[:, 0]
-    after = _after(phase, tokens.gather(1, final)[:, 0], controls["thinking_ids"])
+    tokens = torch.where(row < n[:, None] - 1, _drafts_of(window), target)
+    phase = judged.thinking.gather(1, final)[:, 0]
+    after = _next_phase(phase, tokens.gather(1, final)[:, 0], controls["thinking_ids"])
     best = logprobs.topk(min(MAX_LOGPROBS, V), dim=-1)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
@@ -125,13 +124,13 @@ def accept_mixed(
     )
 
 
-@define(
-    lambda logits, window, lengths, active: (
-        *empty_verdict(logits, window, lengths)[:4],
-        torch.empty_like(active),
-        logits.new_empty(window.shape),
-    )
-)
+def empty_mixed_verdict(logits: Tensor, window: Tensor, lengths: Tensor, active: Tensor) -> Any:
+    """Return empty tensors like the op's results."""
+    *others, margins = empty_verdict(logits, window, lengths)
+    return *others, torch.empty_like(active), margins
+
+
+@define(empty_mixed_verdict)
 def accept_mixed_op(
     logits: Tensor,
     window: Tensor,
@@ -152,13 +151,8 @@ def accept_mixed_op(
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
 
 
-def _edited(
-    logits: Tensor,
-    at: Tensor,
-    window: Tensor,
-    lengths: Tensor,
-    controls: Controls,
-    history: Tensor | None,
+def _edit_logits(
+    logits: Tensor, at: Tensor, window: Tensor, controls: Controls, history: Tensor | None
 ) -> Tensor:
     """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
 
@@ -168,14 +162,14 @@ def _edited(
         return without_banned(logits, at, controls)
     edits = {name: controls[name] for name in (*READ, "banned_ids", "banned_until")}
     wanted = (at[:, 0] < controls["banned_until"]) | controls["penalised"]
-    operands = (logits, at, window, lengths, edits, history)
-    return when(wanted.any(), _banned_and_penalised, unchanged, operands)[0]
+    operands = (logits, at, window, edits, history)
+    return when(wanted.any(), _ban_and_penalise, copy_logits, operands)[0]
 
 
-def _banned_and_penalised(
-    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Controls, history: Tensor
+def _ban_and_penalise(
+    logits: Tensor, at: Tensor, window: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
-    left = without_banned(logits, at, edits)
+    left, lengths = without_banned(logits, at, edits), at[:, 0] - 1
     return (penalised(left, history, lengths, (window,), edits),)
 
 
@@ -194,10 +188,10 @@ def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> T
     allowed tokens, which are unpacked only in steps in which a slot has a grammar.
     """
     operands = (logits, constrained, allowed)
-    return when(constrained.any(), _masked, unchanged, operands)[0]
+    return when(constrained.any(), _mask_forbidden, copy_logits, operands)[0]
 
 
-def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
+def _mask_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
     place = torch.arange(WORD, dtype=torch.int32, device=logits.device)
     bits = torch.bitwise_left_shift(torch.ones_like(place), place)  # the last one is the sign bit
     free = (allowed[..., None] & bits) != 0
@@ -205,14 +199,8 @@ def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tenso
     return (torch.where(free, logits, -torch.inf),)
 
 
-def _drawn(
-    p: Tensor,
-    window: Tensor,
-    draft_probs: Tensor,
-    real: Tensor,
-    numbers: Tensor,
-    rejection: Tensor,
-    block: Tensor,
+def _draw_targets(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, numbers: Tensor, asked: Controls
 ) -> tuple[Tensor, ...]:
     """Sample each row; return three tensors [B, T].
 
@@ -220,6 +208,7 @@ def _drawn(
     number to the border of the token's cell, the third whether rejection keeps the row's draft.
     """
     K, V = draft_probs.shape[1:]
+    rejection, block = asked["rejection"][:, None], asked["block"][:, None]
     wanted, lucky = p, torch.zeros_like(real)
     if K:
         drafts = window[:, 1:].clamp(0, V - 1)[..., None]
@@ -228,14 +217,13 @@ def _drawn(
         luck = numbers[:, ACCEPT, :K]
         # The first number decides how many drafts of a block are kept; later steps use the others.
         in_block = luck[:, :1] < at_least
-        chosen = block[:, None]
-        kept = (chosen & in_block) | (~chosen & (luck * q_draft < p_draft))
+        kept = (block & in_block) | (~block & (luck * q_draft < p_draft))
         lucky = torch.cat([kept, lucky[:, K:]], dim=1)
         # After a rejection, sample from max(p - q, 0), normalised.
-        rest = torch.where(chosen[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
-        short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
+        rest = torch.where(block[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
+        short = (rejection & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
         wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
-    number = torch.where(rejection[:, None], numbers[:, RECOVER], numbers[:, DRAFT])
+    number = torch.where(rejection, numbers[:, RECOVER], numbers[:, DRAFT])
     drawn, cell = draw(wanted, number)
     return drawn, cell, lucky
 
@@ -288,88 +276,84 @@ def verify_block(
     return torch.stack(chances[::-1], dim=1), rest
 
 
-def _nothing_drawn(
-    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Tensor
+def _draw_nothing(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
     # torch.cond takes the batch of each operand for a separate size. So the results take their size
-    # from `p`, as in `_drawn`; otherwise their batch would be unknown and checked to be at least 2.
+    # from `p`, as in `_draw_targets`; otherwise their batch would be unknown and checked to be at
+    # least 2.
     rows = p.shape[:2]
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
-def _accepted(
-    p: Tensor,
-    window: Tensor,
-    target: Tensor,
-    numbers: Tensor,
-    lucky: Tensor,
-    phases: Tensor,
-    controls: Controls,
-) -> Tensor:
+def _accept(judged: Judged, window: Tensor, target: Tensor, lucky: Tensor) -> Tensor:
     """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
-    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
-    drafts = following.clamp(0, p.shape[-1] - 1)
+    controls = judged.controls
     sampled = controls["temperature"][:, None] > 0
     forced = controls["synthetic"] >= 0
     by_chance = controls["rejection"][:, None] & sampled & ~forced
-    near = _near(p, drafts, controls) & phases & ~sampled
+    near = _is_near(judged) & judged.thinking & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
-    good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
-    good = good | (forced & (numbers[:, ACCEPT] < controls["synthetic"]))
-    return good & (drafts == following)
+    good = (by_chance & lucky) | (~by_chance & ~forced & ((judged.drafts == target) | near))
+    good = good | (forced & (judged.numbers < controls["synthetic"]))
+    return good & (judged.drafts == _drafts_of(window))
+
+
+def _drafts_of(window: Tensor) -> Tensor:
+    """Return each row's draft [B, T]; the last row has none."""
+    return torch.cat([window[:, 1:], window[:, :1]], dim=1)
 
 
 def judge_of(
     p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, controls: Controls
 ) -> Judged:
     """Gather the inputs of rules; at [B, T]: the positions that the rows decide."""
-    drafts = torch.cat([window[:, 1:], window[:, :1]], dim=1).clamp(0, p.shape[-1] - 1)
+    drafts = _drafts_of(window).clamp(0, p.shape[-1] - 1)
     p_draft = p.gather(-1, drafts[..., None])[..., 0]
     numbers = controls["uniforms"][:, ACCEPT].gather(1, at)
-    phases = _phases(window, thinking, controls["thinking_ids"])
+    phases = _find_phases(window, thinking, controls["thinking_ids"])
     return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
 
-def _ruled(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
+def _apply_rules(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
     """Let rules decide in the slots that chose them; rules that no slot chose are not computed."""
     for rule in rules:
         chosen = judged.controls[rule.name]
         operands = tuple(vars(judged).values())
-        kept = when(chosen.any(), _kept_by(rule), _nothing_kept, operands)[0]
+        kept = when(chosen.any(), _keep_by(rule), _keep_nothing, operands)[0]
         chosen = chosen[:, None]
         good = (chosen & kept & (judged.p_draft > 0)) | (~chosen & good)
     return good
 
 
-def _kept_by(rule: Rule) -> Branch:
+def _keep_by(rule: Rule) -> Branch:
     return lambda *operands: (rule.keeps(Judged(*operands)).clone(),)
 
 
-def _nothing_kept(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _keep_nothing(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
 
 
-def _near(p: Tensor, drafts: Tensor, controls: Controls) -> Tensor:
+def _is_near(judged: Judged) -> Tensor:
     """Return whether a draft is among the top k and within delta of the first [B, T]."""
-    p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
+    p, p_draft, drafts = judged.p, judged.p_draft[..., None], judged.drafts[..., None]
     ids = torch.arange(p.shape[-1], device=p.device)
-    ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
-    rank = ahead.sum(-1)
-    gap = p.amax(-1) - p_draft[..., 0]
-    wanted = controls["relaxed_topk"][:, None]
-    possible = p_draft[..., 0] > 0  # not banned
-    return possible & (wanted > 1) & (rank < wanted) & (gap <= controls["relaxed_delta"][:, None])
+    rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
+    gap = p.amax(-1) - judged.p_draft
+    wanted, delta = (judged.controls[f"relaxed_{name}"][:, None] for name in ("topk", "delta"))
+    possible = judged.p_draft > 0  # not banned
+    return possible & (wanted > 1) & (rank < wanted) & (gap <= delta)
 
 
-def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
+def _find_phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
     """Return whether each row [B, T] is in the thinking phase, given the window's tokens to it."""
     phases = [thinking]
     for j in range(1, window.shape[1]):
-        phases.append(_after(phases[-1], window[:, j], marks))
+        phases.append(_next_phase(phases[-1], window[:, j], marks))
     return torch.stack(phases, dim=1)
 
 
-def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
+def _next_phase(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
     return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
 
 

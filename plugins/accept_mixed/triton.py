@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
-from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
+from mtpbuild.plugins.accept_rewind.triton import best_launch, best_of_row, vocabulary_block
 from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
@@ -40,20 +40,10 @@ def law_of_row(
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
-    i = tl.arange(0, BLOCKS)
-    at = r * blocks + i
-    top = tl.load(best + at * 5, i < blocks, float("-inf"))
-    where = tl.load(best + at * 5 + 4, i < blocks, 0.0).to(tl.int32)
-    where = tl.where(i < blocks, where, 2147483647)
-    first = tl.max(top, 0)
-    token = tl.min(tl.where(top == first, where, 2147483647), 0)
-    token = tl.minimum(token, vocab - 1)  # for a row of NaN
-    below = tl.load(best + at * 5 + 1, i < blocks, float("-inf"))
-    second = tl.max(tl.where(where == token, below, top), 0)
-    of_block = tl.load(best + at * 5 + 2, i < blocks, float("-inf"))
-    sums = tl.load(best + at * 5 + 3, i < blocks, 0.0)
-    plain = tl.max(of_block, 0)
-    lse = plain + tl.log(tl.sum(sums * tl.exp(of_block - plain), 0))
+    one = r + tl.arange(0, 1)
+    token, first, second, most, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
+    token, first, second = tl.max(token, 0), tl.max(first, 0), tl.max(second, 0)
+    lse = tl.max(most + tl.log(total), 0)
 
     row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
     early = tl.load(lengths + b) + 1 + j < tl.load(banned_until + b)
@@ -245,21 +235,15 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}
     known |= {"BLOCK": vocabulary_block(V), "BLOCKS": tile(blocks, 2)}
     (known["best"],) = best.outputs
-    argmax = logits.new_empty(B * T, dtype=torch.int32)
-    figures = logits.new_empty(B * T, 8)
-    found = {"figures": figures, "target": argmax}
-    law = Launch.by_name(law_of_row, (B * T,), known, found, warps=8)
-    known |= {"figures": figures, "best_token": argmax}
-    names = ("tokens", "num_tokens", "new_lengths", "logprobs", "new_thinking", "margins")
-    results = dict(zip(names, empty_results(accept_mixed_op, known), strict=True))
-    drawn = {
-        "target": torch.empty_like(argmax),
-        "margins": results.pop("margins"),
-        "chances": logits.new_empty(B * T, 2),
-    }
+    best_token, figures = logits.new_empty(B * T, dtype=torch.int32), logits.new_empty(B * T, 8)
+    law = Launch.by_name(law_of_row, (B * T,), known, (figures, best_token), warps=8)
+    known |= {"figures": figures, "best_token": best_token}
+    results = empty_results(accept_mixed_op, known)
+    known |= {"target": torch.empty_like(best_token), "chances": logits.new_empty(B * T, 2)}
+    drawn = known["target"], results[-1], known["chances"]
     draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
-    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, results)
-    return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))
+    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known, results[:-1])
+    return Launches((best, law, draw, judge), results)
 
 
 OPERANDS = (*signature(accept_mixed_op._init_fn).parameters,)

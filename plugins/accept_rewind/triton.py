@@ -54,6 +54,27 @@ def without(x, v, banned_ids, BANNED: tl.constexpr):
 
 
 @triton.jit
+def best_of_row(best, row, some, blocks, BLOCKS: tl.constexpr):
+    """Join the blocks of rows [R], of which `some` exist, from the output of `best_of_block`.
+
+    Returns five tensors [R]: the best id, its logit and the second one, the largest of all logits,
+    and the sum of exponentials relative to it.
+    """
+    i = tl.arange(0, BLOCKS)[None, :]
+    at, there = best + (row[:, None] * blocks + i) * 5, some[:, None] & (i < blocks)
+    top = tl.load(at, there, float("-inf"))
+    where = tl.where(there, tl.load(at + 4, there, 0.0).to(tl.int32), 2147483647)
+    first = tl.max(top, 1)
+    token = tl.min(tl.where(top == first[:, None], where, 2147483647), 1)
+    token = tl.minimum(token, tl.max(tl.where(there, where, 0), 1))  # for a row of NaN
+    below = tl.load(at + 1, there, float("-inf"))
+    second = tl.max(tl.where(where == token[:, None], below, top), 1)
+    highest, sums = tl.load(at + 2, there, LOWEST), tl.load(at + 3, there, 0.0)
+    most = tl.max(highest, 1)
+    return token, first, second, most, tl.sum(sums * tl.exp(highest - most[:, None]), 1)
+
+
+@triton.jit
 def verdict_of_slot(
     best, window, num_drafts, lengths, active,
     blocks,
@@ -62,20 +83,8 @@ def verdict_of_slot(
 ):  # fmt: skip
     """Program b judges all rows of slot b; its outputs are the op's results."""
     b = tl.program_id(0)
-    j, i = tl.arange(0, ROWS), tl.arange(0, BLOCKS)
-    at = ((b * TOKENS + j) * blocks)[:, None] + i[None, :]
-    there = (j < TOKENS)[:, None] & (i < blocks)[None, :]
-    top = tl.load(best + at * 5, there, float("-inf"))
-    where = tl.where(there, tl.load(best + at * 5 + 4, there, 0.0).to(tl.int32), 2147483647)
-    first = tl.max(top, 1)
-    target = tl.min(tl.where(top == first[:, None], where, 2147483647), 1)
-    target = tl.minimum(target, tl.max(tl.where(there, where, 0), 1))  # for a row of NaN
-    below = tl.load(best + at * 5 + 1, there, float("-inf"))
-    second = tl.max(tl.where(where == target[:, None], below, top), 1)
-    highest = tl.load(best + at * 5 + 2, there, LOWEST)
-    sums = tl.load(best + at * 5 + 3, there, 0.0)
-    total = tl.sum(sums * tl.exp(highest - tl.max(highest, 1)[:, None]), 1)
-
+    j = tl.arange(0, ROWS)
+    target, first, second, _, total = best_of_row(best, b * TOKENS + j, j < TOKENS, blocks, BLOCKS)
     drafts = TOKENS - 1
     following = tl.load(window + b * TOKENS + j + 1, j < drafts, -1)
     right = (following == target) & (j < tl.load(num_drafts + b))
@@ -100,20 +109,18 @@ def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
     bans: lengths, banned_ids and banned_until, to leave out banned tokens; or nothing.
     """
     B, T, V = logits.shape
-    best, count = (
-        empty_results(best_of_blocks, {"logits": logits}),
-        bans["banned_ids"].shape[1] if bans else 0,
-    )
-    constants = {"TOKENS": T, "BANNED": count, "BLOCK": vocabulary_block(V)}
-    operands = logits, *map(bans.get, ("lengths", "banned_ids", "banned_until"))
-    grid = B * T, cdiv(V, op.BLOCK)
-    return Launch(best_of_block, grid, operands, (V,), (best,), constants, warps=8)
+    best = empty_results(best_of_blocks, {"logits": logits})
+    known = dict.fromkeys(("lengths", "banned_ids", "banned_until")) | bans
+    known |= {"BANNED": bans["banned_ids"].shape[1] if bans else 0, "TOKENS": T}
+    known |= {"logits": logits, "vocab": V, "BLOCK": vocabulary_block(V)}
+    return Launch.by_name(best_of_block, (B * T, cdiv(V, op.BLOCK)), known, (best,), warps=8)
 
 
 def best_of_blocks_launches(logits: Tensor) -> Launches:
     """Return the launch of best_of_blocks."""
     launch = best_launch(logits)
-    return Launches((launch,), *launch.outputs)
+    (best,) = launch.outputs
+    return Launches((launch,), best)
 
 
 def accept_best_launches(best: Tensor, *slots: Tensor) -> Launches:

@@ -4,14 +4,12 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.onnx import FLOATS, contrib
+from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
+from mtpbuild.plugins.take_rows.onnx import gather_rows
 
-CausalConv = contrib(
-    "CausalConvWithState",
-    {"input": FLOATS, "weight": FLOATS, "bias": FLOATS, "past_state": FLOATS},
-    {"activation": "", "ndim": 1},
-    optional=("bias",),
-    outputs=(FLOATS, FLOATS),
+OPERANDS = "input weight bias past_state"
+CausalConv = declare_operator(
+    ONNXRUNTIME, "CausalConvWithState", OPERANDS, 2, activation="", ndim=1
 )
 
 
@@ -24,9 +22,5 @@ def causal_conv_onnx(x: Any, tail: Any, weight: Any) -> Any:
 
 
 def last_inputs_onnx(tail: Any, inputs: Any, n: Any) -> Any:
-    k, channels = int(tail.shape[1]), int(tail.shape[2])
-    at = op.Add(op.Unsqueeze(n, op.Constant(value_ints=[1])), op.Constant(value_ints=[*range(k)]))
-    every = op.Expand(
-        op.Unsqueeze(at, op.Constant(value_ints=[2])), op.Constant(value_ints=[1, 1, channels])
-    )
-    return op.GatherElements(op.Concat(tail, inputs, axis=1), every, axis=1)
+    count, channels = int(tail.shape[1]), int(tail.shape[2])
+    return gather_rows(op.Concat(tail, inputs, axis=1), n, count, [channels])

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.take_rows.op import take_rows
 
 
 @define(lambda x: torch.empty_like(x), Node("CausalConv"))
@@ -23,6 +24,4 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 @define(lambda tail: torch.empty_like(tail), Node("LastInputs"))
 def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
     """Return the k inputs before token n [B], of tail [B, k, C] then inputs [B, T, C]."""
-    k, C = tail.shape[1:]
-    at = n[:, None] + torch.arange(k, device=n.device)
-    return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))
+    return take_rows(torch.cat([tail, inputs], dim=1), n, tail.shape[1])

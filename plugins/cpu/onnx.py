@@ -4,92 +4,53 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnx.defs import OpSchema
 from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
-from onnxscript.values import Op, Opset
 from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.definition import NODES, bind
+from mtpbuild.plugins.onnx import declare_operator
+from mtpbuild.runtime.cpu_library import DOMAIN
 
-DOMAIN = "mtpbuild"
 SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT64: "Ints"}
-KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
-TENSORS = [
-    f"tensor({kind})"
-    for kind in ["float", "float16", "bfloat16", "uint8", "int32", "int64", "bool"]
-]
 aten = torch.ops.aten
 
 
-def operator(name: str, inputs: str, outputs: int = 1, **attributes: float) -> Op:
-    """Declare an operator of the library, which checks the types of its operands itself.
-
-    inputs: their names; each may be missing. An attribute's type is that of its value.
-    """
-    parameter, optional = OpSchema.FormalParameter, OpSchema.FormalParameterOption.Optional
-    schema = OpSchema(
-        name,
-        DOMAIN,
-        1,
-        inputs=[parameter(each, f"{each}_type", param_option=optional) for each in inputs.split()],
-        outputs=[parameter(f"output{i}", f"output{i}_type") for i in range(outputs)],
-        type_constraints=[
-            (f"{each}_type", TENSORS, "")
-            for each in (*inputs.split(), *(f"output{i}" for i in range(outputs)))
-        ],
-        attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
-    )
-    return Op(Opset(DOMAIN, 1), name, schema)
-
-
-def node_facet(defined: CustomOpDef) -> Callable[..., Any]:
+def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
     """Return the function that emits the node of an op's definition."""
+    node, schema = NODES[defined], defined._opoverload._schema
 
-    def emit_own(*operands: Any, **named: Any) -> Any:
-        return emit(defined, bind(defined, operands, named))
+    def emit(*operands: Any, **named: Any) -> Any:
+        known = bind(defined, operands, named)
+        inputs, attributes = dict[str, Any](), dict(node.attributes(known))
+        for argument in schema.arguments:
+            name, value = argument.name, known[argument.name]
+            if "Tensor" in str(argument.type):
+                inputs[name] = value
+            elif name in node.sizes:
+                inputs[name] = op.Constant(value_int=value) if isinstance(value, int) else value
+            else:
+                kind = float if "float" in str(argument.type) else int
+                attributes[node.renamed.get(name, name)] = kind(value)
+        typed = known.get(node.typed)
+        name = node.name + SUFFIXES[ir.DataType.FLOAT if typed is None else typed.dtype]
+        declared = declare_operator(
+            DOMAIN, name, " ".join(inputs), len(schema.returns), **attributes
+        )
+        return declared(*inputs.values(), **attributes)
 
-    return emit_own
-
-
-def emit(defined: CustomOpDef, known: dict[str, Any], **attributes: float) -> Any:
-    """Emit the node of an op's definition.
-
-    known: the operands by name. attributes: those that no operand gives.
-    """
-    node, overload = NODES[defined], defined._opoverload
-    inputs = {}
-    for argument in overload._schema.arguments:
-        name, value = argument.name, known[argument.name]
-        if "Tensor" in str(argument.type):
-            inputs[name] = value
-        elif name in node.sizes:
-            inputs[name] = op.Constant(value_int=value) if isinstance(value, int) else value
-        else:
-            attributes[node.renamed.get(name, name)] = (
-                float(value) if "float" in str(argument.type) else int(value)
-            )
-    typed = known.get(node.typed)
-    suffix = SUFFIXES[ir.DataType.FLOAT if typed is None else typed.dtype]
-    attributes |= node.constants
-    results = len(overload._schema.returns)
-    return operator(node.name + suffix, " ".join(inputs), results, **attributes)(
-        *inputs.values(), **attributes
-    )
+    return emit
 
 
 # fp32 weights have no scales. Without N the weight is [.., K, N], not packed.
-Product = operator("Product", "x values scales", N=0)
-Embedding = operator("Embedding", "tokens values scales")
-Norm = operator("Norm", "x weight", epsilon=0.0)
+Product = declare_operator(DOMAIN, "Product", "x values scales", N=0)
+Embedding = declare_operator(DOMAIN, "Embedding", "tokens values scales")
+Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
 Cos, Sin, LogSoftmax, ArgMax = (
-    operator(name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
+    declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
 )
-MOST_PARTS = 4  # of a join
-JOINS = {
-    ir.DataType.FLOAT: operator("Join", "a b c d", axis=0),
-    ir.DataType.INT64: operator("JoinInts", "a b c d", axis=0),
-}
+PARTS = "a b c d"  # of a join
+JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -126,9 +87,10 @@ def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
 
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:
     [kind, *others] = {part.dtype for part in parts}
-    if others or kind not in JOINS or not 1 < len(parts) <= MOST_PARTS:
+    if others or kind not in JOINED or not 1 < len(parts) <= len(PARTS.split()):
         return op.Concat(*parts, axis=axis)
-    return JOINS[kind](*parts, axis=axis % len(parts[0].shape))
+    join = declare_operator(DOMAIN, "Join" + SUFFIXES[kind], PARTS, axis=0)
+    return join(*parts, axis=axis % len(parts[0].shape))
 
 
 def embedding(table: Any, tokens: Any, *others: Any) -> Any:

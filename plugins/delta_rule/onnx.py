@@ -6,16 +6,12 @@ from typing import Any
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.delta_rule.op import EPSILON
-from mtpbuild.plugins.mla_attention.onnx import ints
-from mtpbuild.plugins.onnx import FLOATS, contrib
+from mtpbuild.plugins.mla_attention.onnx import count_up, ints
+from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
 
-NAMES = ("query", "key", "value", "past_state", "decay", "beta")
-LinearAttention = contrib(
-    "LinearAttention",
-    dict.fromkeys(NAMES, FLOATS),
-    {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""},
-    outputs=(FLOATS, FLOATS),
-)
+OPERANDS = "query key value past_state decay beta"
+SETTINGS: dict[str, Any] = {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""}
+LinearAttention = declare_operator(ONNXRUNTIME, "LinearAttention", OPERANDS, 2, **SETTINGS)
 
 
 def delta_rule_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:
@@ -41,12 +37,8 @@ def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tup
     decay = op.Neg(op.Mul(rate, op.Softplus(op.Add(a, bias))))
     beta = op.Sigmoid(b)
     if n is not None:
-        place = op.Range(
-            op.Constant(value_int=0),
-            op.Squeeze(op.Shape(ba, start=1, end=2)),
-            op.Constant(value_int=1),
-        )
-        stays = op.Less(op.Unsqueeze(place, ints(0)), op.Unsqueeze(n, ints(1)))
+        place = op.Unsqueeze(count_up(op.Shape(ba, start=1, end=2)), ints(0))
+        stays = op.Less(place, op.Unsqueeze(n, ints(1)))
         stays, none = op.Unsqueeze(stays, ints(2)), op.Constant(value_float=0.0)
         decay, beta = op.Where(stays, decay, none), op.Where(stays, beta, none)
     how = {"q_num_heads": heads, "kv_num_heads": heads, "scale": width**-0.5}

@@ -18,7 +18,8 @@ EPSILON = 1e-6  # added to the squared lengths by which queries and keys are nor
         mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3]),
         torch.empty_like(state),
     ),
-    Node("DeltaRule", constants={"keeps": 1}),  # `FuseAround` drops a state that nothing reads
+    # `FuseAround` drops a state that nothing reads.
+    Node("DeltaRule", attributes=lambda known: {"keeps": 1}),
 )
 def delta_rule(
     mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor

@@ -8,9 +8,7 @@ from mtpbuild.plugins.definition import Node, define
 
 
 @define(
-    lambda tokens, values: values.new_empty(
-        *tokens.shape, values.shape[1] * values.shape[2], dtype=torch.float32
-    ),
+    lambda tokens, values: values.new_empty(*tokens.shape, values[0].numel(), dtype=torch.float32),
     Node("Embedding"),
 )
 def embedding_nbits(tokens: Tensor, values: Tensor, scales: Tensor) -> Tensor:

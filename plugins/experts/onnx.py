@@ -9,9 +9,9 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.onnx import FLOATS, contrib
+from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
 
-ATTRIBUTES = {
+ATTRIBUTES: dict[str, Any] = {
     "k": 1,
     "normalize_routing_weights": 1,  # the chosen expert has weight 1
     "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes no other order
@@ -19,12 +19,7 @@ ATTRIBUTES = {
     "activation_beta": 0.0,  # silu(gate) * up
     "activation_type": "swiglu",
 }
-MoE = contrib(
-    "MoE",
-    dict.fromkeys(("input", "router_probs", "fc1", "fc1_bias", "fc2"), FLOATS),
-    ATTRIBUTES,
-    optional="fc1_bias",
-)
+MoE = declare_operator(ONNXRUNTIME, "MoE", "input router_probs fc1 fc1_bias fc2", **ATTRIBUTES)
 
 
 def experts_onnx(x: Any, ids: Any, gate_up: Any, down: Any) -> Any:

@@ -5,14 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
-from mtpbuild.plugins.launch import (
-    Launch,
-    Launches,
-    cdiv,
-    columns_of_a_program,
-    run_launches,
-    tile,
-)
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, choose_columns, run_launches, tile
 
 INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
 STAGES = 3  # tiles of weights in flight
@@ -50,7 +43,7 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     rows = x.numel() // E
     if rows > MAX_TOKENS:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
-    inner, wide = x.new_empty(*slots, width), columns_of_a_program(1, width)
+    inner, wide = x.new_empty(*slots, width), choose_columns(1, width)
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": tile(rows), "BLOCK_N": wide}
     constants["BLOCK_K"] = min(INPUTS // x.element_size(), tile(E))
     grid = (cdiv(width, wide),)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.mla_attention.inductor import attend_apart
 
 
 def grouped_attention_inductor(
@@ -17,15 +17,9 @@ def grouped_attention_inductor(
     last = first[:, None] + torch.arange(T, device=q.device)
     visible = torch.arange(fresh.shape[2], device=q.device) <= last[..., None]  # [B, T, F]
     visible = visible.repeat(1, H // groups, 1)[:, None]
-    scores = torch.cat(
-        [
-            (rows @ old_k.mT).float().masked_fill(~committed[:, None, None], float("-inf")),
-            (rows @ new_k.mT).float().masked_fill(~visible, float("-inf")),
-        ],
-        dim=-1,
-    )
-    p = floored_softmax(scores).type_as(q)
-    return (p[..., :S] @ old_v + p[..., S:] @ new_v).reshape(B, H, T, D)
+    masks = committed[:, None, None], visible
+    mixed = attend_apart(rows, (old_k, new_k), (old_v, new_v), masks, torch.float32)
+    return mixed.reshape(B, H, T, D)
 
 
 def _heads(rows: Tensor, groups: int) -> list[Tensor]:

@@ -1,13 +1,23 @@
 """grouped_attention: a few query tokens per slot attend to the committed and the fresh rows."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.plugins.mla_attention.op import floored_softmax, holds_rows, seen_rows
 
 
-@define(lambda q: q.new_empty(q.shape), Node("Attention"))
+def grouped_layout(known: Mapping[str, Any]) -> dict[str, int]:
+    """Return the attributes for rows of all groups' keys, then their values."""
+    cache, values = known["cache"], int(known["cache"].shape[3]) // 2
+    written = int(holds_rows(cache, known["fresh"]))
+    return {"values": values, "latent": values // known["groups"], "written": written}
+
+
+@define(lambda q: q.new_empty(q.shape), Node("Attention", attributes=grouped_layout))
 def grouped_attention(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
 ) -> Tensor:
@@ -21,9 +31,7 @@ def grouped_attention(
     does not matter whether the fresh rows have been written there yet.
     """
     (B, H, T, D), S, F = q.shape, cache.shape[2], fresh.shape[2]
-    last = first[:, None] + torch.arange(T, device=q.device)
-    old = (torch.arange(S, device=q.device) < base[:, None])[:, None, :].expand(-1, T, -1)
-    seen = torch.cat([old, torch.arange(F, device=q.device) <= last[..., None]], dim=-1)
+    seen = seen_rows(S, F, base, first, T)
     k, v = (heads_of(cache, fresh, half, groups) for half in (0, 1))
     rows = (q * scale).reshape(B, groups, -1, T, D)
     scores = (rows @ k.mT[:, :, None]).float().masked_fill(~seen[:, None, None], float("-inf"))

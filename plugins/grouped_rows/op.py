@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.grouped_attention.op import grouped_attention
+from mtpbuild.plugins.grouped_attention.op import grouped_attention, grouped_layout
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.rope.op import rope
 
@@ -82,7 +82,7 @@ def grouped_rows_write(
     return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
-@define(lambda q: torch.empty_like(q), Node("Attention"))
+@define(lambda q: torch.empty_like(q), Node("Attention", attributes=grouped_layout))
 def grouped_attention_flat(
     q: Tensor,
     cache: Tensor,

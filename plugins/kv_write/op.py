@@ -13,6 +13,6 @@ def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     The op is functional; a target binds its result to the cache's own memory. The caller ensures
     start + T <= S: an overrun is an error in ONNX Runtime, but not detected in TensorRT.
     """
-    index = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
-    index = index[:, None, :, None].expand(rows.shape)
-    return cache.scatter(2, index, rows)
+    slots = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    at = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
+    return cache.index_put((slots, torch.zeros_like(at), at), rows[:, 0])

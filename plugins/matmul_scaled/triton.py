@@ -8,15 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv
 from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
-from mtpbuild.plugins.tiles import (
-    load_rows,
-    split_count,
-    tile_constants,
-    tile_product,
-    with_global_scales,
-)
+from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
 
 MAX_TOKENS = 64  # with more, dequantising the whole weight in memory is faster
 
@@ -36,21 +30,17 @@ def scaled_product(
     first = tl.program_id(0) * BLOCK_N
     share = tl.cdiv(tl.cdiv(DEPTH, splits), BLOCK_K) * BLOCK_K
     start = split * share
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for begin in tl.range(start, tl.minimum(start + share, DEPTH), BLOCK_K, num_stages=STAGES):
-        given = load_rows(x, m, m < rows, begin, DEPTH, BLOCK_K)
-        total = tile_product(
-            total, given, values, scales, scales_2, 0, begin, first,
-            DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    total = with_global_scales(total, scales_2, 0, first, WIDTH, BY_INPUT, WORDS, BLOCK_N)
+    total = product_with_weight(
+        x, m, rows, values, scales, scales_2, 0, start, tl.minimum(start + share, DEPTH), first,
+        1, DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
     n = first + tl.arange(0, BLOCK_N)
     to = parts + (split * rows + m)[:, None] * WIDTH + n[None, :]
     tl.store(to, total, (m < rows)[:, None] & (n < WIDTH)[None, :])
 
 
 def product_launch(
-    x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
+    x: Tensor, values: Tensor, scales: Tensor | None = None, scales_2: Tensor | None = None
 ) -> Launch:
     """Return the launch for x [.., K]; the caller sums its output [splits, rows, N] over splits.
 
@@ -58,13 +48,20 @@ def product_launch(
     rows.
     """
     rows, K, N = math.prod(x.shape[:-1]), x.shape[-1], values.shape[1]
-    constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x, values, scales, scales_2)}
+    constants = {"DEPTH": K, "WIDTH": N, **choose_tiles(x, values, scales, scales_2)}
     columns = cdiv(N, constants["BLOCK_N"])
-    splits = split_count(columns, K, constants)
+    splits = count_splits(columns, K, constants)
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
     inputs = (x, values, scales, scales_2)
     grid = (columns, splits, cdiv(rows, constants["BLOCK_M"]))
     return Launch(scaled_product, grid, inputs, (rows,), (parts,), constants)
+
+
+def product_launches(x: Tensor, *weight: Any, dtype: torch.dtype) -> Launches:
+    """Return the launch for x [.., K] and a weight, and the sum of its output over the splits."""
+    launch = product_launch(x, *weight)
+    (parts,), shape = launch.outputs, (*x.shape[:-1], weight[0].shape[1])
+    return Launches((launch,), parts, axis=0, dtype=dtype, shape=shape)
 
 
 @triton.jit
@@ -76,20 +73,17 @@ def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
     return total.to(dtype)
 
 
-@torch.library.triton_op("mtpbuild_triton::matmul_scaled_parts", mutates_args=())
-def matmul_scaled_parts(
-    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
-) -> Tensor:
+@by_kernels(matmul_scaled, "matmul_scaled_parts")
+def matmul_scaled_parts(x: Tensor, *weight: Any) -> Tensor:
     """Multiply as `few_rows` does, but leave the sum over [splits, .., N] to the reader."""
-    (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
+    (parts,) = product_launch(x.contiguous(), *weight).run()
     return parts.unflatten(1, x.shape[:-1])
 
 
 @by_kernels(matmul_scaled)
-def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+def few_rows(x: Tensor, *weight: Any) -> Tensor:
     """Multiply with the kernel, for up to `MAX_TOKENS` tokens."""
-    (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
-    return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+    return product_launches(x.contiguous(), *weight, dtype=x.dtype).run()
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:

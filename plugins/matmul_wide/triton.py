@@ -1,20 +1,16 @@
 """matmul_wide in Triton: the kernel of `matmul_scaled`, with a weight that has no scales."""
 
+import torch
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launches, by_kernels
-from mtpbuild.plugins.matmul_scaled.triton import product_launch
+from mtpbuild.plugins.launch import Launches, run_launches
+from mtpbuild.plugins.matmul_scaled.triton import product_launches
 from mtpbuild.plugins.matmul_wide.op import matmul_wide
 
 
 def matmul_wide_launches(x: Tensor, weight: Tensor) -> Launches:
-    """Return the op's launch; the caller sums its result [splits, rows, N] over the splits."""
-    launch = product_launch(x, weight, None, None)
-    return Launches((launch,), launch.outputs[0])
+    """Return the op's launch and the sum over its splits."""
+    return product_launches(x, weight, dtype=torch.float32)
 
 
-@by_kernels(matmul_wide)
-def matmul_wide_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """Run matmul_wide on a GPU."""
-    parts = matmul_wide_launches(x.contiguous(), weight).run()
-    return parts.sum(0).unflatten(0, x.shape[:-1])
+matmul_wide_triton = run_launches(matmul_wide, matmul_wide_launches, "x")

@@ -9,6 +9,8 @@ from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.mla_attention.op import floored_softmax, mla_attention
 from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
+Pair = tuple[Tensor, Tensor]  # of the cache's rows and of the fresh ones
+
 
 def mla_attention_inductor(*operands: Any) -> Tensor:
     """Compute the reference's result without a head dimension.
@@ -25,14 +27,20 @@ def mla_attention_inductor(*operands: Any) -> Tensor:
     if chosen is not None:
         seen = chosen_mask(chosen, base, S, new.shape[1])
         committed, visible = seen[..., :S].repeat(1, H, 1), seen[..., S:]
-    scores = torch.cat(
-        [
-            (rows @ old.mT).masked_fill(~committed, float("-inf")),
-            (rows @ new.mT).masked_fill(~visible.repeat(1, H, 1), float("-inf")),
-        ],
-        dim=-1,
-    )
-    p = floored_softmax(scores)
-    o = p[..., :S] @ old[..., :kv_lora_rank] + p[..., S:] @ new[..., :kv_lora_rank]
-    result: Tensor = o.reshape(B, H, T, kv_lora_rank)
-    return result
+    masks = committed, visible.repeat(1, H, 1)
+    keys, values = (old, new), (old[..., :kv_lora_rank], new[..., :kv_lora_rank])
+    return attend_apart(rows, keys, values, masks, q.dtype).reshape(B, H, T, kv_lora_rank)
+
+
+def attend_apart(rows: Tensor, keys: Pair, values: Pair, masks: Pair, dtype: torch.dtype) -> Tensor:
+    """Mix the values of old and new rows in one softmax, without a copy that joins them.
+
+    rows: scaled queries. masks: which rows are seen. dtype: of the softmax.
+    """
+    scores = [
+        (rows @ own.mT).to(dtype).masked_fill(~seen, float("-inf"))
+        for own, seen in zip(keys, masks, strict=True)
+    ]
+    p = floored_softmax(torch.cat(scores, dim=-1)).type_as(rows)
+    S = keys[0].shape[-2]
+    return p[..., :S] @ values[0] + p[..., S:] @ values[1]

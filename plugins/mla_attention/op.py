@@ -1,6 +1,8 @@
 """mla_attention: a few query tokens per slot attend to committed and fresh latent rows."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +25,39 @@ def floored_softmax(scores: Tensor) -> Tensor:
     return torch.maximum(scores, least).softmax(-1)
 
 
+def seen_rows(rows: int, fresh_rows: int, base: Tensor, first: Tensor, tokens: int) -> Tensor:
+    """Return which of the cache's rows, then of the fresh ones, each token sees: [B, T, S + F]."""
+    last = first[:, None] + torch.arange(tokens, device=base.device)
+    old = (torch.arange(rows, device=base.device) < base[:, None])[:, None].expand(-1, tokens, -1)
+    new = torch.arange(fresh_rows, device=base.device) <= last[..., None]
+    return torch.cat([old, new], dim=-1)
+
+
+def holds_rows(cache: Any, fresh: Any) -> bool:
+    """Return whether the fresh rows of an ONNX graph have just been written into this cache.
+
+    They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
+    its own instead; its result is not used.
+    """
+    writer = cache.producer()
+    if writer is None:
+        return False
+    if writer.op_type == "TensorScatter":
+        return writer.inputs[1] is fresh
+    # Operators of the CPU's library that compute rows and write them.
+    rows = writer.op_type.startswith(("LatentRows", "GroupedRows"))
+    return rows and fresh.producer() is writer
+
+
+def latent_layout(known: Mapping[str, Any]) -> dict[str, int]:
+    """Return the attributes for rows of one key for all heads, whose first values are its value."""
+    written = holds_rows(known["cache"], known["fresh"])
+    return {"groups": 1, "values": 0, "written": int(written)}
+
+
 @define(
     lambda q, kv_lora_rank: q.new_empty(*q.shape[:3], kv_lora_rank),
-    Node("Attention", renamed={"kv_lora_rank": "latent"}),
+    Node("Attention", {"kv_lora_rank": "latent"}, latent_layout),
 )
 def mla_attention(
     q: Tensor,
@@ -52,19 +84,9 @@ def mla_attention(
     """
     cache, fresh = cache[..., : q.shape[-1]], fresh[..., : q.shape[-1]]
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]
-    rows = torch.arange(S, device=q.device), torch.arange(F, device=q.device)
-    old = (rows[0] < base[:, None])[:, None, None, :]
-    last = first[:, None] + torch.arange(T, device=q.device)
-    new = (rows[1] <= last[..., None])[:, None]
-    if chosen is not None:
-        old, new = chosen_mask(chosen, base, S, F)[:, None].split([S, F], dim=-1)
-    scores = torch.cat(
-        [
-            (q @ cache.transpose(-1, -2)).masked_fill(~old, float("-inf")),
-            (q @ fresh.transpose(-1, -2)).masked_fill(~new, float("-inf")),
-        ],
-        dim=-1,
-    )
+    seen = seen_rows(S, F, base, first, T) if chosen is None else chosen_mask(chosen, base, S, F)
+    scores = torch.cat([q @ cache.transpose(-1, -2), q @ fresh.transpose(-1, -2)], dim=-1)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
     p = (scores.float() * scale).softmax(-1).type_as(q)
     o = p[..., :S] @ cache[..., :kv_lora_rank] + p[..., S:] @ fresh[..., :kv_lora_rank]
     return o.contiguous()

@@ -82,20 +82,16 @@ def mla_partial(
         least = tl.load(own + begin, begin < end, -1)
         filled = (split == 0) | ((least >= 0) & (least <= newest))
         end = tl.where(filled, end, begin)
-        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        j = n + tl.arange(0, BLOCK_N)
+        at, seen = old + j.to(tl.int64) * WIDTH, j < end
+        if chosen is not None:
             at, seen = _at_places(own, n, end, old, new, length, newest, WIDTH, BLOCK_N)
-            top, weight, mixed = _attend(
-                queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
-                RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
-            )  # fmt: skip
-    else:
-        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            j = n + tl.arange(0, BLOCK_N)
-            at, there = old + j.to(tl.int64) * WIDTH, j < end
-            top, weight, mixed = _attend(
-                queries, some, query, turned, at, there, there[None, :], scale, top, weight, mixed,
-                RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
-            )  # fmt: skip
+        top, weight, mixed = _attend(
+            queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
+            RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
+        )  # fmt: skip
+    if chosen is None:
         filled = begin < end or split == splits - 1
         if split == splits - 1:
             start = tl.load(first + b).to(tl.int32)
@@ -206,28 +202,24 @@ def mla_combine(
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
+def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
     """Choose tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
 
     Returns the kernel's constants and its warps. The constants are keys per iteration, stages (one
     more than the tiles of keys in shared memory), latents per product of scores, and the products'
     precision. More query rows per program would not fit into registers (docs/gpu-kernels.md).
     """
-    latent, each = tile(rank), cache.itemsize
+    latent, constants = tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
-        chunk = min(latent, 64)
-        constants = {"BLOCK_N": 16, "STAGES": 2, "CHUNK": chunk, "PRECISION": "tf32x3"}
-        return {"BLOCK_M": 16, **constants}, 8
-    width, constants = latent + tile(rope), {"CHUNK": latent, "PRECISION": "ieee"}
+        return constants | {"CHUNK": min(latent, 64), "PRECISION": "tf32x3"}, 8
+    constants["PRECISION"], width = "ieee", latent + tile(rope)
     for n in (32, 16):
-        if (16 * 2 + 2 * n * each) * width + (16 << 10) <= shared:
-            constants |= {"BLOCK_N": n, "STAGES": 3}
-            return {"BLOCK_M": 16, **constants}, 4
-    constants |= {"BLOCK_N": 16, "STAGES": 2, "CHUNK": min(latent, 128)}
-    return {"BLOCK_M": 16, **constants}, 4
+        if (16 * 2 + 2 * n * cache.itemsize) * width + (16 << 10) <= shared:
+            return constants | {"CHUNK": latent, "BLOCK_N": n, "STAGES": 3}, 4
+    return constants | {"CHUNK": min(latent, 128)}, 4
 
 
-def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
+def _count_splits(slots: int, blocks: int, capacity: int, least: int) -> int:
     """Return the maximum of splits per slot; a symbolic batch counts as one slot, with fewer."""
     if isinstance(slots, int):
         return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
@@ -248,7 +240,7 @@ def mla_attention_launches(
     rows, rope, latent, chosen = H * T, C - rank, tile(rank), known["chosen"]
     if shared is None:
         shared = shared_memory(q.device)
-    constants, warps = tiles(rank, rope, known["cache"].dtype, shared)
+    constants, warps = _choose_tiles(rank, rope, known["cache"].dtype, shared)
     blocks, dealt, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
     if chosen is not None:
         blocks, dealt = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
@@ -256,24 +248,21 @@ def mla_attention_launches(
     if least is None:
         least = min(MOST_OF_LEAST, LEAST_ROWS * blocks)
     if splits is None:
-        splits = split_count(B, blocks, dealt, least)
+        splits = _count_splits(B, blocks, dealt, least)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, rank)
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
-    known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
-    known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
-    known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
-    known |= {"WIDTH": known["cache"].shape[3], "COUNT": count}
-    known |= {"WANTED": PROGRAMS, "LEAST": least}
-    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    first = Launch.by_name(mla_partial, grid, known, outputs, warps)
+    known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2], "rows": rows}
+    known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "COUNT": count, **constants}
+    known |= {"LATENT": latent, "ROTARY": tile(rope), "WIDTH": known["cache"].shape[3]}
+    known |= {"WANTED": PROGRAMS, "LEAST": least, "partial": partial, "lse": lse, "splits": splits}
+    known |= {"SPLITS": tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": min(latent, 128)}
+    grid = B, blocks, splits
+    first = Launch.by_name(mla_partial, grid, known, (partial, lse), warps=warps)
     if splits == 1:
         return Launches((first,), out)
-    known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}
-    wide = min(latent, 128)
-    known |= {"SPLITS": tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": wide}
-    combined = (B, rows, cdiv(rank, wide))
-    return Launches((first, Launch.by_name(mla_combine, combined, known, {"out": out})), out)
+    grid = B, rows, cdiv(rank, known["BLOCK_L"])
+    return Launches((first, Launch.by_name(mla_combine, grid, known, (out,))), out)
 
 
 mla_attention_triton = run_launches(mla_attention, mla_attention_launches, "q", "fresh")

@@ -1,21 +1,16 @@
 """mla_queries and mla_values in Triton: each program computes columns of one head's product."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.definition import empty_results
-from mtpbuild.plugins.launch import (
-    Launch,
-    Launches,
-    cdiv,
-    columns_of_a_program,
-    run_launches,
-    tile,
-)
+from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, choose_columns, run_launches, tile
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
-from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
+from mtpbuild.plugins.mla_rows.triton import rotated_sum
 
 INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
 MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
@@ -54,13 +49,10 @@ def absorbed_query(
     else:
         r = tl.arange(0, ROTARY)[None, :]
         there = some & (r < ROPE)
-        angle = m.to(tl.int64)[:, None] * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
-        other, sign = partner_of(r, ROPE, INTERLEAVED)
-        pe = given + HEADS * NOPE + h * ROPE
-        own = sum_of_parts(pe + r, there, apart, PARTS, dtype)
-        partner = sum_of_parts(pe + other, there, apart, PARTS, dtype)
-        turned = own * tl.load(cos + angle, there, 0.0)
-        turned += sign * partner * tl.load(sin + angle, there, 0.0)
+        pe, angles = given + HEADS * NOPE + h * ROPE, m.to(tl.int64)[:, None] * (ROPE // 2)
+        turned = rotated_sum(
+            pe, apart, cos + angles, sin + angles, r, there, PARTS, ROPE, INTERLEAVED, dtype
+        )
         tl.store(to + RANK + r, turned.to(dtype), there)
 
 
@@ -107,35 +99,33 @@ def product_of_head(
     return total
 
 
-def tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
+def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     """Return the kernel's constants and the numbers of column and row blocks.
 
     rows: may be a symbol.
     """
     heads, depth, columns = weight.shape
     block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
-    wide = columns_of_a_program(heads, columns)
+    wide = choose_columns(heads, columns)
     deep = min(INPUTS // weight.element_size(), tile(depth))
     constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": deep}
     return constants, cdiv(columns, wide), cdiv(rows, block)
 
 
-def mla_queries_launches(
-    q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Launches:
+def mla_queries_launches(*operands: Any) -> Launches:
     """Return the launch of mla_queries.
 
     q: may be a split product's parts [splits, B, T, ..] in fp32, which the kernel sums.
     """
+    known = bind(mla_queries, operands)
+    q, w_uk, cos = known["q"], known["w_uk"], known["cos"]
     (B, T, _), (H, n, rank), R = q.shape[-3:], w_uk.shape, 2 * cos.shape[-1]
     out = empty_queries(q, w_uk, cos)
-    constants, columns, blocks = tiles(B * T, w_uk)
-    sizes = {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
-    constants |= {"PARTS": q.shape[0] if q.dim() == 4 else 1}
-    constants |= {**sizes, "INTERLEAVED": interleaved}
+    constants, columns, blocks = _choose_tiles(B * T, w_uk)
+    known |= {"rows": B * T, "tokens": T, "PARTS": q.shape[0] if q.dim() == 4 else 1, **constants}
+    known |= {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
     grid = H, columns + 1, blocks
-    operands = (q, w_uk, cos, sin)
-    launch = Launch(absorbed_query, grid, operands, (B * T, T), (out,), constants, stages=STAGES)
+    launch = Launch.by_name(absorbed_query, grid, known, (out,), stages=STAGES)
     return Launches((launch,), out)
 
 
@@ -143,7 +133,7 @@ def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
     """Return the launch of mla_values."""
     (B, H, T, rank), v = o.shape, w_uv.shape[2]
     out = empty_results(mla_values, {"o": o, "w_uv": w_uv})
-    constants, columns, blocks = tiles(B * T, w_uv)
+    constants, columns, blocks = _choose_tiles(B * T, w_uv)
     constants |= {"HEADS": H, "RANK": rank, "VALUE": v}
     grid = H, columns, blocks
     launch = Launch(value_of_head, grid, (o, w_uv), (B * T, T), (out,), constants, stages=STAGES)

@@ -3,14 +3,14 @@
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.mla_attention.op import mla_attention
+from mtpbuild.plugins.mla_attention.op import latent_layout, mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
 @define(
     lambda q, w_uk, v_head_dim: q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim),
-    Node("LatentAttention", renamed={"kv_lora_rank": "latent", "v_head_dim": "N"}),
+    Node("LatentAttention", {"kv_lora_rank": "latent", "v_head_dim": "N"}, latent_layout),
 )
 def mla_packed(
     q: Tensor,

@@ -42,13 +42,10 @@ def latent_row(
         c, r = tl.arange(0, LATENT), tl.arange(0, ROTARY)
         x = sum_of_parts(row + QUERY + c, c < RANK, apart, PARTS, dtype)
         x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(dtype)
-        angle = n * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
-        other, sign = partner_of(r, ROPE, INTERLEAVED)
-        own = sum_of_parts(row + QUERY + RANK + r, r < ROPE, apart, PARTS, dtype)
-        partner = sum_of_parts(row + QUERY + RANK + other, r < ROPE, apart, PARTS, dtype)
-        turned = own * tl.load(cos + angle, r < ROPE, 0.0)
-        turned += sign * partner * tl.load(sin + angle, r < ROPE, 0.0)
-        turned = turned.to(dtype)
+        key, angles = row + QUERY + RANK, n * (ROPE // 2)
+        turned = rotated_sum(
+            key, apart, cos + angles, sin + angles, r, r < ROPE, PARTS, ROPE, INTERLEAVED, dtype
+        ).to(dtype)
         to = fresh + n * (RANK + ROPE)
         tl.store(to + c, x, c < RANK)
         tl.store(to + RANK + r, turned, r < ROPE)
@@ -67,21 +64,28 @@ def normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def angle_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the index of the pair to which rotary value r belongs."""
-    return r // 2 if INTERLEAVED else r % (ROPE // 2)
+def rotated_sum(
+    of, apart, cos, sin, r, there,
+    PARTS: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Load values r of rotary rows, which are sums of PARTS rows, and rotate them."""
+    pair, other, sign = partner_of(r, ROPE, INTERLEAVED)
+    own = sum_of_parts(of + r, there, apart, PARTS, dtype)
+    partner = sum_of_parts(of + other, there, apart, PARTS, dtype)
+    turned = own * tl.load(cos + pair, there, 0.0)
+    return turned + sign * partner * tl.load(sin + pair, there, 0.0)
 
 
 @triton.jit
 def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the partner of r in its pair, and the sign of the partner's term in r's result."""
+    """Return the pair of rotary value r, its partner, and the sign of the partner's term."""
     if INTERLEAVED:
-        first = r % 2 == 0
+        pair, first = r // 2, r % 2 == 0
         other = tl.where(first, r + 1, r - 1)
     else:
-        first = r < ROPE // 2
+        pair, first = r % (ROPE // 2), r < ROPE // 2
         other = tl.where(first, r + ROPE // 2, r - ROPE // 2)
-    return other, tl.where(first, -1.0, 1.0)
+    return pair, other, tl.where(first, -1.0, 1.0)
 
 
 def rows_launch(op: CustomOpDef, operands: Sequence[Any]) -> Launch:
@@ -93,16 +97,11 @@ def rows_launch(op: CustomOpDef, operands: Sequence[Any]) -> Launch:
     known = {"cache": None, "start": None} | bind(op, operands)
     a, kv_norm, cos, cache = (known[name] for name in ("a", "kv_norm", "cos", "cache"))
     q, fresh = empty_rows(a, kv_norm, cos)
-    (B, T, Q), R = q.shape, 2 * cos.shape[-1]
-    constants = {
-        "PARTS": a.shape[0] if a.dim() == 4 else 1,
-        **{"QUERY": Q, "RANK": kv_norm.shape[0], "ROPE": R, "EPS": known["eps"]},
-        "INTERLEAVED": known["interleaved"],
-        **{"WIDE": tile(Q), "LATENT": tile(kv_norm.shape[0]), "ROTARY": tile(R)},
-    }
-    inputs = (a, known["q_norm"], kv_norm, cos, known["sin"], known["start"], cache)
-    sizes = (T, 0 if cache is None else cache.shape[2])
-    return Launch(latent_row, (B * T, 2), inputs, sizes, (q, fresh), constants)
+    (B, T, Q), rank, R = q.shape, kv_norm.shape[0], 2 * cos.shape[-1]
+    known |= {"tokens": T, "capacity": 0 if cache is None else cache.shape[2]}
+    known |= {"QUERY": Q, "RANK": rank, "ROPE": R, "PARTS": a.shape[0] if a.dim() == 4 else 1}
+    known |= {"WIDE": tile(Q), "LATENT": tile(rank), "ROTARY": tile(R)}
+    return Launch.by_name(latent_row, (B * T, 2), known, (q, fresh))
 
 
 def mla_rows_launches(*operands: Any) -> Launches:

@@ -12,32 +12,18 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import (
-    Launch,
-    Launches,
-    by_kernels,
-    cdiv,
-    run_launches,
-    tile,
-)
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
 from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
-from mtpbuild.plugins.tiles import (
-    load_rows,
-    split_count,
-    tile_constants,
-    tile_product,
-    with_global_scales,
-)
+from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
 
 
 @triton.jit
 def route(
     logits, bias,
     weights, ids,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
     NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr, ROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +36,7 @@ def route(
     there = x < EXPERTS
     scores = tl.sigmoid(tl.load(logits + n * EXPERTS + x, there, 0.0))
     biased = tl.where(there, scores + tl.load(bias + x, there, 0.0), float("-inf"))
-    if KEPT < GROUPS:
+    if KEPT_GROUPS < GROUPS:
         group = x // (EXPERTS // GROUPS)
         sums = tl.full((ROW,), float("-inf"), tl.float32)  # stored at each group's first expert
         for g in tl.static_range(GROUPS):
@@ -60,7 +46,7 @@ def route(
             total = first + tl.max(tl.where(x == at, float("-inf"), mine), 0)
             sums = tl.where(x == g * (EXPERTS // GROUPS), total, sums)
         kept = tl.zeros((ROW,), tl.int32)
-        for _ in tl.static_range(KEPT):
+        for _ in tl.static_range(KEPT_GROUPS):
             at = tl.min(tl.where(sums == tl.max(sums, 0), x, ROW), 0)
             kept = tl.where(group == at // (EXPERTS // GROUPS), 1, kept)
             sums = tl.where(x == at, float("-inf"), sums)
@@ -107,18 +93,20 @@ def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def next_rows(pairs, count, done, BLOCK_M: tl.constexpr):
-    """Mark the tokens [BLOCK_M, TOKENS] of the next BLOCK_M pairs after the first `done` ones.
+    """Return the next BLOCK_M pairs after the first `done` ones, or `count`.
 
-    pairs [TOKENS]: each token's pair with the expert, or `count`.
+    pairs [TOKENS]: each token's pair with the expert, or `count`. The second result [BLOCK_M,
+    TOKENS] marks their tokens.
     """
     number = tl.cumsum((pairs < count).to(tl.int32), 0) - 1
     wanted = done + tl.arange(0, BLOCK_M)
-    return (number[None, :] == wanted[:, None]) & (pairs < count)[None, :]
+    taken = (number[None, :] == wanted[:, None]) & (pairs < count)[None, :]
+    return tl.min(tl.where(taken, pairs[None, :], count), 1), taken
 
 
 @triton.jit
 def gate_and_up(
-    x, ids, gate_up, scales, scales_2,
+    x, ids, gate_up_proj, scales, scales_2,
     count,
     sums,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
@@ -139,21 +127,13 @@ def gate_and_up(
         first = tl.program_id(1) * BLOCK_N
         n = first + tl.arange(0, BLOCK_N)
         share = tl.cdiv(tl.cdiv(HIDDEN, splits), BLOCK_K) * BLOCK_K
-        start = split * share
-        end = tl.minimum(start + share, HIDDEN)
+        start, end = split * share, tl.minimum(split * share + share, HIDDEN)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
-            taken = next_rows(pairs, count, done, BLOCK_M)
-            rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for begin in tl.range(start, end, BLOCK_K, num_stages=STAGES):
-                given = load_rows(x, rows // CHOSEN, rows < count, begin, HIDDEN, BLOCK_K)
-                total = tile_product(
-                    total, given, gate_up, scales, scales_2, expert, begin, first,
-                    HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            total = with_global_scales(
-                total, scales_2, expert, first, 2 * INNER, BY_INPUT, WORDS, BLOCK_N
-            )
+            rows, _ = next_rows(pairs, count, done, BLOCK_M)
+            total = product_with_weight(
+                x, rows, count, gate_up_proj, scales, scales_2, expert, start, end, first, CHOSEN,
+                HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
             to = sums + (split * count + rows)[:, None] * (2 * INNER) + n[None, :]
             tl.store(to, total, (rows < count)[:, None] & (n < 2 * INNER)[None, :])
 
@@ -206,39 +186,22 @@ def down(
         tl.store(parts + pair * HIDDEN + n, tl.zeros((BLOCK_N,), tl.float32), right)
     elif tl.min(pairs, 0) == pair:
         if TOKENS <= BLOCK_M:  # most experts have one token
-            i = tl.arange(0, ROW)
             row = pair
             while row < count:
-                at = sums + row * (2 * INNER) + i
-                gate = tl.load(at, i < INNER, 0.0)
-                up = tl.load(at + INNER, i < INNER, 0.0)
-                for s in tl.static_range(1, SPLITS):
-                    at = sums + (s * count + row) * (2 * INNER) + i
-                    gate += tl.load(at, i < INNER, 0.0)
-                    up += tl.load(at + INNER, i < INNER, 0.0)
-                gated = gate * tl.sigmoid(gate) * up
-                tl.store(inner + row * INNER + i, gated.to(inner.dtype.element_ty), i < INNER)
+                gate_rows(sums, inner, row + tl.arange(0, 1), count, INNER, ROW, SPLITS)
                 row = tl.min(tl.where(pairs > row, pairs, count), 0)
         else:
             for done in range(0, rows_of_expert(pairs, count, 4), 4):  # as registers allow
-                taken = next_rows(pairs, count, done, 4)
-                rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
+                rows, _ = next_rows(pairs, count, done, 4)
                 gate_rows(sums, inner, rows, count, INNER, ROW, SPLITS)
         tl.debug_barrier()  # threads read what other threads have written
         every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
-            taken = next_rows(pairs, count, done, BLOCK_M)
-            rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
-            value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for begin in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-                given = load_rows(inner, rows, rows < count, begin, INNER, BLOCK_K)
-                value = tile_product(
-                    value, given, down_proj, scales, scales_2, expert, begin, first,
-                    INNER, HIDDEN, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-            value = with_global_scales(
-                value, scales_2, expert, first, HIDDEN, BY_INPUT, WORDS, BLOCK_N
-            )
+            rows, taken = next_rows(pairs, count, done, BLOCK_M)
+            value = product_with_weight(
+                inner, rows, count, down_proj, scales, scales_2, expert, 0, INNER, first, 1,
+                INNER, HIDDEN, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
             weight = tl.sum(tl.where(taken, every_weight[None, :], 0.0), 1)
             to = parts + rows[:, None] * HIDDEN + n[None, :]
             tl.store(to, value * weight[:, None], (rows < count)[:, None] & right[None, :])
@@ -247,20 +210,16 @@ def down(
 def moe_route_launches(*operands: Any) -> Launches:
     """Return the launch of moe_route."""
     known = bind(moe_route, operands)
-    logits, bias = known["logits"], known["bias"]
-    *axes, X = logits.shape
-    names = ("groups", "kept_groups", "experts", "normalise", "factor")
-    kernels = ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
-    constants = {"EXPERTS": X, "ROW": tile(X, 2), "ALWAYS": known["always"]}
-    constants |= {to: known[name] for to, name in zip(kernels, names, strict=True)}
-    constants["WIDE"] = tile(known["experts"] + known["always"], 2)
+    (*axes, X), chosen = known["logits"].shape, known["experts"]
     results = empty_results(moe_route, known)
-    launch = Launch(route, (prod(axes),), (logits, bias), (), results, constants, warps=1)
+    known |= {"EXPERTS": X, "ROW": tile(X, 2)}
+    known |= {"CHOSEN": chosen, "WIDE": tile(chosen + known["always"], 2)}
+    launch = Launch.by_name(route, (prod(axes),), known, results, warps=1)
     return Launches((launch,), results)
 
 
 def moe_launches(*operands: Any) -> Launches:
-    """Return the launches of moe; the caller sums their result [N, k, E] over k.
+    """Return the launches of moe and the sum of their result [N, k, E] over k.
 
     The rounding of a token's sums does not depend on the number of tokens, which may be a symbol if
     the op's `most` bounds it. Raises NotImplementedError for more than `MAX_TOKENS` tokens.
@@ -271,31 +230,24 @@ def moe_launches(*operands: Any) -> Launches:
     if most > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {most}")
     count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
-    known |= {"count": count, "gate_up": known["gate_up_proj"]}
-    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(most, 2), "HIDDEN": E, "INNER": width}
-    known["ROW"] = tile(width)
+    known |= {"count": count, "CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(most, 2)}
+    known |= {"HIDDEN": E, "INNER": width, "ROW": tile(width)}
 
-    def own(weight: str) -> dict[str, Any]:
-        scales, scales_2 = known[f"{weight}_scales"], known[f"{weight}_scales_2"]
-        constants = tile_constants(x, known[f"{weight}_proj"], scales, scales_2)
-        return {"scales": scales, "scales_2": scales_2, **constants}
+    def with_weight(name: str) -> dict[str, Any]:
+        scales = {part: known[f"{name}_{part}"] for part in ("scales", "scales_2")}
+        return known | scales | choose_tiles(x, known[f"{name}_proj"], **scales)
 
-    up, down_ = own("gate_up"), own("down")
-    grid = count, cdiv(2 * width, up["BLOCK_N"])
-    splits = split_count(k * grid[1], E, up)  # counts the programs of a single token
+    first, second = with_weight("gate_up"), with_weight("down")
+    grid = count, cdiv(2 * width, first["BLOCK_N"])
+    splits = count_splits(k * grid[1], E, first)  # counts the programs of a single token
     sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
-    parts = known["weights"].new_empty(N, k, E)
-    known |= {"sums": sums, "SPLITS": splits}
-    first = Launch.by_name(gate_and_up, (*grid, splits), known | up, {"sums": sums})
-    grid, outputs = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
-    second = Launch.by_name(down, grid, known | down_, outputs | {"parts": parts})
-    return Launches((first, second), parts)
+    inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
+    second |= {"sums": sums, "SPLITS": splits}
+    products = Launch.by_name(gate_and_up, (*grid, splits), first, (sums,))
+    grid = count, cdiv(E, second["BLOCK_N"])
+    outputs = Launch.by_name(down, grid, second, (inner, parts))
+    return Launches((products, outputs), parts, axis=1, dtype=x.dtype)
 
 
 moe_route_triton = run_launches(moe_route, moe_route_launches)
-
-
-@by_kernels(moe)
-def moe_triton(x: Tensor, *operands: Any) -> Tensor:
-    """Run moe on a GPU."""
-    return moe_launches(x, *operands).run().sum(1).type_as(x)
+moe_triton = run_launches(moe, moe_launches)

@@ -2,19 +2,11 @@
 
 from torch import Tensor
 
-from mtpbuild.plugins.cpu.layout import (
-    dequantise,
-    unpacked_floats,
-    unpacked_scales,
-    unpacked_values,
-)
+from mtpbuild.plugins.cpu import layout
 from mtpbuild.plugins.definition import Node, define
 
 
-@define(
-    lambda x, outputs: x.new_empty(*x.shape[:-1], outputs),
-    Node("Product", renamed={"outputs": "N"}),
-)
+@define(lambda x, outputs: x.new_empty(*x.shape[:-1], outputs), Node("Product", {"outputs": "N"}))
 def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
@@ -28,6 +20,6 @@ def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: in
 def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Unpack weights [.., panels, ..] to fp32 [.., outputs, K]."""
     if scales is None:
-        return unpacked_floats(values, outputs).mT
-    bits = values.shape[-1] // 128
-    return dequantise(unpacked_values(values, outputs), unpacked_scales(scales, outputs), bits)
+        return layout.unpacked_floats(values, outputs).mT
+    own = layout.unpacked_values(values, outputs), layout.unpacked_scales(scales, outputs)
+    return layout.dequantise(*own, values.shape[-1] // 128)

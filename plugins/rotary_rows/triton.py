@@ -44,12 +44,10 @@ def place_token(
 def rotary_rows_launches(*operands: Any) -> Launches:
     """Return the op's launch."""
     known = bind(rotary_rows, operands)
-    results, pairs = empty_results(rotary_rows, known), known["inv_freq"].shape[0]
-    constants = {"PAIRS": pairs, "OFFSET": known["offset"], "SCALE": known["scale"]}
-    constants["WIDE"] = tile(pairs, 2)
-    start, active, inv_freq, tokens, _, end, _ = known.values()
-    grid, inputs = (start.shape[0] * tokens,), (start, active, inv_freq)
-    launch = Launch(place_token, grid, inputs, (tokens, end), results, constants, warps=1)
+    slots, pairs = known["start"].shape[0], known["inv_freq"].shape[0]
+    results = empty_results(rotary_rows, known)
+    known |= {"PAIRS": pairs, "WIDE": tile(pairs, 2)}
+    launch = Launch.by_name(place_token, (slots * known["tokens"],), known, results, warps=1)
     return Launches((launch,), results)
 
 

@@ -29,7 +29,7 @@ def shaped_probs(logits: Tensor, controls: Controls) -> Tensor:
     k = torch.where(sampled, top_k, 0)
     mass = torch.where(sampled, top_p, 1.0)
     least = torch.where(sampled, min_p, 0.0)
-    return when(filters.any(), _filtered, _unfiltered, (p, k, mass, least))[0]
+    return when(filters.any(), _filter, _normalise, (p, k, mass, least))[0]
 
 
 @define(lambda logits: torch.empty_like(logits))
@@ -38,7 +38,7 @@ def shaped_probs_op(logits: Tensor, controls: Sequence[Tensor]) -> Tensor:
     return shaped_probs(logits, name_controls(controls))
 
 
-def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:
+def _filter(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:
     V = p.shape[-1]
     ordered = p.sort(dim=-1, descending=True).values
     k = torch.where(top_k > 0, top_k.clamp(max=V), V)
@@ -49,11 +49,11 @@ def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[T
     kept = ((before < limit) & (left > 0)).sum(-1, keepdim=True).clamp(min=1)
     floor = torch.maximum(kth, ordered.gather(-1, kept - 1))
     floor = torch.maximum(floor, min_p * ordered[..., :1])
-    return _unfiltered(torch.where(p >= floor, p, 0.0))
+    return _normalise(torch.where(p >= floor, p, 0.0))
 
 
-def _unfiltered(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
-    """Normalise p as `_filtered` does: a request's p must not depend on other requests' filters."""
+def _normalise(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
+    """Normalise p as `_filter` does: a request's p must not depend on other requests' filters."""
     return (p / p.sum(-1, keepdim=True),)
 
 

@@ -39,58 +39,42 @@ def floor_of_row(
     """Return the smallest weight that top-k, top-p and min-p keep."""
     floor = 0.0
     if (k > 0) & (k < vocab):
-        floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
+        floor = _threshold(row, vocab, t, highest, early, bans, 0.0, k, BANNED, BLOCK, True)
     if limit < 1:
-        floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
+        mass = limit * sum_of_row(row, vocab, t, highest, early, bans, floor, BANNED, BLOCK, False)
+        floor = _threshold(row, vocab, t, highest, early, bans, floor, mass, BANNED, BLOCK, False)
     return tl.maximum(floor, least)
 
 
 @triton.jit
-def _kth(
-    row, vocab, t, highest, early, bans, k,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+def _threshold(
+    row, vocab, t, highest, early, bans, floor, wanted,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Return the k-th largest weight: the largest bits that at least k weights reach."""
+    """Return the largest threshold from `floor` up whose `sum_of_row` is at least `wanted`."""
     low, high = 0, ONE_BITS + 1
     for _ in range(30):
         middle = (low + high) // 2
-        count = 0
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-            reached = (e.to(tl.int32, bitcast=True) >= middle) & (v < vocab)
-            count += tl.sum(reached.to(tl.int32), 0)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle)
-    return tl.cast(low, tl.float32, bitcast=True)
+        least = tl.maximum(floor, tl.cast(middle, tl.float32, bitcast=True))
+        total = sum_of_row(row, vocab, t, highest, early, bans, least, BANNED, BLOCK, COUNTED)
+        low = tl.where(total < wanted, low, middle)
+        high = tl.where(total < wanted, middle, high)
+    return tl.maximum(floor, tl.cast(low, tl.float32, bitcast=True))
 
 
 @triton.jit
-def _nucleus(
-    row, vocab, t, highest, early, bans, floor, limit,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+def sum_of_row(
+    row, vocab, t, highest, early, bans, least,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Return the smallest weight for which all larger ones sum to less than the share `limit`.
-
-    Only weights from `floor` up count.
-    """
-    left = 0.0
+    """Return the sum of the weights that are at least `least`, or their number if COUNTED."""
+    total = 0 if COUNTED else 0.0
     for begin in range(0, vocab, BLOCK):
         v = begin + tl.arange(0, BLOCK)
         e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-        left += tl.sum(tl.where(e >= floor, e, 0.0), 0)
-    low, high = -1, ONE_BITS
-    for _ in range(30):
-        middle = (low + high) // 2
-        better = 0.0
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-            above = (e.to(tl.int32, bitcast=True) > middle) & (e >= floor)
-            better += tl.sum(tl.where(above, e, 0.0), 0)
-        low = tl.where(better < limit * left, low, middle)
-        high = tl.where(better < limit * left, middle, high)
-    return tl.maximum(floor, tl.cast(high, tl.float32, bitcast=True))
+        reached = e >= least
+        total += tl.sum(reached.to(tl.int32) if COUNTED else tl.where(reached, e, 0.0), 0)
+    return total
 
 
 @triton.jit
@@ -118,11 +102,7 @@ def shape_row(
             row, vocab, t, highest, False, row,
             tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), 0, BLOCK,
         )  # fmt: skip
-    norm = 0.0
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, highest, False, row, 0)
-        norm += tl.sum(tl.where(e >= floor, e, 0.0), 0)
+    norm = sum_of_row(row, vocab, t, highest, False, row, floor, 0, BLOCK, False)
     for begin in range(0, vocab, BLOCK):
         v = begin + tl.arange(0, BLOCK)
         e = weights_of(row, v, vocab, t, highest, False, row, 0)
@@ -135,7 +115,7 @@ def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launche
     known: dict[str, Any] = {**name_controls(controls), "logits": logits, "vocab": V}
     known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
     probs = logits.new_empty(B, T, V)
-    return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)
+    return Launches((Launch.by_name(shape_row, (B * T,), known, (probs,), warps=8),), probs)
 
 
 shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")

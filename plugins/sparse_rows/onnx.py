@@ -6,8 +6,7 @@ from typing import Any
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.mla_attention.onnx import count as count_of
-from mtpbuild.plugins.mla_attention.onnx import counted, ints
+from mtpbuild.plugins.mla_attention.onnx import count_rows, count_up, ints
 from mtpbuild.plugins.rope.onnx import rope_onnx
 from mtpbuild.plugins.sparse_rows.op import NONE, choose_rows
 
@@ -30,11 +29,11 @@ def choose_rows_onnx(*operands: Any) -> Any:
     size = int(q.shape[2]) // heads
     turned = rope_onnx(q, cos, sin, heads, interleaved)
     queries = op.Reshape(turned, ints(0, 0, heads, size))
-    keys = op.Concat(*(keys_of(rows, size) for rows in (cache, fresh)), axis=-1)  # [B, 1, D, N]
+    keys = op.Concat(*(slice_keys(rows, size) for rows in (cache, fresh)), axis=-1)  # [B, 1, D, N]
     raw = op.Mul(op.MatMul(queries, keys), number(size**-0.5))  # [B, T, H, N]
     shares = op.Unsqueeze(op.Mul(weights, number(heads**-0.5)), ints(2))
     scores = op.Squeeze(op.MatMul(shares, op.Relu(raw)), ints(2))  # [B, T, N]
-    rows, every = count_of(cache), op.Shape(scores, start=2)
+    rows, every = count_rows(cache), op.Shape(scores, start=2)
     seen = visible(rows, every, op.Shape(weights, start=1, end=2), base, first)
     masked = op.Where(seen, scores, number(-math.inf))
     most = op.Min(every, ints(count))
@@ -51,7 +50,7 @@ def choose_rows_onnx(*operands: Any) -> Any:
     return op.Pad(found, left, none)
 
 
-def keys_of(rows: Any, size: int) -> Any:
+def slice_keys(rows: Any, size: int) -> Any:
     """Return the keys [B, 1, D, ..] of rows [B, 1, .., C]: their last D values."""
     width = int(rows.shape[3])
     keys = op.Slice(rows, ints(width - size), ints(width), ints(3))
@@ -60,9 +59,9 @@ def keys_of(rows: Any, size: int) -> Any:
 
 def visible(rows: Any, every: Any, tokens: Any, base: Any, first: Any) -> Any:
     """Return which rows each token may choose [B, T, N]: the cache's, then the fresh ones."""
-    place = counted(every)
+    place = count_up(every)
     old = op.Less(place, op.Unsqueeze(base, ints(1, 2)))  # [B, 1, N]
-    last = op.Add(op.Unsqueeze(first, ints(1, 2)), op.Unsqueeze(counted(tokens), ints(1)))
+    last = op.Add(op.Unsqueeze(first, ints(1, 2)), op.Unsqueeze(count_up(tokens), ints(1)))
     new = op.LessOrEqual(place, op.Add(last, rows))  # [B, T, N]
     return op.Or(old, op.And(new, op.GreaterOrEqual(place, rows)))
 

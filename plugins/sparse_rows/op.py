@@ -16,13 +16,7 @@ NONE = -1  # padding, if a token sees fewer rows than it may choose
 
 @define(lambda a: torch.empty_like(a), Node("IndexKeys", renamed={"eps": "epsilon"}))
 def index_keys(
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    interleaved: bool,
+    a: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, eps: float, interleaved: bool
 ) -> Tensor:
     """Apply a LayerNorm with weight and bias [D] to a [B, T, D], and rotate it.
 
@@ -71,10 +65,10 @@ def choose_rows(
     best = scores.sort(dim=-1, descending=True, stable=True)
     order, there = best.indices[..., :count], best.values[..., :count] > float("-inf")
     position = torch.where(order < S, order, order - S + base[:, None, None])
-    return in_rising_order(position, there, count)
+    return sort_positions(position, there, count)
 
 
-def in_rising_order(position: Tensor, there: Tensor, count: int) -> Tensor:
+def sort_positions(position: Tensor, there: Tensor, count: int) -> Tensor:
     """Sort the valid positions [.., k] and pad them with `NONE` to `count`."""
     after_all = torch.iinfo(torch.int64).max
     found = torch.where(there, position, after_all).sort(dim=-1).values

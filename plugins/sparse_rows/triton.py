@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
-from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
+from mtpbuild.plugins.mla_rows.triton import partner_of
 from mtpbuild.plugins.sparse_rows.op import choose_rows
 
 LEAST = tl.constexpr(-(1 << 31))  # stands for NaN
@@ -76,12 +76,11 @@ def rotated(
     """Return values d [D] of heads h [H] of a query; the first ROPE values are rotated."""
     of, turns = q + h[:, None] * SIZE, d < ROPE
     some = (h < HEADS)[:, None]
-    other, sign = partner_of(d, ROPE, INTERLEAVED)
-    angle = angle_of(d, ROPE, INTERLEAVED)
+    pair, other, sign = partner_of(d, ROPE, INTERLEAVED)
     own = tl.load(of + d[None, :], some & (d < SIZE)[None, :], 0.0)
     partner = tl.load(of + other[None, :], some & turns[None, :], 0.0).to(tl.float32)
-    turned = own.to(tl.float32) * tl.load(cos + angle, turns, 1.0)[None, :]
-    turned += sign[None, :] * partner * tl.load(sin + angle, turns, 0.0)[None, :]
+    turned = own.to(tl.float32) * tl.load(cos + pair, turns, 1.0)[None, :]
+    turned += sign[None, :] * partner * tl.load(sin + pair, turns, 0.0)[None, :]
     return turned.to(own.dtype)
 
 
@@ -153,7 +152,7 @@ def best_rows(
             better_before, tied_before = tl.max(better_so_far, 0), tl.max(tied_so_far, 0)
 
 
-def tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
+def _choose_tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
     """Choose tiles for heads of `size` values that fit into 48 KB of shared memory."""
     deep = tile(size)
     constants: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
@@ -173,21 +172,20 @@ def choose_rows_launches(
     q, (B, T, H), count = known["q"], known["weights"].shape, known["count"]
     S, C = known["cache"].shape[2:]
     F, size = known["fresh"].shape[2], q.shape[-1] // H
-    constants = tiles(size, known["cache"].dtype)
+    constants = _choose_tiles(size, known["cache"].dtype)
     if rows is not None:
         constants["BLOCK_N"] = rows
     if block is None:
         block = min(OPEN_BLOCK, tile(S + F)) if isinstance(S + F, int) else OPEN_BLOCK
     known |= {"tokens": T, "capacity": S, "fresh_rows": F, **constants, "BLOCK": block}
     known |= {"HEADS": H, "SIZE": size, "ROPE": 2 * known["cos"].shape[-1], "WIDTH": C}
-    known |= {"COUNT": count, "INTERLEAVED": known["interleaved"]}
     scores = q.new_empty(B, T, S + F, dtype=torch.int32)
     chosen = q.new_empty(B, T, count, dtype=torch.int64)
     blocks = cdiv(S, constants["BLOCK_N"]) + cdiv(F, constants["BLOCK_N"])
-    first = Launch.by_name(score_rows, (B * T, blocks), known, {"scores": scores})
+    first = Launch.by_name(score_rows, (B * T, blocks), known, (scores,))
     known["scores"] = scores
     warps = max(1, min(16, block // 128))
-    second = Launch.by_name(best_rows, (B * T,), known, {"chosen": chosen}, warps)
+    second = Launch.by_name(best_rows, (B * T,), known, (chosen,), warps=warps)
     return Launches((first, second), chosen)
 
 

@@ -69,7 +69,7 @@ def test_what_is_a_plugin() -> None:
         assert {*nodes} == set() or traced.name != "prefill"
         assert {node.target for node in nodes} == (set() if traced.name == "prefill" else {*fused})
         for node in nodes:
-            assert fused[node.target]._name in TENSORRT.ops
+            assert fused[node.target]._name in TENSORRT.facets
             given = [each.meta["val"] for each in node.all_input_nodes]
             assert all(isinstance(size, int) for value in given for size in value.shape)
         written = plugins.mla_rows_write._opoverload

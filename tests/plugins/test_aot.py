@@ -170,7 +170,7 @@ def test_what_stands_between_products(case: str, trtp: Plugins) -> None:
     """The kernel's parameters get the op's operands of their names, attributes are constants."""
     op, operands, kernel, outputs = BETWEEN[case]
     made: list[Any] = []
-    results = facets(TENSORRT.ops)[op._opoverload](recording(made), op, operands, {}, "between")
+    results = facets(TENSORRT.facets)[op._opoverload](recording(made), op, operands, {}, "between")
     ((name, taken),) = made
     assert name.rpartition("_")[0] == kernel
     *parameters, _, _ = inspect.signature(trtp.kernels[name]).parameters
@@ -182,7 +182,7 @@ def test_what_stands_between_products(case: str, trtp: Plugins) -> None:
 def test_attributes_and_weights_of_a_plugin(trtp: Plugins) -> None:
     """Another attribute is another plugin; a weight goes through the network's constants."""
     made: list[Any] = []
-    ctx, convert = recording(made), facets(TENSORRT.ops)[mla_queries._opoverload]
+    ctx, convert = recording(made), facets(TENSORRT.facets)[mla_queries._opoverload]
     q, w_uk, *others = BETWEEN["queries"][1]
     weight = torch.zeros(w_uk.shape, dtype=torch.bfloat16)
     for interleaved in (True, False):
@@ -198,7 +198,7 @@ def test_an_open_size(case: str) -> None:
     op, (first, *others), _, _ = BETWEEN[case]
     opened = given(first.name, first.dtype.name, -1, *first.shape[1:])
     with pytest.raises(AssertionError, match="a plugin has fixed shapes"):
-        facets(TENSORRT.ops)[op._opoverload](recording([]), op, (opened, *others), {}, "between")
+        facets(TENSORRT.facets)[op._opoverload](recording([]), op, (opened, *others), {}, "between")
 
 
 def small() -> dict[str, Launch]:
@@ -225,7 +225,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         *(given(name, "INT64", 2) for name in ("num_drafts", "lengths")),
         given("active", "BOOL", 2),
     )
-    convert = facets(TENSORRT.ops)[accept_rewind._opoverload]
+    convert = facets(TENSORRT.facets)[accept_rewind._opoverload]
     results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
     names = ["window", "num_drafts", "lengths", "active as INT32"]
     assert made == [
@@ -252,7 +252,7 @@ def test_a_head_sums_its_splits() -> None:
         add_shuffle=lambda tensor: layer("shuffle", tensor),
     )
     operands = given("x", "BF16", 2, 3, 1024), given("head", "BF16", 1024, 200)
-    convert = facets(TENSORRT.ops)[matmul_wide._opoverload]
+    convert = facets(TENSORRT.facets)[matmul_wide._opoverload]
     result = convert(SimpleNamespace(net=net), matmul_wide._opoverload, operands, {}, "logits")
     assert result == "shuffle.0"
     assert made == [
@@ -290,7 +290,7 @@ def test_a_list_is_an_operand(trtp: Plugins) -> None:
 
     ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast))
     op = accept_mixed_op._opoverload
-    facets(TENSORRT.ops)[op](ctx, op, operands, {}, "judge")
+    facets(TENSORRT.facets)[op](ctx, op, operands, {}, "judge")
     assert cast == ["active", "thinking", "rejection", "block"]
     parameters = ("temperature", "top_k", "top_p", "min_p", "relaxed_topk", "relaxed_delta")
     assert taken["law_of_row"][-8:-2] == [*parameters]

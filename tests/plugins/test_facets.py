@@ -19,7 +19,7 @@ TABLES = {
     "inductor": INDUCTOR.ops,
     "inductor on a GPU": INDUCTOR_CUDA.ops,
     "cuda": CUDA,
-    "tensorrt": TENSORRT.ops,
+    "tensorrt": TENSORRT.facets,
 }
 FOLDER = Path(mtpbuild.plugins.__file__).parent
 

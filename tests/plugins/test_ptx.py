@@ -193,7 +193,7 @@ def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Pa
 
 
 def test_launches_are_checked_against_their_kernel() -> None:
-    from mtpbuild.plugins.compiling import signature_of
+    from mtpbuild.plugins.ptx import signature_of
 
     launch = launches(SHAPES["small"])[0]
     signature, constants = signature_of(launch)

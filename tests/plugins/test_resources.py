@@ -87,18 +87,6 @@ def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> No
         assert row["registers"] <= 128, row
 
 
-@FULL
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_delta_rule_spills_nothing(architecture: int, tmp_path: Path) -> None:
-    """A window of 4 tokens, and a prompt's chunk by products of 16."""
-    rows = compiled("r1", architecture, "delta", "delta_of_tokens,delta_of_chunks", tmp_path)
-    assert [row["kernel"] for row in rows] == ["delta_of_tokens", "delta_of_chunks"]
-    for row in rows:
-        assert row["spills"] == row["stack"] == 0, row
-        assert row["programs"] == 128, row
-    assert rows[1]["product"] == "HMMA"
-
-
 # Loads and stores of the stack in an iteration, of 519 instructions: one register is too many.
 OF_SM_80 = {"experts nvfp4, 64 tokens": 2}
 
@@ -169,14 +157,16 @@ def test_the_small_model_too(architecture: int, tmp_path: Path) -> None:
 
 CONVERTS = """
 import json
-from mtpbuild.plugins.compiling import compiled
 from tests.support.kernel_launches import empty, nvfp4
+from tests.support.specialised import compile_specialised
 from mtpbuild.plugins.matmul_scaled.triton import product_launch
+from mtpbuild.plugins.ptx import compile_launch
 import torch
 
 launch = product_launch(empty(4, 512, dtype=torch.bfloat16), *nvfp4(512, 256))
-forms = ((100, True), (100, False), (90, True))  # for that GPU alone, or for a plugin
-print(json.dumps(["e2m1x2" in compiled(launch, *form).asm["ptx"] for form in forms]))
+own, older = (compile_specialised(launch, gpu).asm["ptx"] for gpu in (100, 90))
+plugin = compile_launch(launch, 100).text
+print(json.dumps(["e2m1x2" in text for text in (own, plugin, older)]))
 """
 
 

@@ -45,12 +45,6 @@ def test_gated_products(rows: int, hidden: int, inner: int) -> None:
     step_kernels.check_gated(rows, rows, hidden, inner, "cpu")
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 17, 37])
-@pytest.mark.parametrize("sizes", [(3, 2, 4, 24, 40), (1, 1, 2, 5, 7)])
-def test_delta_rule(tokens: int, sizes: tuple[int, int, int, int, int]) -> None:
-    step_kernels.check_delta(tokens, sizes, "cpu")
-
-
 def test_more_tokens_than_a_gated_product_takes() -> None:
     from mtpbuild.plugins.gated_product.triton import gated_product_triton
 

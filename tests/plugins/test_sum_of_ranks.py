@@ -84,7 +84,7 @@ def test_what_the_op_takes() -> None:
 READS = """
 import json, re, subprocess, sys, tempfile
 import torch
-from mtpbuild.plugins.compiling import compiled
+from tests.support.specialised import compile_specialised
 from mtpbuild.plugins.sum_of_ranks.triton import sum_of_ranks_launches
 from tests.support.kernel_launches import empty
 from tests.support.kernel_resources import resources
@@ -94,7 +94,7 @@ for ranks in (2, 8, 16):
     for dtype in (torch.bfloat16, torch.float32):
         given = empty(4, 7168, dtype=dtype), empty(ranks + 1, dtype=torch.int64)
         (launch,) = sum_of_ranks_launches(*given).each
-        built = compiled(launch, int(sys.argv[1]), specialised=True)
+        built = compile_specialised(launch, int(sys.argv[1]))
         found = resources("", launch, int(sys.argv[1]))
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(built.asm["cubin"])

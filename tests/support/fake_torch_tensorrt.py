@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from mtpbuild.builder.graph.pipelines import TENSORRT
-from mtpbuild.plugins import OPS, matmul_wide, moe
+from mtpbuild.plugins import OPS
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import time_limit
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
@@ -356,8 +356,7 @@ OPERANDS = {
 }
 
 # The ops whose launches are plugins.
-PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.ops.items() if file == "plugins"}
-PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
+PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.facets.items() if file == "plugins"}
 
 
 class TRTInterpreter(Interpreter):

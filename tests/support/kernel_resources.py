@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.compiling import compiled
 from mtpbuild.plugins.launch import Launch, Launches
 from tests.support.kernel_launches import FORMS, empty
+from tests.support.specialised import compile_specialised
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
 ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth
@@ -69,7 +69,7 @@ HEADER = (
 
 def resources(case: str, launch: Launch, architecture: int) -> Resources:
     """Compiles a launch and reads its needs from the cubin."""
-    built = compiled(launch, architecture, specialised=True)
+    built = compile_specialised(launch, architecture)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(built.asm["cubin"])
@@ -141,7 +141,7 @@ def streamed_bytes(launch: Launch) -> int:
     if launch.kernel.__name__ == "mla_partial":
         width = sizes["RANK"] + sizes["ROPE"]
         return int(sizes["BLOCK_N"] * width * _tensor(named["cache"]).itemsize)
-    weights = {"scaled_product": "values", "gate_and_up": "gate_up", "down": "down_proj"}
+    weights = {"scaled_product": "values", "gate_and_up": "gate_up_proj", "down": "down_proj"}
     if launch.kernel.__name__ not in weights:
         return 0
     weight = _tensor(named[weights[launch.kernel.__name__]])
@@ -200,9 +200,6 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     for tokens in (1, 4):
         for launch in _experts(s, tokens, None).each:
             yield f"experts, {tokens} tokens", launch
-    for tokens in (4, 256):
-        for launch in _delta_rule(tokens).each:
-            yield f"delta rule, {tokens} tokens", launch
 
 
 def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launches:
@@ -272,18 +269,6 @@ def _products_of(s: Sizes, form: str) -> Iterator[tuple[str, Launch]]:
     for tokens in (1, 4, 64, 256) if form == "nvfp4" else (1, 4):
         for launch in _experts(s, tokens, form).each:
             yield f"experts {form}, {tokens} tokens", launch
-
-
-def _delta_rule(tokens: int) -> Launches:
-    """Makes the launch for a layer of Qwen3.5-9B."""
-    from mtpbuild.plugins.delta_rule.triton import delta_rule_launches
-
-    groups, heads, width = 16, 32, 128
-    return delta_rule_launches(
-        empty(1, tokens, (2 * groups + heads) * width),
-        *(empty(1, tokens, 2 * heads), empty(heads), empty(heads)),
-        empty(1, heads, width, width),
-    )
 
 
 def _experts(s: Sizes, tokens: int, form: str | None) -> Launches:

@@ -101,9 +101,6 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
     for seed in (0, 1, 5):
         yield f"places {seed}", partial(step_kernels.check_places, seed, "cpu")
     yield "shared routes", partial(step_kernels.check_shared_routes, 1, "cpu")
-    for tokens in (4, 37):
-        check = partial(step_kernels.check_delta, tokens, (2, 2, 4, 24, 40), "cpu")
-        yield f"delta rule of {tokens} tokens", check
     yield "a whole step", partial(gpu_steps.check_fused_step, 3)
     yield "gated product", partial(step_kernels.check_gated, 2, 5, 70, 40, "cpu")
 

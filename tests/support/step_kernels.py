@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtpbuild.plugins import (
-    delta_advance,
-    delta_rule,
     gated_product,
     mla_queries,
     mla_rows,
@@ -172,30 +170,6 @@ def check_gated(seed: int, rows: int, hidden: int, inner: int, device: str) -> N
         with uninitialised_memory_is_nan():
             got = gated_product_triton(*on(device, (x, gate_up)))
         close((got,), (gated_product(x, gate_up),), dtype)
-
-
-def check_delta(tokens: int, sizes: tuple[int, int, int, int, int], device: str) -> None:
-    """Checks outputs and states of the delta rule; sizes: slots, groups, heads, keys, values.
-
-    Keys of a slot repeat, so that what a token changes depends on the tokens before it.
-    """
-    from mtpbuild.plugins.delta_rule.triton import delta_advance_triton, delta_rule_triton
-
-    B, G, H, K, V = sizes
-    g = torch.Generator().manual_seed(tokens)
-    mixed = torch.randn(B, tokens, 2 * G * K + H * V, generator=g)
-    mixed[:, :, G * K : 2 * G * K] += 2 * torch.randn(B, 1, G * K, generator=g)
-    ba, bias = torch.randn(B, tokens, 2 * H, generator=g) * 2, torch.randn(H, generator=g)
-    rate, state = torch.rand(H, generator=g), torch.randn(B, H, K, V, generator=g)
-    operands = mixed, ba, rate, bias, state
-    with uninitialised_memory_is_nan():
-        got = delta_rule_triton(*on(device, operands))
-    close(got, delta_rule(*operands), torch.float32)
-    n = torch.arange(B) * tokens // max(B - 1, 1)  # from none to all
-    wanted = delta_advance(*operands, n)
-    after = delta_advance_triton(*on(device, (*operands, n))).cpu()
-    close((after,), (wanted,), torch.float32)
-    assert torch.equal(after[0], state[0]), "no token leaves a state as it is, to the bit"
 
 
 def on(device: str, operands: tuple[Any, ...]) -> list[Any]:

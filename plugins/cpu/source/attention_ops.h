@@ -19,18 +19,11 @@ namespace {
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
   static constexpr Operand inputs[] = {FLOAT, ANY, FLOAT, INT64, INT64, maybe(INT64)};
-  float scale;
-  int64_t groups, values, latent, heads;
-  bool written;
-
-  Attention(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        scale(from.real("scale")),
-        groups(from.integer("groups")),
-        values(from.integer("values")),
-        latent(from.integer("latent")),
-        heads(from.value_or<int64_t>("heads", 0)),
-        written(from.integer("written") != 0) {}
+  using Usual::Usual;
+  float scale = from.real("scale");
+  int64_t groups = from.integer("groups"), values = from.integer("values");
+  int64_t latent = from.integer("latent"), heads = from.value_or<int64_t>("heads", 0);
+  bool written = from.flag("written");
 
   void compute(Call& call) const {
     Tensor q = call.input(0), cache = call.input(1), fresh = call.input(2);

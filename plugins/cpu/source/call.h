@@ -28,6 +28,7 @@ struct Attributes {
   }
   int64_t integer(const char* name) const { return needed<int64_t>(name); }
   float real(const char* name) const { return needed<float>(name); }
+  bool flag(const char* name) const { return integer(name) != 0; }
   std::string text(const char* name) const {
     size_t size = 0;
     check(call<Status*>(ATTRIBUTE_STRING, info, name, static_cast<char*>(nullptr), &size));

@@ -192,10 +192,8 @@ struct DeltaRule : Usual {
   static constexpr const char* name = "DeltaRule";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, maybe(BOOL)};
   static constexpr Operand results[] = {FLOAT, maybe(FLOAT)};
-  bool keeps;  // whether there is the second result
-
-  DeltaRule(const Kernels& k, const Attributes& from)
-      : Usual(k, from), keeps(from.integer("keeps") != 0) {}
+  using Usual::Usual;
+  bool keeps = from.flag("keeps");  // whether there is the second result
 
   void compute(Call& call) const override {
     DeltaJob job(name, call, false);

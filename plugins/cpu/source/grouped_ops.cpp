@@ -15,17 +15,11 @@ struct GroupedRows : Usual {
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   maybe(FLOAT), FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
-  int64_t heads, groups, width;
-  float epsilon;
-  bool plus_one;  // a norm multiplies by 1 + weight
-
-  GroupedRows(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        heads(from.integer("heads")),
-        groups(from.integer("groups")),
-        width(from.integer("width")),
-        epsilon(from.real("epsilon")),
-        plus_one(from.integer("plus_one") != 0) {}
+  using Usual::Usual;
+  int64_t heads = from.integer("heads"), groups = from.integer("groups");
+  int64_t width = from.integer("width");
+  float epsilon = from.real("epsilon");
+  bool plus_one = from.flag("plus_one");  // a norm multiplies by 1 + weight
 
   void compute(Call& call) const {
     Tensor a = call.input(0);

@@ -1,4 +1,6 @@
 // Latent attention's operators besides plain products.
+#include <tuple>
+
 #include "attention_ops.h"
 #include "cache_rows.h"
 #include "registry.h"
@@ -16,13 +18,9 @@ struct LatentRows : Usual {
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   FLOAT,       FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
-  float epsilon;
-  bool interleaved;
-
-  LatentRows(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        epsilon(from.real("epsilon")),
-        interleaved(from.integer("interleaved") != 0) {}
+  using Usual::Usual;
+  float epsilon = from.real("epsilon");
+  bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Tensor a = call.input(0), q_weight = call.input(1, true), weight = call.input(2);
@@ -57,16 +55,10 @@ struct LatentAttention : Usual {
   static constexpr Operand inputs[] = {FLOAT,          ANY,   maybe(FLOAT16), ANY,
                                        maybe(FLOAT16), FLOAT, FLOAT,          ANY,
                                        FLOAT,          INT64, INT64,          maybe(INT64)};
-  Attention attention;
-  int64_t latent, outputs;
-  bool interleaved;
-
-  LatentAttention(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        attention(k, from),
-        latent(from.integer("latent")),
-        outputs(from.integer("N")),
-        interleaved(from.integer("interleaved") != 0) {}
+  using Usual::Usual;
+  Attention attention{k, from};
+  int64_t latent = from.integer("latent"), outputs = from.integer("N");
+  bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Tensor q = call.input(0);
@@ -90,39 +82,35 @@ struct LatentAttention : Usual {
     auto memory = scratch<float>(heads, rows, width);
     queries.memory = memory.get();
     int64_t pieces = up(tokens, ROWS);
-    // A task is up to ROWS tokens of a head, from `place` on in arrays ordered by heads, and from
-    // `row` on in arrays ordered by tokens.
-    auto by_head = [&](int64_t work, auto&& task) {
+    // Multiplies each head's vectors by its matrix. `vectors` returns where a token's vector is and
+    // where its product goes: `row` is its index in arrays ordered by tokens, `place` in arrays
+    // ordered by heads.
+    auto by_head = [&](const Weight& weight, int64_t work, auto&& vectors) {
       tasks(call, product(slots, heads, pieces), work, [&](int64_t t) {
         int64_t slot = t / pieces / heads, head = t / pieces % heads, begin = t % pieces * ROWS;
         int64_t some = min(ROWS, tokens - begin);
-        task(head, some, slot * tokens + begin, (slot * heads + head) * tokens + begin);
+        const float* from[ROWS];
+        float* to[ROWS];
+        for (int64_t i = 0; i < some; i++) {
+          int64_t row = slot * tokens + begin + i,
+                  place = (slot * heads + head) * tokens + begin + i;
+          std::tie(from[i], to[i]) = vectors(head, row, place);
+        }
+        project(k, weight, head, some, from, to);
       });
     };
-    by_head(product(rows, nope, latent),
-            [&](int64_t head, int64_t some, int64_t row, int64_t place) {
-              const float* from[ROWS];
-              float* to[ROWS];
-              for (int64_t i = 0; i < some; i++) {
-                const float* own = q.data<float>() + (row + i) * q.shape[2];
-                from[i] = own + head * uk.inputs;
-                to[i] = &memory[(place + i) * width];
-                angles.rotate_row(row + i, own + nope + head * rotary, interleaved, to[i] + latent);
-              }
-              project(k, w_uk, head, some, from, to);
-            });
+    by_head(w_uk, product(rows, nope, latent), [&](int64_t head, int64_t row, int64_t place) {
+      const float* own = q.data<float>() + row * q.shape[2];
+      float* to = &memory[place * width];
+      angles.rotate_row(row, own + nope + head * rotary, interleaved, to + latent);
+      return std::pair(own + head * uk.inputs, to);
+    });
     auto mixed = scratch<float>(heads, rows, latent);
     Tensor chosen = call.input(11, true);
     attention.attend(call, queries, cache, fresh, base, first, chosen, mixed.get());
-    by_head(product(rows, heads, latent, outputs),
-            [&](int64_t head, int64_t some, int64_t row, int64_t place) {
-              const float* from[ROWS];
-              float* to[ROWS];
-              for (int64_t i = 0; i < some; i++) {
-                from[i] = &mixed[(place + i) * latent];
-                to[i] = y + ((row + i) * heads + head) * outputs;
-              }
-              project(k, w_uv, head, some, from, to);
+    by_head(w_uv, product(rows, heads, latent, outputs),
+            [&](int64_t head, int64_t row, int64_t place) {
+              return std::pair(&mixed[place * latent], y + (row * heads + head) * outputs);
             });
   }
 };

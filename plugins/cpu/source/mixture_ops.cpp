@@ -143,18 +143,11 @@ struct Route : Usual {
   static constexpr const char* name = "Route";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr Operand results[] = {FLOAT, INT32};
-  int64_t groups, kept, experts, always;
-  bool normalise;
-  float factor;
-
-  Route(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        groups(from.integer("groups")),
-        kept(from.integer("kept")),
-        experts(from.integer("experts")),
-        always(from.integer("always")),
-        normalise(from.integer("normalise") != 0),
-        factor(from.real("factor")) {}
+  using Usual::Usual;
+  int64_t groups = from.integer("groups"), kept = from.integer("kept");
+  int64_t experts = from.integer("experts"), always = from.integer("always");
+  bool normalise = from.flag("normalise");
+  float factor = from.real("factor");
 
   void compute(Call& call) const {
     Tensor logits = call.input(0), bias = call.input(1);
@@ -233,10 +226,8 @@ struct Route : Usual {
 struct Weigh : Usual {
   static constexpr const char* name = "Weigh";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, INT32};
-  int64_t experts, always;
-
-  Weigh(const Kernels& k, const Attributes& from)
-      : Usual(k, from), experts(from.integer("experts")), always(from.integer("always")) {}
+  using Usual::Usual;
+  int64_t experts = from.integer("experts"), always = from.integer("always");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), weights = call.input(1), ids = call.input(2);

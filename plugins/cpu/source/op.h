@@ -51,8 +51,9 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
 struct Usual : ort::Operator {
   static constexpr Operand results[] = {FLOAT};
   const Kernels& k;
+  const Attributes& from;  // of the members' initial values; dead when the operator computes
 
-  Usual(const Kernels& k, const Attributes&) : k(k) {}
+  Usual(const Kernels& k, const Attributes& from) : k(k), from(from) {}
 };
 
 }  // namespace

@@ -9,13 +9,9 @@ namespace {
 struct Product : Usual {
   static constexpr const char* name = "Product";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT), maybe(FLOAT)};
-  int64_t outputs;  // of a packed weight; 0 if the weight is not packed
-  float epsilon;
-
-  Product(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        outputs(from.value_or<int64_t>("N", 0)),
-        epsilon(from.value_or("epsilon", 0.0f)) {}
+  using Usual::Usual;
+  int64_t outputs = from.value_or<int64_t>("N", 0);  // of a packed weight; 0 if it is not packed
+  float epsilon = from.value_or("epsilon", 0.0f);
 
   void compute(Call& call) const {
     Tensor x = call.input(0), values = call.input(1);
@@ -49,11 +45,9 @@ struct Product : Usual {
 struct GatedProduct : Usual {
   static constexpr const char* name = "GatedProduct";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT)};
-  int64_t outputs;
-  float epsilon;
-
-  GatedProduct(const Kernels& k, const Attributes& from)
-      : Usual(k, from), outputs(from.integer("N")), epsilon(from.value_or("epsilon", 0.0f)) {}
+  using Usual::Usual;
+  int64_t outputs = from.integer("N");
+  float epsilon = from.value_or("epsilon", 0.0f);
 
   void compute(Call& call) const {
     Tensor x = call.input(0);

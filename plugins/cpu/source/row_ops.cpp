@@ -9,9 +9,8 @@ namespace {
 struct Norm : Usual {
   static constexpr const char* name = "Norm";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
-  float epsilon;
-
-  Norm(const Kernels& k, const Attributes& from) : Usual(k, from), epsilon(from.real("epsilon")) {}
+  using Usual::Usual;
+  float epsilon = from.real("epsilon");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), w = call.input(1);
@@ -30,10 +29,8 @@ struct Gate : Usual {
   static constexpr const char* name = "Gate";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr int64_t PART = 1024;  // numbers in a task
-  bool silu;
-
-  Gate(const Kernels& k, const Attributes& from)
-      : Usual(k, from), silu(from.integer("silu") != 0) {}
+  using Usual::Usual;
+  bool silu = from.flag("silu");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), z = call.input(1);

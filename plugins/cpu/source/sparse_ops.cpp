@@ -11,13 +11,9 @@ namespace {
 struct IndexKeys : Usual {
   static constexpr const char* name = "IndexKeys";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT};
-  float epsilon;
-  bool interleaved;
-
-  IndexKeys(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        epsilon(from.real("epsilon")),
-        interleaved(from.integer("interleaved") != 0) {}
+  using Usual::Usual;
+  float epsilon = from.real("epsilon");
+  bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Tensor a = call.input(0), weight = call.input(1), bias = call.input(2);
@@ -59,13 +55,9 @@ struct ChooseRows : Usual {
   static constexpr int64_t MOST_CHOSEN = 1 << 20;
   static constexpr int64_t PIECE = 512;       // rows of a task
   static constexpr int64_t SCORES = 1 << 22;  // most scores in memory, unless one token has more
-  int64_t count;
-  bool interleaved;
-
-  ChooseRows(const Kernels& k, const Attributes& from)
-      : Usual(k, from),
-        count(from.integer("count")),
-        interleaved(from.integer("interleaved") != 0) {}
+  using Usual::Usual;
+  int64_t count = from.integer("count");
+  bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Job job(call, count);

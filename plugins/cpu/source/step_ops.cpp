@@ -10,9 +10,8 @@ struct Take : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Take" : "TakeInts";
   static constexpr Operand inputs[] = {TYPE<T>, INT64};
   static constexpr Operand results[] = {TYPE<T>};
-  int64_t count;
-
-  Take(const Kernels& k, const Attributes& from) : Usual(k, from), count(from.integer("count")) {}
+  using Usual::Usual;
+  int64_t count = from.integer("count");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), start = call.input(1);
@@ -38,9 +37,8 @@ struct Join : Usual {
   static constexpr const char* name = std::is_same_v<T, float> ? "Join" : "JoinInts";
   static constexpr Operand inputs[] = {TYPE<T>, TYPE<T>, maybe(TYPE<T>), maybe(TYPE<T>)};
   static constexpr Operand results[] = {TYPE<T>};
-  int64_t axis;
-
-  Join(const Kernels& k, const Attributes& from) : Usual(k, from), axis(from.integer("axis")) {}
+  using Usual::Usual;
+  int64_t axis = from.integer("axis");
 
   void compute(Call& call) const {
     std::vector<Tensor> parts;
@@ -77,9 +75,8 @@ struct Split : Usual {
   static constexpr const char* name = "Split";
   static constexpr Operand inputs[] = {FLOAT};
   static constexpr Operand results[] = {FLOAT, FLOAT};
-  int64_t first;
-
-  Split(const Kernels& k, const Attributes& from) : Usual(k, from), first(from.integer("first")) {}
+  using Usual::Usual;
+  int64_t first = from.integer("first");
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
@@ -106,11 +103,9 @@ struct Places : Usual {
   static constexpr const char* name = "Places";
   static constexpr Operand inputs[] = {INT64, maybe(BOOL), FLOAT, INT64, INT64};
   static constexpr Operand results[] = {FLOAT, FLOAT, INT64, INT64, INT64};
-  int64_t offset;
-  float scale;
-
-  Places(const Kernels& k, const Attributes& from)
-      : Usual(k, from), offset(from.integer("offset")), scale(from.real("scale")) {}
+  using Usual::Usual;
+  int64_t offset = from.integer("offset");
+  float scale = from.real("scale");
 
   void compute(Call& call) const {
     Tensor start = call.input(0), active = call.input(1, true), frequencies = call.input(2);

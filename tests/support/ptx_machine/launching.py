@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mtpbuild.plugins.compiling import compiled
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import compile_launch
 from tests.support.ptx_machine.machine import WARP, Machine
 from tests.support.ptx_machine.memory import Tensors
 from tests.support.ptx_machine.program import Program, parse
 from tests.support.ptx_machine.traffic import Traffic
+from tests.support.specialised import compile_specialised
 
 AT_ONCE = 1 << 15  # threads; a larger grid runs in parts
 WRITTEN = {"latent_row": "cache"}  # inputs that a kernel writes into
@@ -27,7 +27,7 @@ def run_launch(
     edit: changes the PTX before it runs. traffic: counts accesses to shared memory. Raises PtxError
     where a GPU would fail or behave at random.
     """
-    built = compiled(launch, architecture, specialised=True)
+    built = compile_specialised(launch, architecture)
     text: str = built.asm["ptx"]
     sizes = [size for size in launch.sizes if size != 1]  # sizes of 1 have become constants
     _run(parse(edit(text) if edit else text), launch, built.metadata.shared, sizes, traffic)
