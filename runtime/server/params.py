@@ -3,21 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.sampling.params import SamplingParams, http_settings, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import read_structured
 
+KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
 def read_params(
     service: Service,
-    engine: Engine,
     body: GenerationBody,
     prompt: int,
     most: int | None,
@@ -38,6 +36,7 @@ def read_params(
     they are special tokens. names: setting -> the body's field that sets it, where they differ.
     own: further fields of SamplingParams, which clients can't set.
     """
+    engine = service.engine
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
@@ -92,3 +91,43 @@ def leading_field(message: str) -> str | None:
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
     return first if first.partition(".")[0] in fields else None
+
+
+def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
+    """Return the field that asks for structured output, and its value; None if there is none.
+
+    Raises ApiError.
+    """
+    given = {"structured_outputs": body.structured_outputs}
+    if body.response_format is not None:
+        given["response_format"] = _response_format(body.response_format)
+    forms = {name: form for name, form in given.items() if form is not None}
+    if len(forms) > 1:
+        raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
+    for field, form in forms.items():
+        if unknown := sorted(form.keys() - {*KINDS, "disable_any_whitespace"}):
+            message = f"{field}: {unknown[0]} is not supported; known: {', '.join(KINDS)}"
+            raise ApiError(400, message, field)
+        try:
+            return field, StructuredOutputs(**{k: form[k] for k in KINDS if k in form})
+        except RequestError as error:
+            raise ApiError(400, str(error), field) from None
+    return None
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Translate OpenAI's response_format into vLLM's structured_outputs."""
+    kind, field = given.get("type"), "response_format"
+    if kind in ("text", "json_object"):
+        for name in ("schema", "json_schema"):
+            if given.get(name) is not None:
+                message = f"{field}.{name} is not supported: type json_schema has it"
+                raise ApiError(400, message, field)
+        return {"json_object": True} if kind == "json_object" else None
+    if kind != "json_schema":
+        message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
+        raise ApiError(400, message, field)
+    match given.get("json_schema"):
+        case {"schema": dict() | bool() as schema}:
+            return {"json": schema}
+    raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
