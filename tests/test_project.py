@@ -79,9 +79,8 @@ ONLY_HERE = {
         "programs.inductor",
         "programs.inductor_cpu",
         "programs.inductor_cuda",
-        "programs.inductor_dp",
         "programs.inductor_ranks",
-        "programs.torch_cuda",
+        "gpu.torch_cuda",
     )
 }
 SERVER = "mtpbuild.runtime.server"

@@ -184,9 +184,7 @@ class Channel:
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # the next call raises it again
             while not self._closed.wait(self.limit / 4):
-                self.broadcast(
-                    _encode(["wait", None])
-                )  # None: a step may be running, with no digest
+                self.broadcast(_encode(["wait", None]))  # no digest: a step may be running
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:
@@ -266,9 +264,4 @@ class Silence:
                 os.write(2, b"".join(kept))
 
 
-_SILENCE = Silence()
-
-
-def silent() -> Silence:
-    """Return this process's `Silence`."""
-    return _SILENCE
+silence = Silence()  # of this process

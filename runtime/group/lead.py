@@ -132,7 +132,7 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
         raise
 
 
-def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
+def repeat_calls(folder: Path, manifest: Manifest, load: LoadRank) -> None:
     """Load another rank's programs and repeat rank 0's calls until it ends."""
     rank = own_rank(folder, manifest)
     if rank == 0:

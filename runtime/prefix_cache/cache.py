@@ -13,8 +13,13 @@ from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_typ
 from mtpbuild.runtime.contract.targets import targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.free_memory import free_memory
-from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
-from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile
+from mtpbuild.runtime.prefix_cache.files import (
+    Arrays,
+    PrefixFile,
+    open_prefixes,
+    prefix_file,
+    prefix_names,
+)
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
 from mtpbuild.runtime.requests.request import Request
