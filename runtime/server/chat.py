@@ -45,9 +45,6 @@ def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
     engine = service.engine
     form = _form(service, body)
     ids = encode_prompt(engine, body)
-    most, names = body.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
-    if most is None:
-        most, names = body.max_tokens, {}
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     split = not service.settings.no_thinking_split
@@ -56,11 +53,8 @@ def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
         service,
         body,
         len(ids),
-        most,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         calls=forced_calls(body, form, engine.tokenizer),
         markers=(*((BEGIN, END) if marks else ()), *(form.tokens if form else ())),
-        names=names,
         split_thought=marks is not None,
         stop_in_thought=bool(body.stop_in_thought),
     )

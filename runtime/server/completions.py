@@ -21,8 +21,6 @@ from mtpbuild.runtime.server.params import read_params
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.service import Service
 
-DEFAULT_TOKENS = 16
-
 
 def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
@@ -34,16 +32,7 @@ def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer
     choices: list[AnswerChoice] = []
     for prompt in _prompts(body.prompt):
         ids = _ids(engine, prompt, body)
-        params = read_params(
-            service,
-            body,
-            len(ids),
-            body.max_tokens,
-            usual=DEFAULT_TOKENS,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-            names={} if "prompt_logprobs" in body.settings else {"prompt_logprobs": "echo"},
-        )
+        params = read_params(service, body, len(ids))
         for own in seed_choices(params, body.n or 1):
             choices.append(AnswerChoice(len(choices), ids, own))
             if body.echo:

@@ -18,36 +18,30 @@ def read_params(
     service: Service,
     body: GenerationBody,
     prompt: int,
-    most: int | None,
-    *,
-    usual: int | None = None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
     **own: Any,
 ) -> SamplingParams:
     """Return the SamplingParams of a request; raises ApiError for those the engine can't serve.
 
-    prompt: its number of tokens. most: the answer's token limit; None: `usual`, capped by the room
-    that the context has left. prompt_logprobs: the default if the body does not set it. calls: the
-    grammar of an answer that must be tool calls. markers: texts that the answer must show even if
-    they are special tokens. names: setting -> the body's field that sets it, where they differ.
-    own: further fields of SamplingParams, which clients can't set.
+    prompt: its number of tokens. calls: the grammar of an answer that must be tool calls. markers:
+    texts that the answer must show even if they are special tokens. own: further fields of
+    SamplingParams, which clients can't set.
     """
     engine = service.engine
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)
-    named = dict(names or {})
+    most, limit_field = body.answer_limit
+    named = {"max_tokens": limit_field}  # the field of the body that gives a setting
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
-        raise TooLongError(named.get("max_tokens", "max_tokens"), prompt + room, prompt, most)
+        raise TooLongError(limit_field, prompt + room, prompt, most)
     settings = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
-    settings.setdefault("prompt_logprobs", prompt_logprobs)
-    if body.stream and settings["prompt_logprobs"] is not None:
+    if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
+        settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
+    if body.stream and settings.get("prompt_logprobs") is not None:
         field = named.get("prompt_logprobs", "prompt_logprobs")
         raise ApiError(400, f"{field} can't go with stream", field)
     if settings.get("stop") and engine.tokenizer is None:
@@ -62,8 +56,8 @@ def read_params(
     if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
-        limit = min(room, usual or room) if most is None else most
-        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **settings, **own)
+        limit = min(room, body.usual_tokens or room) if most is None else most
+        params = SamplingParams(max_tokens=limit, logprobs=body.num_logprobs, **settings, **own)
         engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
         raise field_error(error, named) from None

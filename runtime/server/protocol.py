@@ -5,7 +5,7 @@ does not implement, are refused.
 """
 
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
@@ -134,9 +134,26 @@ class GenerationBody(StreamedBody):
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
+    usual_tokens: ClassVar[int | None] = None  # the answer's limit if none is given; None: the room
+
     @property
     def count(self) -> int:
         return self.n or 1
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        """The limit of the answer's tokens, and the field that gives it."""
+        return self.max_tokens, "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives of each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """The same for a prompt that the answer repeats."""
+        return None
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
@@ -196,6 +213,16 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     stop_in_thought: bool | None = None  # whether stop strings also end a thought
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return super().answer_limit
+        return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class ChatTokensBody(ChatBody):
@@ -258,6 +285,16 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    usual_tokens = 16
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def count(self) -> int:

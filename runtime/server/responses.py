@@ -71,13 +71,18 @@ class ResponsesBody(TranslatedBody):
         effort = self.reasoning.effort if self.reasoning else None
         thinks = effort != "none"
         template = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+        choice, form = self.tool_choice, (self.text and self.text.format) or None
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
         return self.make_chat_body(
             template if effort else {},
             max_tokens=self.max_output_tokens,
             tools=[_function(tool) for tool in _functions(_tools(self))] or None,
-            tool_choice=_tool_choice(self.tool_choice),
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
-            response_format=_format(self.text.format) if self.text and self.text.format else None,
+            response_format=form,
         )
 
 
@@ -168,19 +173,6 @@ def _objects(given: Any) -> list[Json]:
 
 def _function(tool: Json) -> Json:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-
-
-def _tool_choice(choice: str | Json | None) -> str | Json | None:
-    match choice:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-    return choice
-
-
-def _format(form: Json) -> Json:
-    if form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": form}
 
 
 class ResponsesAnswer(BlockAnswer):
