@@ -177,7 +177,11 @@ class Grammars:
         MissingDependencyError without llguidance.
         """
         model = self._manifest.model
-        self._check_engine()
+        self._check_able("structured_outputs")
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this engine was built without a tokenizer")
+        if not model.eos_token_ids:
+            raise RequestError("structured_outputs: the model has no token that ends an answer")
         compiled = self._compiled(form)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
@@ -190,13 +194,6 @@ class Grammars:
                 f"{setting}: this engine's steps take no grammar; build "
                 f"it anew for target {targets_with(Feature.CONSTRAIN)}"
             )
-
-    def _check_engine(self) -> None:
-        self._check_able("structured_outputs")
-        if self._tokenizer is None:
-            raise RequestError("structured_outputs: this engine was built without a tokenizer")
-        if not self._manifest.model.eos_token_ids:
-            raise RequestError("structured_outputs: the model has no token that ends an answer")
 
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
         with needing("structured_outputs need", "serve"):

@@ -144,14 +144,13 @@ class Slots:
         raise NotImplementedError
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        first = {"lengths": length, "window": newest, "num_drafts": 0}
-        first |= {"thinking": controls.thinking}
-        given = {name: np.asarray(value) for name, value in first.items()}
+        values: dict[str, Any] = {"lengths": length, "window": newest, "num_drafts": 0}
+        values["thinking"] = controls.thinking
         if controls.history:
-            given[HISTORY] = np.asarray(controls.history)
-        for name, value in given.items():
-            row = np.zeros((1, *self._carries[0][name].shape[1:]), value.dtype)
-            row.flat[: value.size] = value
+            values[HISTORY] = controls.history
+        for name, value in values.items():
+            row = np.zeros((1, *self._carries[0][name].shape[1:]), np.asarray(value).dtype)
+            row.flat[: np.size(value)] = value
             self._set_carry(name, slot, row)
         for name, row in controls.rows(self._places):  # a plain slot may share a mixed step
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])

@@ -91,7 +91,7 @@ def _add_generation(
     """Add a route whose response reads the body's prompts and runs them when it is sent."""
 
     @bodies.post(path, name=path, description=about, responses={200: EVENTS, **ERRORS})
-    async def generate(body: kind, request: Request) -> Response:
+    async def generate(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
         service.admit(body.count)
         response = EventStream if body.stream else AnswerResponse
         return response(service, read, body, long=request.state.long)
@@ -101,15 +101,19 @@ def _add_tokens(
     bodies: APIRouter, service: Service, path: str, kind: Any, convert: Convert, about: str
 ) -> None:
     @bodies.post(path, name=path, description=about, responses=ERRORS)
-    async def convert_tokens(body: kind, request: Request) -> Response:
+    async def convert_tokens(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
         return JsonResponse(await service.reading.run(object(), convert, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
-        capacity = service.engine.manifest.build.max_seq_len
-        card = {"id": service.model, "object": "model", "created": 0, "owned_by": "mtpbuild"}
-        return card | {"max_model_len": capacity}
+        return {
+            "id": service.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mtpbuild",
+            "max_model_len": service.engine.manifest.build.max_seq_len,
+        }
 
     @app.get("/v1/models", responses=FEW)
     async def models() -> dict[str, Any]:
@@ -149,8 +153,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=FEW)
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
-        text = service.metrics.text() if service.engine else b""
-        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        card()  # raises while the engine is being loaded
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -71,7 +71,7 @@ class ResponsesBody(TranslatedBody):
         effort = self.reasoning.effort if self.reasoning else None
         thinks = effort != "none"
         template = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
-        choice, form = self.tool_choice, (self.text and self.text.format) or None
+        choice, form = self.tool_choice, (self.text.format if self.text else None) or None
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
         if form and form.get("type") == "json_schema":

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
+Part = Literal["reasoning", "content", "begin", "end"]  # begin, end: the marks of a thought
+
 
 class Span(NamedTuple):
     """The text that one token completed, and the part of the answer that it belongs to.
@@ -16,7 +18,7 @@ class Span(NamedTuple):
 
     text: str
     from_draft: bool
-    kind: Literal["reasoning", "content", "begin", "end"] = "content"
+    kind: Part = "content"
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Thought:
     tokens: int = 0
     _count: int = 0
 
-    def take(self, token: int, text: str) -> Literal["reasoning", "content", "begin", "end"]:
+    def take(self, token: int, text: str) -> Part:
         """Take a token and its text; return the kind of its span."""
         self._count += 1
         begin, end = self.marks
@@ -106,7 +108,7 @@ class TextStream:
         if thought is not None and token in thought.marks:
             self._end_character(from_draft)
         text = self._utf8.decode(raw)
-        kind = "content" if thought is None else thought.take(token, text)
+        kind: Part = "content" if thought is None else thought.take(token, text)
         self.length += len(text)
         if kind == "begin":  # only white space can be before it
             self._pending = [span._replace(kind=kind) for span in self._pending]
