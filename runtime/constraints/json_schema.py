@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_patterns import FORMATS, format_patterns, translate_pattern
+from mtpbuild.runtime.constraints.json_patterns import FORMATS, PATTERNS, translate_pattern
 
 Json = dict[str, Any]
 
@@ -187,9 +187,9 @@ def _rewrite_texts(schema: Json) -> None:
     if isinstance(name := schema.get("format"), str):
         if name not in FORMATS:
             del schema["format"]  # only an annotation
-        elif patterns_of := format_patterns(name):
+        elif FORMATS[name] in PATTERNS:
             del schema["format"]
-            patterns += patterns_of
+            patterns += map(translate_pattern, PATTERNS[FORMATS[name]])
         else:
             schema["format"] = FORMATS[name]
     if patterns:

@@ -132,7 +132,8 @@ class Loop:
             if not finite:
                 self.prefix_cache.clear()  # other prompts may have begun with these rows
             elif request.error is None:
-                self.prefix_cache.save_request(slot, request, rows)
+                tokens = request.prompt + request.token_ids
+                self.prefix_cache.save(slot, tokens, rows, request)
 
     def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
         """Launch a step. `last` is the step before it, if its tokens are not read yet."""
@@ -169,7 +170,7 @@ class Loop:
         if request.observer:
             request.observer.step(request, output, slot)
         count, row = request.params.logprobs, np.s_[slot, : len(tokens)]
-        found = () if count is None else _with_alternatives(tokens, output, row, count)
+        found = () if count is None else _alternatives(tokens, output, row, count)
         judged = len(tokens) - 1, int(output.num_drafts[slot])
         self._watch.add(*judged)
         self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
@@ -207,7 +208,7 @@ class Loop:
             scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, given)
             if not np.isfinite(scores.logprobs).all():
                 raise _not_finite("in the prompt")
-            request.prompt_logprobs += _with_alternatives(following, scores, np.s_[:], count)
+            request.prompt_logprobs += _alternatives(following, scores, np.s_[:], count)
         self._tokens_now += end - at
         filling.at = end
         if self.prefix_cache is not None:
@@ -275,7 +276,7 @@ def _not_finite(where: str) -> NotFiniteError:
     )
 
 
-def _with_alternatives(
+def _alternatives(
     tokens: list[int], found: Scores | StepOutput, row: Any, count: int
 ) -> list[TokenLogprobs]:
     """Return tokens with their log-probabilities and the `count` likeliest tokens.

@@ -7,6 +7,7 @@ failed, only that request fails.
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ class Calls:
         else:
             result = getattr(self._own, name)(*arguments)
         if name in ("step", "land"):
-            self._channel.record_tokens(result)
+            self._channel.digest = zlib.crc32(result.tokens.tobytes())
         return result
 
     def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:

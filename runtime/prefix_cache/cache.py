@@ -87,11 +87,7 @@ class PrefixCache:
         states = self.recurrent and filling.at <= self._last_states(filling)
         if not (states or filling.done):
             rows -= rows % BLOCK
-        self._save(filling.slot, request.prompt, rows, request, states=states)
-
-    def save_request(self, slot: int, request: Request, rows: int) -> None:
-        """Save the rows that an ended request left in its slot."""
-        self._save(slot, request.prompt + request.token_ids, rows, request)
+        self.save(filling.slot, request.prompt, rows, request, states=states)
 
     def clear(self) -> None:
         """Forget everything but the prefixes that the engine was built with."""
@@ -136,7 +132,7 @@ class PrefixCache:
         tree.sort(restored[age] for age in sorted(restored))
         log.info("%d blocks of prefixes were left by earlier processes", len(restored))
 
-    def _save(
+    def save(
         self, slot: int, tokens: Sequence[int], rows: int, request: Request, *, states: bool = False
     ) -> None:
         """Save a slot's first rows, as far as they are final, and its states after them.
