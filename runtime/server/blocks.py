@@ -54,19 +54,19 @@ class TranslatedBody(StreamedBody):
             raise invalid_body(error) from None
 
     @contextmanager
-    def in_its_words(self) -> Iterator[None]:
+    def errors_in_own_fields(self) -> Iterator[None]:
         """Rename the fields in errors raised by the block to those that the client sent."""
         try:
             yield
         except ApiError as error:
             if error.param is not None:
-                chats, error.param = error.param, self._place(error.param)
-                if error.message.startswith(chats):
-                    error.message = error.param + error.message.removeprefix(chats)
+                chat_field, error.param = error.param, self._own_field(error.param)
+                if error.message.startswith(chat_field):
+                    error.message = error.param + error.message.removeprefix(chat_field)
             raise
 
-    def _place(self, place: str) -> str:
-        """Return the place in this body of a place in the chat's."""
+    def _own_field(self, place: str) -> str:
+        """Return the field of this body that a field of the chat comes from."""
         first, _, rest = place.partition(".")
         if first in (self.model_extra or {}):
             return place
@@ -140,7 +140,7 @@ Translated = TypeVar("Translated", bound=BlockAnswer)
 
 def read_translated(kind: type[Translated], service: Service, body: TranslatedBody) -> Translated:
     """Create the answer for a body; ApiError names the wrong field."""
-    with body.in_its_words():
+    with body.errors_in_own_fields():
         answer = read_chat_as(kind, service, body.chat_body())
     answer.form_field = body.names.get(answer.form_field, answer.form_field)
     return answer

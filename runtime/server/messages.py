@@ -121,7 +121,7 @@ def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
     """Count a prompt's tokens; raises ApiError."""
     engine = service.admit(0)
     service.check_model(body.model)
-    with body.in_its_words():
+    with body.errors_in_own_fields():
         return {"input_tokens": len(encode_prompt(engine, body.chat_body()))}
 
 
