@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ log = logging.getLogger("mtpbuild")
 class PrefixFile:
     """An open file: its metadata, and its tensors, which may be mapped and not read yet."""
 
+    path: Path
     about: dict[str, str]
     tensors: dict[str, NDArray[Any]]
     header: dict[str, Any]  # of the tensors
@@ -68,6 +70,13 @@ class PrefixFile:
         """Whether the hash of metadata and tensors is the one that was written."""
         about = {name: value for name, value in self.about.items() if name != "sha256"}
         return _digest(about, self.header, [self.data]) == self.about.get("sha256")
+
+    @cached_property
+    def is_usable(self) -> bool:
+        """Whether it is whole; warns once if it is not."""
+        if not (whole := self.is_whole):
+            log.warning("%s: damaged (sha256), so it is not used; make it anew", self.path)
+        return whole
 
 
 class PrefixFiles:
@@ -114,7 +123,7 @@ class PrefixFiles:
                 raise ValueError("its size is not the one that it should have")
             body = np.asarray(data[start:])
             text = {str(name): str(value) for name, value in about.items()}
-            file = PrefixFile(text, view_tensors(header, body), header, body)
+            file = PrefixFile(path, text, view_tensors(header, body), header, body)
             if file.about["engine"] == self.engine:
                 self._check(file)
             return file
