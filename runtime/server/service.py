@@ -75,7 +75,7 @@ class Service:
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._trial: asyncio.Task[None] | None = None  # of the engine, after a failed step
 
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
@@ -154,7 +154,8 @@ class Service:
             raise ApiError(500, str(error)) from None
         except EngineError as error:
             reason = "error"
-            self._probe(error)
+            if self.failed is None and (self._trial is None or self._trial.done()):
+                self._trial = asyncio.create_task(self._try_engine(error))
             raise ApiError(500, f"the engine failed: {error}") from None
         finally:
             self.metrics.count_finished("abort" if reason == "cancelled" else reason)
@@ -193,15 +194,8 @@ class Service:
                 while self.open:
                     await asyncio.sleep(0.02)
 
-    def _probe(self, failure: EngineError) -> None:
-        """Test the engine with a small request after a failed step, unless a test is running."""
-        if self._tasks or self.failed is not None:
-            return
-        task = asyncio.create_task(self._probe_engine(failure))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe_engine(self, failure: EngineError) -> None:
+    async def _try_engine(self, failure: EngineError) -> None:
+        """Test the engine with a small request."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:
             async for _ in self.engine.astream([0], params):
