@@ -20,6 +20,9 @@ MtpbuildError
     └── RankError            another rank of the engine died or hung
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 def install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
@@ -93,6 +96,16 @@ class EngineFileError(EngineError):
 
 class MissingDependencyError(EngineError):
     """A package group that this engine needs and that is not installed."""
+
+
+@contextlib.contextmanager
+def needing(what: str, extras: str) -> Iterator[None]:
+    """Turn an ImportError in the block into advice to install extras; what: `the flag needs`."""
+    try:
+        yield
+    except ImportError as error:
+        missing = f"{what} {error.name or error}: {install(extras)}"
+        raise MissingDependencyError(missing) from None
 
 
 class StepError(EngineError):

@@ -8,12 +8,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mtpbuild.runtime.files import check_regular
 
 ALIGNMENT = 64  # of the first tensor byte, for memory mapping
 MOST_BYTES = 100_000_000  # of a header; the package has the same limit
 METADATA = "__metadata__"
 Header = dict[str, dict[str, Any]]  # dtype, shape and data_offsets of each tensor
+DTYPES = {
+    **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
+    **{"BOOL": np.bool_, "U8": np.uint8, "BF16": np.uint16},
+}
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Header:
@@ -48,3 +55,12 @@ def read_header(path: Path) -> tuple[Header, dict[str, str], int]:
         if not isinstance(header, dict):
             raise ValueError("its header is damaged")
         return header, header.pop(METADATA, {}), file.tell()
+
+
+def view_tensors(header: Header, data: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return the tensors in the bytes after a header; bfloat16 as its bits, in uint16."""
+    tensors = dict[str, NDArray[Any]]()
+    for name, entry in header.items():
+        values = data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+        tensors[name] = values.reshape(entry["shape"])
+    return tensors

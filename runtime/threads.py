@@ -47,16 +47,11 @@ def physical_cores(root: Path = Path("/"), usable: Collection[int] | None = None
     faster. A container's quota of processor time, from its control group, is a limit too. root: of
     the system's files. usable: processor numbers; by default those that the process may use.
     """
-    if usable is None:
-        usable = _usable()
+    if usable is None and hasattr(os, "sched_getaffinity"):  # Linux
+        usable = os.sched_getaffinity(0)
+    usable = range(os.cpu_count() or 1) if usable is None else usable
     cores = {_siblings(root, cpu) for cpu in usable}
     return int(max(1, min(len(cores), _quota(root))))
-
-
-def _usable() -> Collection[int]:
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
 
 
 def _siblings(root: Path, cpu: int) -> str:

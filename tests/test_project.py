@@ -79,7 +79,6 @@ ONLY_HERE = {
         "programs.inductor",
         "programs.inductor_cpu",
         "programs.inductor_cuda",
-        "programs.inductor_dp",
         "programs.inductor_ranks",
         "gpu.torch_cuda",
     )

@@ -26,8 +26,14 @@ from mtpbuild.runtime.contract.manifest import (
 from mtpbuild.runtime.contract.programs import PrefixCaching
 from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import EngineError, UsageError
-from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
-from mtpbuild.runtime.prefix_cache.files import PRIVATE, STATES, PrefixFiles
+from mtpbuild.runtime.prefix_cache.files import (
+    PRIVATE,
+    STATES,
+    PrefixFiles,
+    open_prefixes,
+    prefix_file,
+    prefix_names,
+)
 from mtpbuild.runtime.prefix_cache.tree import RowSpan, common, root_key
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer

@@ -28,7 +28,7 @@ from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.prefix_cache.built_in import check_prefixes
+from mtpbuild.runtime.prefix_cache.files import check_prefixes
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20

@@ -157,7 +157,7 @@ def inspect(
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime.cli import terminal
     from mtpbuild.runtime.contract.manifest import check_files, engine_folders, read_manifest
-    from mtpbuild.runtime.prefix_cache.built_in import check_prefixes
+    from mtpbuild.runtime.prefix_cache.files import check_prefixes
 
     manifest = read_manifest(engine)
     for folder, part in engine_folders(engine, manifest):
@@ -182,9 +182,8 @@ def diff(
     Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
     and drafter also by their drafts.
     """
-    from mtpbuild.runtime.trace.diff import diff_traces
+    from mtpbuild.runtime.trace.diff import describe_diff, diff_traces, make_speller
     from mtpbuild.runtime.trace.lines import read_trace
-    from mtpbuild.runtime.trace.report import describe_diff, make_speller
 
     spell = make_speller(engine)
     traces = read_trace(a), read_trace(b)

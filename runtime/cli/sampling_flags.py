@@ -5,6 +5,7 @@ The command line reads underscores in flags as dashes, so older spellings work a
 
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -70,11 +71,7 @@ def rule_fields() -> list[Field]:
     ]
 
 
-def make_group(name: str, fields: list[Field]) -> Any:
-    """Return the class of a group of flags."""
-    return make_dataclass(name, fields, frozen=True, kw_only=True)
-
-
+make_group: Any = partial(make_dataclass, frozen=True, kw_only=True)
 SHARED = [*flag_fields(everywhere=True), *rule_fields()]
 SamplingFlags: Any = make_group("SamplingFlags", SHARED)
 RunFlags: Any = make_group("RunFlags", [*SHARED, *flag_fields(everywhere=False)])

@@ -17,21 +17,13 @@ from rich.table import Table
 
 from mtpbuild.runtime.cli.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import (
-    HASH_LIMIT,
-    PREFIXES,
-    BuildInfo,
-    Manifest,
-    TargetInfo,
-    TensorSpec,
-    ranks_here,
-)
+from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, ranks_here
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.driver import Stream
 from mtpbuild.runtime.engine.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.prefix_cache.built_in import prefix_names
 from mtpbuild.runtime.prefix_cache.cache import saved_sizes
+from mtpbuild.runtime.prefix_cache.files import prefix_names
 from mtpbuild.runtime.requests.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
@@ -180,15 +172,21 @@ def describe(folder: Path, manifest: Manifest) -> None:
     """Print the manifest as tables."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
-    for fact in _facts(folder, manifest).items():
+    for fact in _facts(folder, manifest):
         facts.add_row(*fact)
     state = {s.name for s in manifest.state}
     programs = Table("program", "inputs", "outputs", "state")
     for name, program in manifest.programs.items():
-        own = (t for t in program.inputs if t.name not in state)
-        results = (t for t in program.outputs if t.name.removesuffix(".out") not in state)
+        tensors = (
+            "\n".join(
+                f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]"
+                for t in given
+                if t.name.removesuffix(".out") not in state
+            )
+            for given in (program.inputs, program.outputs)
+        )
         carried = _series(t.name for t in program.inputs if t.name in state)
-        programs.add_row(name, _list(own), _list(results), "\n".join(carried))
+        programs.add_row(name, *tensors, "\n".join(carried))
     files = Table("file", "bytes", "sha256")
     for name, file in sorted(manifest.files.items()):
         files.add_row(name, f"{file.size:,}", file.sha256[:16])
@@ -196,81 +194,53 @@ def describe(folder: Path, manifest: Manifest) -> None:
         console.print(table)
 
 
-def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of an engine's properties."""
     model, build, target = manifest.model, manifest.build, manifest.target
-    versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
-    size = sum(file.size for file in manifest.files.values())
-    checked = "bytes" if size <= HASH_LIMIT else "sizes"
+    yield "model", f"{model.name} ({model.architecture}), {model.parameters:,} parameters"
+    yield "layers", f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP"
+    yield "vocabulary", f"{model.vocab_size:,}"
     drafted = f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
+    yield "nextn", f"{build.drafts}, drafter {build.drafter or 'none'}{drafted}"
+    yield "capacity", f"{build.slots} slots of {build.max_seq_len:,} tokens"
+    here = ranks_here(folder, manifest)
+    groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
+    data_parallel = ", attention data-parallel" if build.attention_dp else ""
+    some = f"; here: {', '.join(map(str, here)) or 'none'}"
+    some = some if manifest.split and len(here) < build.tp else ""
+    yield "ranks", f"{build.tp}{groups}{data_parallel}{some}"
+    ends = build.head_weights or build.dtype
+    by_build = f", quantised by the build; embedding and head {ends}"
+    yield "weights", build.weights + (by_build if build.quantised_to else "")
     caches = [s for s in manifest.state if s.role == "rows"]
-    return {
-        "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
-        "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
-        "vocabulary": f"{model.vocab_size:,}",
-        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}{drafted}",
-        "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
-        "ranks": _ranks(folder, manifest),
-        "weights": _weights(build),
-        "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
-        "prefill chunk": str(build.prefill_chunk),
-        "prefixes": _prefixes(manifest),
-        "target": f"{target.name} on {target.hardware} ({versions})",
-        **({"sums by": target.allreduce_strategy} if target.allreduce_strategy else {}),
-        **_cross(target),
-        "needs": _needs(manifest),
-        "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
-        "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
-        "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
-    }
-
-
-def _prefixes(manifest: Manifest) -> str:
-    """Describe the engine's own prefixes, and the memory of those of earlier prompts."""
-    has = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
-    if Feature.PREFIX_CACHE not in manifest.features:
-        return has
+    yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
+    yield "prefill chunk", str(build.prefill_chunk)
     row, states = saved_sizes(manifest)
     more = f", and {states:,} for recurrent states" if states else ""
-    return f"{has}; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
-
-
-def _needs(manifest: Manifest) -> str:
-    """Describe the memory and libraries that the engine needs."""
-    state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
-    own = ((n, f.size) for n, f in manifest.files.items() if not n.startswith(PREFIXES))
-    weights = sum(size for name, size in own if name.endswith(".safetensors"))
-    memory = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
-    kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
-    return f"{memory} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
-
-
-def _cross(target: TargetInfo) -> dict[str, str]:
-    """Describe an engine that was compiled without its GPU, and the steps left out."""
-    if (cross := target.cross_compiled) is None:
-        return {}
-    return {
-        "cross-compiled": f"for {cross.architecture} on a machine without a GPU, not loaded yet; "
-        f"the compiler was told of a {cross.assumed}; left out: {', '.join(cross.left_out)}"
-    }
-
-
-def _weights(build: BuildInfo) -> str:
-    if build.quantised_to is None:
-        return build.weights
-    ends = build.head_weights or build.dtype
-    return f"{build.weights}, quantised by the build; embedding and head {ends}"
-
-
-def _ranks(folder: Path, manifest: Manifest) -> str:
-    build, here = manifest.build, ranks_here(folder, manifest)
-    groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
-    dp = ", attention data-parallel" if build.attention_dp else ""
-    some = f"; here: {', '.join(map(str, here)) or 'none'}" if manifest.split else ""
-    return f"{build.tp}{groups}{dp}{some if len(here) < build.tp else ''}"
-
-
-def _list(tensors: Iterable[TensorSpec]) -> str:
-    return "\n".join(f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+    kept = f"; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
+    kept = kept if Feature.PREFIX_CACHE in manifest.features else ""
+    yield "prefixes", f"built in: {', '.join(prefix_names(manifest)) or 'none'}{kept}"
+    versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
+    yield "target", f"{target.name} on {target.hardware} ({versions})"
+    if target.allreduce_strategy:
+        yield "sums by", target.allreduce_strategy
+    if cross := target.cross_compiled:
+        told = f"not loaded yet; the compiler was told of a {cross.assumed}"
+        where = f"for {cross.architecture} on a machine without a GPU"
+        yield "cross-compiled", f"{where}, {told}; left out: {', '.join(cross.left_out)}"
+    memory = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state) / 1e6
+    sizes = {n: f.size for n, f in manifest.files.items() if not n.startswith(PREFIXES)}
+    weights = sum(size for name, size in sizes.items() if name.endswith(".safetensors")) / 1e6
+    slots = f"{memory:,.1f} MB of memory for its slots"
+    kernels = "" if build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
+    of_weights = f"its weights once or oftener ({weights:,.1f} MB; docs/targets.md#memory)"
+    yield "needs", f"{slots}, and {of_weights}{kernels}"
+    capabilities = manifest.capabilities.items()
+    yield "capabilities", ", ".join(f"{name}: {' '.join(each)}" for name, each in capabilities)
+    yield "built by", f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}"
+    size = sum(file.size for file in manifest.files.values())
+    checked = "bytes" if size <= HASH_LIMIT else "sizes"
+    yield "size", f"{size / 1e6:,.1f} MB, all files present, {checked} as built"
 
 
 def _series(names: Iterable[str]) -> Iterator[str]:

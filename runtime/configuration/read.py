@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.checks import check_bool
+from mtpbuild.runtime.configuration import tables
 from mtpbuild.runtime.configuration.settings import (
     CHECKS,
     NOTES,
@@ -17,16 +18,7 @@ from mtpbuild.runtime.configuration.settings import (
     join,
     shorten,
 )
-from mtpbuild.runtime.configuration.tables import (
-    MTP,
-    SPECULATIVE,
-    TRTLLM,
-    VLLM,
-    Key,
-    Methods,
-    Table,
-)
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import UsageError, needing
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
 SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
@@ -34,7 +26,7 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """Read vLLM's JSON object; a UsageError names a wrong key and what its value must be."""
-    found = join(read_keys(_read_json(text, VLLM_FLAG), VLLM, VLLM_FLAG))
+    found = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
     check_rates(found, VLLM_FLAG)
     return found
 
@@ -42,7 +34,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
 def parse_llm_yaml(path: Path) -> dict[str, Any]:
     """Read TensorRT-LLM's YAML file; a UsageError names a wrong key and what its value must be."""
     where = f"{YAML_FLAG} {path}"
-    return join(read_keys(_read_yaml(path, where), TRTLLM, where))
+    return join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
 
 
 def _read_json(text: str, where: str) -> object:
@@ -65,11 +57,8 @@ def _read_json(text: str, where: str) -> object:
 
 def _read_yaml(path: Path, where: str) -> object:
     """Read a YAML file of plain values; its two upper levels may have no key twice."""
-    try:
+    with needing(f"{where}: needs", "yaml"):
         import yaml
-    except ModuleNotFoundError:
-        need = f"needs PyYAML: {install('yaml')}"
-        raise MissingDependencyError(f"{where}: {need}") from None
     try:
         text = path.read_text(encoding="utf-8")
         _check_distinct(yaml.compose(text, Loader=yaml.SafeLoader), where)
@@ -106,7 +95,7 @@ def _check_distinct(node: Any, where: str) -> None:
             _check_distinct(value, where)
 
 
-def read_keys(raw: object, table: Table, where: str) -> Iterator[Given]:
+def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
     """Yield the settings and notes of an object's keys, including those of nested objects.
 
     Raises UsageError for a key that is unknown or unsupported, and for a wrong value.
@@ -114,15 +103,15 @@ def read_keys(raw: object, table: Table, where: str) -> Iterator[Given]:
     if not isinstance(raw, dict):
         raise UsageError(f"{where}: must be an object of keys and values, not {reprlib.repr(raw)}")
     given: dict[Any, Any] = raw
-    if table is SPECULATIVE and given.get("decoding_type") is None:
-        raise UsageError(f"{where}: decoding_type is missing; supported: {MTP.ours}")
+    if table is tables.SPECULATIVE and given.get("decoding_type") is None:
+        raise UsageError(f"{where}: decoding_type is missing; supported: {tables.MTP.ours}")
     for key, value in given.items():
         if not isinstance(key, str):
             raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
         name, known = f"{where}: {key}", table.get(key)
         if known is None:
             raise UsageError(f"{where}: unknown key {key!r}{_nearest(key, table)}")
-        if isinstance(known, Methods):
+        if isinstance(known, tables.Methods):
             yield from check_method(known.ours if value is None else value, known, name)
         elif isinstance(known, Mapping):
             yield from read_keys(value, known, name) if value is not None else ()
@@ -139,7 +128,7 @@ def read_keys(raw: object, table: Table, where: str) -> Iterator[Given]:
             raise UsageError(f"{line}; {known.refused}: leave it out")
 
 
-def check_method(name: object, methods: Methods, where: str) -> Iterator[Given]:
+def check_method(name: object, methods: tables.Methods, where: str) -> Iterator[Given]:
     """Yield a note for a deprecated name of the MTP method; raise UsageError for another method."""
     names = {_spelling(method): method for method in (methods.ours, *methods.others)}
     given = _spelling(name)
@@ -155,12 +144,12 @@ def _spelling(name: object) -> str:
     return str(name).lower().replace("_", "").replace("-", "")
 
 
-def _nearest(key: str, table: Table) -> str:
+def _nearest(key: str, table: tables.Table) -> str:
     """Return a hint for an unknown key: its place, its name in this table, or a similar key."""
-    if table is TRTLLM and key in SPECULATIVE:
+    if table is tables.TRTLLM and key in tables.SPECULATIVE:
         return "; it belongs under speculative_config"
-    every = {**VLLM, **SPECULATIVE, **TRTLLM}
-    ours = {n: known.setting for n, known in every.items() if isinstance(known, Key)}
+    every = {**tables.VLLM, **tables.SPECULATIVE, **tables.TRTLLM}
+    ours = {n: known.setting for n, known in every.items() if isinstance(known, tables.Key)}
     same = [n for n in table if ours.get(n) == (ours.get(key) or key)]
     if near := same or difflib.get_close_matches(key, table, 1):
         return f"; did you mean {near[0]!r}?"

@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.contract.targets import targets_with
-from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
+from mtpbuild.runtime.errors import RequestError, needing
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -177,7 +177,11 @@ class Grammars:
         MissingDependencyError without llguidance.
         """
         model = self._manifest.model
-        self._check_engine()
+        self._check_able("structured_outputs")
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this engine was built without a tokenizer")
+        if not model.eos_token_ids:
+            raise RequestError("structured_outputs: the model has no token that ends an answer")
         compiled = self._compiled(form)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
@@ -191,19 +195,9 @@ class Grammars:
                 f"it anew for target {targets_with(Feature.CONSTRAIN)}"
             )
 
-    def _check_engine(self) -> None:
-        self._check_able("structured_outputs")
-        if self._tokenizer is None:
-            raise RequestError("structured_outputs: this engine was built without a tokenizer")
-        if not self._manifest.model.eos_token_ids:
-            raise RequestError("structured_outputs: the model has no token that ends an answer")
-
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
-        try:
+        with needing("structured_outputs need", "serve"):
             import llguidance
-        except ImportError as error:
-            need = f"structured_outputs need {error.name}: {install('serve')}"
-            raise MissingDependencyError(need) from None
         if self._vocabulary is None:
             assert self._tokenizer is not None
             model = self._manifest.model

@@ -43,11 +43,6 @@ PROPERTY = re.compile(r"[pP](?:\{[^}]*\}|[A-Z])")
 REPEAT = re.compile(r"\{\d+(?:,\d*)?\}")
 
 
-def format_patterns(name: str) -> list[str]:
-    """Return the patterns that must all match for a format; [] to use llguidance's own format."""
-    return [translate_pattern(pattern) for pattern in PATTERNS.get(FORMATS[name], ())]
-
-
 def translate_pattern(pattern: str) -> str:
     """Translate an ECMAScript pattern to Rust's syntax; unknown escapes stay, to be refused later.
 

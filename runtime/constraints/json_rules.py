@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from json import dumps
 from typing import Any, TypeGuard
@@ -179,38 +180,24 @@ def integer_pattern(least: int | None, most: int | None) -> str:
 
 def _digits(least: int, most: int | None) -> str:
     """Return a pattern of the integers from `least`, which is not negative, to `most`."""
-    length = len(str(least))
     if most is None:
+        length = len(str(least))
         return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
-    last = len(str(most))
-    if length == last:
-        return _same_length(str(least), str(most))
-    parts = [
-        _same_length(str(least), "9" * length),
-        _same_length(f"1{'0' * (last - 1)}", str(most)),
-    ]
-    if last - length > 1:
-        parts.append(f"[1-9][0-9]{{{length},{last - 2}}}")
+    # Parts end where digits at the end of `least` become 9, or those of `most` + 1 become 0.
+    powers = [10**power for power in range(1, len(str(most)) + 1)]
+    ends = [least - least % power + power - 1 for power in powers]
+    ends += [most - (most + 1) % power for power in powers]
+    parts = []
+    for end in sorted({most, *(end for end in ends if least <= end < most)}):
+        parts.append(_same_length(str(least), str(end)))
+        least = end + 1
     return "|".join(parts)
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return a pattern of the integers between two with equally many digits."""
-    if low == high:
-        return low
-    rest = len(low) - 1
-    if set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
-        return f"[{low[0]}-{high[0]}]" + (f"[0-9]{{{rest}}}" if rest else "")
-    if low[0] == high[0]:
-        return f"{low[0]}(?:{_same_length(low[1:], high[1:])})"
-    first, last = int(low[0]), int(high[0])
-    parts = [
-        f"{first}(?:{_same_length(low[1:], '9' * rest)})",
-        f"{last}(?:{_same_length('0' * rest, high[1:])})",
-    ]
-    if last - first > 1:
-        parts.append(f"[{first + 1}-{last - 1}][0-9]{{{rest}}}")
-    return "|".join(parts)
+    """Return a pattern of a part, digit by digit; its last digits are all those from 0 to 9."""
+    digits = (a if a == b else f"[{a}-{b}]" for a, b in zip(low, high, strict=True))
+    return re.sub(r"(\[0-9\])+$", lambda run: f"[0-9]{{{len(run[0]) // 5}}}", "".join(digits))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_patterns import FORMATS, format_patterns, translate_pattern
+from mtpbuild.runtime.constraints.json_patterns import FORMATS, PATTERNS, translate_pattern
 
 Json = dict[str, Any]
 
@@ -169,7 +169,8 @@ def _rewritten(schema: Any) -> Any:
         schema.pop("$schema", None)
     _rewrite_texts(schema)
     _rewrite_bounds(schema)
-    _rewrite_choices(schema)
+    if "oneOf" in schema and "anyOf" not in schema and _are_apart(schema["oneOf"], {}):
+        schema["anyOf"] = schema.pop("oneOf")  # no value fits two of its parts
     _check_properties(schema)
     return schema
 
@@ -186,9 +187,9 @@ def _rewrite_texts(schema: Json) -> None:
     if isinstance(name := schema.get("format"), str):
         if name not in FORMATS:
             del schema["format"]  # only an annotation
-        elif patterns_of := format_patterns(name):
+        elif FORMATS[name] in PATTERNS:
             del schema["format"]
-            patterns += patterns_of
+            patterns += map(translate_pattern, PATTERNS[FORMATS[name]])
         else:
             schema["format"] = FORMATS[name]
     if patterns:
@@ -215,12 +216,6 @@ def _rewrite_bounds(schema: Json) -> None:
         inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step
         tightest, old = max if step > 0 else min, schema.get(name)
         schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
-
-
-def _rewrite_choices(schema: Json) -> None:
-    """Replace a `oneOf` whose parts cannot overlap by `anyOf`."""
-    if "oneOf" in schema and "anyOf" not in schema and _are_apart(schema["oneOf"], {}):
-        schema["anyOf"] = schema.pop("oneOf")
 
 
 def _plain(value: Any) -> Any:

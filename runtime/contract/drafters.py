@@ -20,10 +20,6 @@ EAGLE, VANILLA = "mtp-eagle", "mtp-vanilla"
 NONE = "none"  # drafts nothing: `bench` subtracts its step times to time drafting
 
 
-def _nothing(plan: Any) -> tuple["StateSpec", ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class DrafterRecord:
     """The properties of a drafter that are known before its program is imported.
@@ -47,7 +43,7 @@ class DrafterRecord:
     program: str
     modules: Callable[[int], int] = lambda nextn: 0
     lookahead: Callable[[int], int] = lambda nextn: 0
-    states: Callable[[Any], Iterable["StateSpec"]] = _nothing
+    states: Callable[[Any], Iterable["StateSpec"]] = lambda plan: ()
     adaptive: bool = False
 
     def make(self, nextn: int) -> Any:

@@ -282,7 +282,10 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
     """
     try:
         _check_names(folder, manifest)
-        _check_sizes(folder, manifest)
+        for name, spec in manifest.files.items():
+            if (size := check_regular(folder / name).st_size) != spec.size:
+                sizes = f"{size} bytes, the manifest says {spec.size}"
+                raise EngineFileError(f"{folder / name}: {sizes}; {COPY_AGAIN}")
         _check_hashes(folder, manifest, verify_hashes)
     except OSError as error:
         where = error.filename or folder
@@ -296,41 +299,32 @@ def _unreadable(error: OSError) -> str:
 def _check_names(folder: Path, manifest: Manifest) -> None:
     ranks = {rank_name(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
     files = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
-    found = {file.as_posix() for file in files if file.parts[0] not in ranks}
-    missing = sorted(set(manifest.files) - found)
-    foreign = sorted(found - set(manifest.files) - {MANIFEST})
-    if missing:
+    found, listed = {f.as_posix() for f in files if f.parts[0] not in ranks}, set(manifest.files)
+    if missing := sorted(listed - found):
         raise EngineFileError(f"{folder}: file {missing[0]} is missing; {COPY_AGAIN}")
-    if foreign:
+    if foreign := sorted(found - listed - {MANIFEST}):
         raise EngineFileError(f"{folder}: {foreign[0]} is not part of the engine; remove it")
-    for program in manifest.programs.values():
-        if program.file not in manifest.files and not manifest.split:
-            raise EngineFormatError(
-                f"{folder / MANIFEST}: program file {program.file} is not listed"
-            )
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    for name, spec in manifest.files.items():
-        if (size := check_regular(folder / name).st_size) != spec.size:
-            sizes = f"{size} bytes, the manifest says {spec.size}"
-            raise EngineFileError(f"{folder / name}: {sizes}; {COPY_AGAIN}")
+    needed = {program.file for program in manifest.programs.values()}
+    if (unlisted := sorted(needed - listed)) and not manifest.split:
+        where = folder / MANIFEST
+        raise EngineFormatError(f"{where}: program file {unlisted[0]} is not listed")
 
 
 def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
     # A prefix is hashed when it is first used.
     known = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
-    if verify_hashes or sum(f.size for f in known.values()) <= HASH_LIMIT:
-        for name, spec in known.items():
-            try:
-                found = hash_file(folder / name)
-            except PermissionError:
-                if name.startswith(PREFIXES):
-                    continue  # `open_prefixes` reports it
-                raise
-            if found != spec.sha256:
-                changed = "bytes changed since the build (sha256)"
-                raise EngineFileError(f"{folder / name}: {changed}; {COPY_AGAIN}")
+    if not verify_hashes and sum(f.size for f in known.values()) > HASH_LIMIT:
+        return
+    for name, spec in known.items():
+        try:
+            found = hash_file(folder / name)
+        except PermissionError:
+            if name.startswith(PREFIXES):
+                continue  # `open_prefixes` reports it
+            raise
+        if found != spec.sha256:
+            changed = "bytes changed since the build (sha256)"
+            raise EngineFileError(f"{folder / name}: {changed}; {COPY_AGAIN}")
 
 
 def hash_file(path: Path) -> str:

@@ -23,12 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.contract.settings import (
-    Control,
-    Setting,
-    controls_in,
-    declarations,
-)
+from mtpbuild.runtime.contract.settings import Control, Setting, controls_in, declarations
 from mtpbuild.runtime.errors import RequestError
 
 BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # in every engine

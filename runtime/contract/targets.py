@@ -104,16 +104,7 @@ BUILT_IN = (
         install=f"{install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         build_flags=_onnx_flags,
-        features=dict.fromkeys(
-            (
-                Feature.PREFIX_CACHE,
-                Feature.ADAPT,
-                Feature.CONSTRAIN,
-                Feature.PENALISE,
-                Feature.SCORE,
-            ),
-            "",
-        ),
+        features={each: "" for each in Feature if each not in (Feature.OVERLAP, Feature.SHARE)},
     ),
     TargetRecord(
         name="inductor",

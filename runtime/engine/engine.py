@@ -3,20 +3,21 @@
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
+import numpy as np
+
 from mtpbuild.runtime.checks import format_value
 from mtpbuild.runtime.constraints.grammar import Grammars
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
-from mtpbuild.runtime.contract.programs import Programs, Shared
+from mtpbuild.runtime.contract.programs import Adaptive, Programs, Shared
 from mtpbuild.runtime.engine.driver import Driver, Stream
 from mtpbuild.runtime.engine.loop import Loop
-from mtpbuild.runtime.engine.warm import warm_up
 from mtpbuild.runtime.errors import (
     ContextLengthError,
     EngineError,
@@ -32,11 +33,12 @@ from mtpbuild.runtime.requests.stats import EngineStats
 from mtpbuild.runtime.requests.step_controls import make_step_controls
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
-from mtpbuild.runtime.text.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
+from mtpbuild.runtime.text.reasoning import BEGIN, END
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are used unchanged
 
+WARM_UP = 8  # tokens of the prompt that is filled in before the first request
 log = logging.getLogger("mtpbuild")
 
 
@@ -152,18 +154,14 @@ class Engine:
         to `messages`.
         """
         ids, params = self.chat_ids(messages, **options), _checked(params)
-        marks = self.manifest.model.thinking_token_ids
-        if marks is None:
-            return ChatResult.of(self.stream(ids, params).result())
-        special = self.special_ids
-        named = [special[mark] for mark in (BEGIN, END) if mark in special]
-        named = [*params.shown_tokens, *named]
-        params = replace(params, shown_tokens=named, split_thought=True)
-        splitter = ThinkingSplitter(marks, opens_thought(ids, marks, self.tokenizer))
+        if self.manifest.model.thinking_token_ids is not None:
+            special = self.special_ids
+            marks = [special[mark] for mark in (BEGIN, END) if mark in special]
+            shown = [*params.shown_tokens, *marks]
+            params = replace(params, shown_tokens=shown, split_thought=True)
         with self.stream(ids, params) as stream:
             spans = [span for chunk in stream for span in chunk.spans]
-            pieces = [piece for span in spans for piece in splitter.feed(span)]
-            return ChatResult.of(stream.result(), [*pieces, *splitter.finish()])
+            return ChatResult.of(stream.result(), spans)
 
     def stream(
         self,
@@ -331,6 +329,24 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
         return self.tokenizer
+
+
+def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParams]) -> None:
+    """Fill in a short prompt and run a step, for requests with each of these settings.
+
+    An adaptive engine runs a step with each nextn, as each is a program of its own. The slot is
+    free afterwards; the next request begins in it as in any other.
+    """
+    build = manifest.build
+    length = min(WARM_UP, build.prefill_chunk, build.max_seq_len - 1)
+    active = np.arange(build.slots) == 0
+    for params in each:
+        programs.prefill(0, 0, np.zeros(length + programs.lookahead, np.int64))
+        for nextn in range(build.nextn + 1) if build.adaptive else (None,):
+            if nextn is not None:
+                cast(Adaptive, programs).draft(nextn)
+            programs.begin(0, length, 0, make_step_controls([0], params, manifest))
+            programs.step(active, length + manifest.window)
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

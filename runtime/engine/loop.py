@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -132,7 +132,8 @@ class Loop:
             if not finite:
                 self.prefix_cache.clear()  # other prompts may have begun with these rows
             elif request.error is None:
-                self.prefix_cache.save_request(slot, request, rows)
+                tokens = request.prompt + request.token_ids
+                self.prefix_cache.save(slot, tokens, rows, request)
 
     def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
         """Launch a step. `last` is the step before it, if its tokens are not read yet."""
@@ -168,8 +169,8 @@ class Loop:
             raise _not_finite(f"after {len(request.token_ids)} tokens of the answer")
         if request.observer:
             request.observer.step(request, output, slot)
-        logprobs = request.params.logprobs
-        found = () if logprobs is None else _alternatives(output, slot, logprobs)
+        count, row = request.params.logprobs, np.s_[slot, : len(tokens)]
+        found = () if count is None else _alternatives(tokens, output, row, count)
         judged = len(tokens) - 1, int(output.num_drafts[slot])
         self._watch.add(*judged)
         self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
@@ -186,11 +187,11 @@ class Loop:
                 self._start(filling)
             if not filling.done:
                 self._fill_chunk(filling)
-            if filling.done and request.wants_tokens:
+            if filling.done and request.params.max_tokens > 0:
                 newest, controls = request.prompt[-1], request.controls
                 self.programs.begin(filling.slot, filling.end, newest, controls)
                 self.scheduler.begin(filling)
-            elif filling.done:
+            elif filling.done:  # it asks for the prompt's log-probabilities alone
                 request.end("length")
 
     def _fill_chunk(self, filling: Filling) -> None:
@@ -207,7 +208,7 @@ class Loop:
             scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, given)
             if not np.isfinite(scores.logprobs).all():
                 raise _not_finite("in the prompt")
-            request.prompt_logprobs += _scored(scores, following, count)
+            request.prompt_logprobs += _alternatives(following, scores, np.s_[:], count)
         self._tokens_now += end - at
         filling.at = end
         if self.prefix_cache is not None:
@@ -275,24 +276,21 @@ def _not_finite(where: str) -> NotFiniteError:
     )
 
 
-def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a prompt's chunk, with the `count` likeliest tokens."""
-    tops = scores.top_ids[:, :count], scores.top_logprobs[:, :count]
-    rows = (array.tolist() for array in (scores.logprobs, scores.ranks, *tops))
+def _alternatives(
+    tokens: list[int], found: Scores | StepOutput, row: Any, count: int
+) -> list[TokenLogprobs]:
+    """Return tokens with their log-probabilities and the `count` likeliest tokens.
+
+    row: selects the tokens' entries in the arrays of a step or of a prompt's scores.
+    """
+    assert found.top_ids is not None, "only the mixed program has alternatives"
+    assert found.top_logprobs is not None
+    tops = found.top_ids[row][:, :count], found.top_logprobs[row][:, :count]
+    ranks = found.ranks if isinstance(found, Scores) else np.zeros(len(tokens), np.int64)
+    arrays = (found.logprobs[row], *tops, ranks)
     return [
         TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
-        for token, logprob, rank, ids, values in zip(tokens, *rows, strict=True)
-    ]
-
-
-def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a slot's new tokens, with the `count` likeliest ones."""
-    assert output.top_ids is not None, "only the mixed program has alternatives"
-    assert output.top_logprobs is not None
-    given = (output.tokens[slot], output.logprobs[slot])
-    tops = (output.top_ids[slot, :, :count], output.top_logprobs[slot, :, :count])
-    return [
-        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
-        for token, logprob, ids, values in zip(*(x.tolist() for x in (*given, *tops)), strict=True)
-        if token >= 0
+        for token, logprob, ids, values, rank in zip(
+            tokens, *(array.tolist() for array in arrays), strict=True
+        )
     ]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
+from mtpbuild.runtime.errors import EngineError, needing
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -172,12 +172,8 @@ def visible_gpus(group: str) -> int:
 
 
 def _bindings(group: str) -> Any:
-    try:
+    with needing("using a GPU needs", group):
         return import_module("cuda.bindings.runtime")
-    except ImportError as missing:
-        raise MissingDependencyError(
-            f"using a GPU needs {missing.name}: {install(group)}"
-        ) from None
 
 
 def _address(place: Place) -> int:

@@ -92,7 +92,8 @@ class Gpu:
 
     def mark(self) -> Wait:
         """Return a function that waits for everything queued so far and polls `alive` meanwhile."""
-        event = self._event()
+        event = torch.cuda.Event()
+        event.record(self._stream)
 
         def wait(alive: Alive | None = None) -> None:
             if alive is None:
@@ -108,11 +109,6 @@ class Gpu:
     def settle(self, alive: Alive) -> None:
         """Wait for all queued work and poll `alive` meanwhile, which may raise."""
         self.mark()(alive)
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
 
     def synchronise(self) -> None:
         self._stream.synchronize()

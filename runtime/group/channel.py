@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -25,7 +24,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.contract.controls import StepControls
-from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
 
@@ -46,7 +44,7 @@ class Channel:
         self.patience = max(self.limit, SECONDS)  # the other ranks may still be starting or loading
         self.failure: str | None = None
         self.leaving: list[Callable[[], None]] = []  # called before the group is left, last first
-        self.digest = 0  # CRC-32 of the last step's tokens
+        self.digest = 0  # CRC-32 of this rank's tokens of the last step
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._groups: list[dist.ProcessGroup] = []
         self._joined = not dist.is_initialized()
@@ -100,10 +98,6 @@ class Channel:
                 f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
             )
         return name, arguments
-
-    def record_tokens(self, output: StepOutput) -> None:
-        """Store the checksum of this rank's tokens, to send or to compare with the next message."""
-        self.digest = zlib.crc32(output.tokens.tobytes())
 
     def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return all ranks' bytes [ranks, ..]; all ranks call it together, between programs."""
@@ -184,9 +178,7 @@ class Channel:
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # the next call raises it again
             while not self._closed.wait(self.limit / 4):
-                self.broadcast(
-                    _encode(["wait", None])
-                )  # None: a step may be running, with no digest
+                self.broadcast(_encode(["wait", None]))  # no digest: a step may be running
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:
@@ -266,9 +258,4 @@ class Silence:
                 os.write(2, b"".join(kept))
 
 
-_SILENCE = Silence()
-
-
-def silent() -> Silence:
-    """Return this process's `Silence`."""
-    return _SILENCE
+silence = Silence()  # of this process

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
-from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
+from mtpbuild.runtime.group.channel import Channel, silence, use_in_programs
 from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.threads import start_daemon
 
@@ -87,7 +87,7 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
             gpu.run(lambda: dist.all_reduce(torch.ones(1, device=gpu.device), group=peers.group))
             gpu.settle(alive)
 
-        with silent():
+        with silence:
             run_within(channel.patience, meet)
     return peers
 

@@ -208,9 +208,9 @@ def _numbers(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
-    """Return the reason of the first failed rank; wait up to `patience` seconds for it."""
-    end = time.monotonic() + patience
+def _reason(followers: list[Follower]) -> str | None:
+    """Return the reason of the first failed rank; wait up to 2 seconds for it."""
+    end = time.monotonic() + 2
     while True:
         for follower in followers:
             if reason := follower.reason():

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,8 +13,7 @@ from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_typ
 from mtpbuild.runtime.contract.targets import targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.free_memory import free_memory
-from mtpbuild.runtime.prefix_cache.built_in import open_prefixes, prefix_file, prefix_names
-from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile
+from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile, open_prefixes, prefix_names
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
 from mtpbuild.runtime.requests.request import Request
@@ -82,11 +81,7 @@ class PrefixCache:
         states = self.recurrent and filling.at <= self._last_states(filling)
         if not (states or filling.done):
             rows -= rows % BLOCK
-        self._save(filling.slot, request.prompt, rows, request, states=states)
-
-    def save_request(self, slot: int, request: Request, rows: int) -> None:
-        """Save the rows that an ended request left in its slot."""
-        self._save(slot, request.prompt + request.token_ids, rows, request)
+        self.save(filling.slot, request.prompt, rows, request, states=states)
 
     def clear(self) -> None:
         """Forget everything but the prefixes that the engine was built with."""
@@ -97,18 +92,18 @@ class PrefixCache:
         if self._folder is not None:
             self._folder.close()
 
-    def pin(self, file: PrefixFile, is_whole: Callable[[], bool]) -> None:
-        """Add a file of the engine, which is never evicted; its first use calls `is_whole`."""
+    def pin(self, file: PrefixFile) -> None:
+        """Add a file of the engine, which is never evicted; its hash is checked at first use."""
         tokens, rows, states = file.span.tokens, file.rows, file.states
         path, there = self.tree.grow(tokens, len(tokens) - self.tree.lookahead, "", 0, pinned=True)
         for block in path[there:]:
             span = slice(block.span.start, block.span.start + self._rows(block))
-            self._adopt(block, {name: array[span] for name, array in rows.items()}, is_whole)
+            self._adopt(block, {name: array[span] for name, array in rows.items()}, file)
         for count, arrays in states.items():
             block = path[(count - 1) // BLOCK]
             if (own := count - block.span.start) not in block.states:
                 entry = self.tree.add_states(block, own, 0, pinned=True)
-                self._adopt(entry, arrays, is_whole)
+                self._adopt(entry, arrays, file)
 
     def restore(self, folder: PrefixFolder) -> None:
         """Add the entries that earlier processes left in the folder; they are read on first use."""
@@ -131,7 +126,7 @@ class PrefixCache:
         tree.sort(restored[age] for age in sorted(restored))
         log.info("%d blocks of prefixes were left by earlier processes", len(restored))
 
-    def _save(
+    def save(
         self, slot: int, tokens: Sequence[int], rows: int, request: Request, *, states: bool = False
     ) -> None:
         """Save a slot's first rows, as far as they are final, and its states after them.
@@ -181,9 +176,9 @@ class PrefixCache:
         if self._folder is not None and not entry.pinned:
             self._folder.delete(entry.key)
 
-    def _adopt(self, entry: CacheEntry, arrays: Arrays, is_whole: Callable[[], bool]) -> None:
+    def _adopt(self, entry: CacheEntry, arrays: Arrays, file: PrefixFile) -> None:
         self._programs.adopt(entry.number, arrays)
-        entry.load = is_whole
+        entry.load = lambda: file.is_usable
 
     def _read(self, folder: PrefixFolder, entry: CacheEntry) -> bool:
         """Read an entry's file; return False if it is damaged."""
@@ -219,8 +214,8 @@ def open_prefix_cache(
     own = None if kept is None else PrefixFolder(Path(kept), manifest)
     cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, own)
     try:
-        for name, file in open_prefixes(folder, manifest):
-            cache.pin(file, _hash_check(file, folder / prefix_file(name)))
+        for _, file in open_prefixes(folder, manifest):
+            cache.pin(file)
         if own is not None:
             cache.restore(own)
     except BaseException:
@@ -247,15 +242,3 @@ def saved_sizes(manifest: Manifest) -> tuple[int, int]:
             count = spec.sizes["width"] if spec.role == "rows" else math.prod(spec.shape[1:])
             size[spec.role] += count * host_type(spec.dtype).itemsize
     return size["rows"], size["recurrent"]
-
-
-def _hash_check(file: PrefixFile, path: Path) -> Callable[[], bool]:
-    """Return a function that checks a file's hash on its first call and warns if it is wrong."""
-
-    @cache
-    def is_whole() -> bool:
-        if not (whole := file.is_whole):
-            log.warning("%s: damaged (sha256), so it is not used; make it anew", path)
-        return whole
-
-    return is_whole

@@ -1,36 +1,45 @@
 """Safetensors files of rows of prompts, with the identity of their engine.
 
-A file has the rows of some tokens of a prompt, or recurrent states after some of them, or both.
+A file has the rows of some tokens of a prompt, or recurrent states after some of them, or both. An
+engine's own prefixes, with which it was built, are such files too; their rows are mapped.
 """
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
-from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.contract.manifest import COPY_AGAIN, PREFIXES, Manifest
+from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.prefix_cache.tree import RowSpan
-from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
+from mtpbuild.runtime.safetensors_header import (
+    encode_header,
+    make_header,
+    read_header,
+    view_tensors,
+)
 
 TOKENS = "tokens"  # name of the tensor with the token ids
 STATES = "{}@{}"  # the name of a recurrent state after a number of the file's rows
 NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
-DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
 PRIVATE = 0o600  # mode of a file for its owner alone, as rows reveal the text of their prompt
 Arrays = Mapping[str, NDArray[Any]]
+log = logging.getLogger("mtpbuild")
 
 
 @dataclass(frozen=True)
 class PrefixFile:
     """An open file: its metadata, and its tensors, which may be mapped and not read yet."""
 
+    path: Path
     about: dict[str, str]
     tensors: dict[str, NDArray[Any]]
     header: dict[str, Any]  # of the tensors
@@ -61,6 +70,13 @@ class PrefixFile:
         """Whether the hash of metadata and tensors is the one that was written."""
         about = {name: value for name, value in self.about.items() if name != "sha256"}
         return _digest(about, self.header, [self.data]) == self.about.get("sha256")
+
+    @cached_property
+    def is_usable(self) -> bool:
+        """Whether it is whole; warns once if it is not."""
+        if not (whole := self.is_whole):
+            log.warning("%s: damaged (sha256), so it is not used; make it anew", self.path)
+        return whole
 
 
 class PrefixFiles:
@@ -106,14 +122,8 @@ class PrefixFiles:
             if start + max(ends) != len(data):
                 raise ValueError("its size is not the one that it should have")
             body = np.asarray(data[start:])
-            tensors = {
-                name: body[slice(*entry["data_offsets"])]
-                .view(DTYPES[entry["dtype"]])
-                .reshape(entry["shape"])
-                for name, entry in header.items()
-            }
             text = {str(name): str(value) for name, value in about.items()}
-            file = PrefixFile(text, tensors, header, body)
+            file = PrefixFile(path, text, view_tensors(header, body), header, body)
             if file.about["engine"] == self.engine:
                 self._check(file)
             return file
@@ -136,8 +146,8 @@ class PrefixFiles:
 def identity(manifest: Manifest) -> str:
     """Return a hash of all that rows depend on: the build and the files except prefixes."""
     own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
-    said = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    parts = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
@@ -145,3 +155,43 @@ def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) 
     for each in data:
         digest.update(each)
     return digest.hexdigest()
+
+
+def prefix_file(name: str) -> str:
+    return f"{PREFIXES}/{name}.safetensors"
+
+
+def prefix_names(manifest: Manifest) -> list[str]:
+    """Return the names of an engine's prefixes."""
+    files = (name for name in manifest.files if name.startswith(f"{PREFIXES}/"))
+    return sorted(name.split("/")[1].removesuffix(".safetensors") for name in files)
+
+
+def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, PrefixFile]]:
+    """Yield each prefix and its file, whose hash is not checked; raise EngineFileError.
+
+    A file that this user may not read is skipped with a warning.
+    """
+    files = PrefixFiles(manifest)
+    for name in prefix_names(manifest):
+        path = folder / prefix_file(name)
+        try:
+            file = files.open(path)
+        except PermissionError as error:
+            log.warning("%s: not used, as it can't be read (%s)", path, error.strerror)
+            continue
+        except (OSError, ValueError) as error:
+            raise EngineFileError(f"{path}: {error}; {COPY_AGAIN}") from None
+        if file.about["engine"] != files.engine:
+            raise EngineFileError(
+                f"{path}: made for another engine, tokenizer or weights: make it anew with "
+                f"`mtpbuild prefix remove` and `add`"
+            )
+        yield name, file
+
+
+def check_prefixes(folder: Path, manifest: Manifest) -> None:
+    """Raise EngineFileError if a prefix has changed or belongs to another engine."""
+    for name, file in open_prefixes(folder, manifest):
+        if not file.is_whole:
+            raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")

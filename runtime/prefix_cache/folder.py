@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import UsageError, needing
 from mtpbuild.runtime.prefix_cache.files import STATES, Arrays, PrefixFiles
 from mtpbuild.runtime.prefix_cache.tree import CacheEntry, RowSpan
 
@@ -120,11 +120,8 @@ class PrefixFolder:
 
 def _locked(folder: Path) -> "BaseFileLock":
     """Lock a folder for this process; raise UsageError if another process has it."""
-    try:
+    with needing("--prefix-cache-dir needs", "serve"):
         from filelock import FileLock, Timeout
-    except ImportError as error:
-        missing = f"--prefix-cache-dir needs {error.name}: {install('serve')}"
-        raise MissingDependencyError(missing) from None
     lock = FileLock(folder / "lock", timeout=0.2)
     try:
         lock.acquire()

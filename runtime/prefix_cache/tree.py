@@ -23,8 +23,8 @@ class RowSpan(NamedTuple):
     @property
     def key(self) -> str:
         """The name of its file in a folder."""
-        said = f"{self.parent} {int(self.states)} {','.join(map(str, self.tokens))}"
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = f"{self.parent} {int(self.states)} {','.join(map(str, self.tokens))}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ def load_programs(
     threads: None lets the target choose. options: load options of the engine's target; None and
     False mean that an option was not given. Raises UsageError for an option that the target lacks.
     """
-    load = _loader(manifest, threads, options)
+    load = find_load(manifest, threads, options)
     if not manifest.split:
         return load(folder, manifest)
     with find_target(manifest.target.name).importing():
@@ -29,16 +29,7 @@ def load_programs(
     return lead(folder, manifest, load)
 
 
-def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
-    """Load another rank's programs and repeat rank 0's calls until it ends."""
-    load = _loader(manifest, threads, {})
-    with find_target(manifest.target.name).importing():
-        from mtpbuild.runtime.group.lead import follow
-
-    follow(folder, manifest, load)
-
-
-def _loader(
+def find_load(
     manifest: Manifest, threads: int | None, options: dict[str, Any]
 ) -> Callable[..., Programs]:
     """Return the target's `load`, with its options."""

@@ -31,10 +31,6 @@ class AttentionDP(Slots):
         self._every_mixed = np.zeros((ranks, slots), np.bool_)
         self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
 
-    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
-        """Run prefill on a chunk of a prompt of this rank."""
-        raise NotImplementedError
-
     def _fill_nothing(self, chunk: int) -> None:
         """Run a padding prefill of `chunk` tokens, whose results are not used."""
         raise NotImplementedError
@@ -79,7 +75,7 @@ class AttentionDP(Slots):
                 if chunk is None:
                     self._fill_nothing(size - self.lookahead)
                 else:
-                    self._fill_own(*chunk)
+                    super().prefill(*chunk)
 
     def _own(self, active: Bools) -> Bools:
         """Run the queued chunks, then return which of this rank's slots are active in a step."""

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import MtpbuildError, RankError
 from mtpbuild.runtime.group.start import LOST
-from mtpbuild.runtime.programs import follow_programs
+from mtpbuild.runtime.programs import find_load
 
 
 def follow(folder: str | Path, threads: int | None = None) -> None:
@@ -15,7 +16,11 @@ def follow(folder: str | Path, threads: int | None = None) -> None:
     threads: CPU threads, the same number as on rank 0. Raises RankError if another rank dies or
     hangs, EngineError for a problem of this rank.
     """
-    follow_programs(Path(folder), read_manifest(Path(folder)), threads)
+    manifest = read_manifest(Path(folder))
+    load = find_load(manifest, threads, {})
+    with find_target(manifest.target.name).importing():
+        from mtpbuild.runtime.group.lead import repeat_calls  # with torch.distributed
+    repeat_calls(Path(folder), manifest, load)
 
 
 def run_follower(folder: str, threads: str | None = None) -> int:

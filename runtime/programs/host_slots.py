@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.programs.slots import Caches, Slots, finite, own_outputs
+from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, own_outputs
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # factor by which the rows grow with several slots, if one outgrows them
@@ -83,16 +83,17 @@ class HostSlots(Slots):
         found = self._run_chunk(SCORE, slot, self._prompt_inputs(start, tokens) | asked)
         return Scores(**{name: array[0] for name, array in found.items()})
 
-    def _run_chunk(
-        self, program: str, slot: int, given: dict[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
+    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         """Run a program on a chunk of a prompt; the next run may overwrite the returned outputs."""
         raise NotImplementedError
 
-    def _activate(self, active: Bools) -> tuple[str, int]:
-        """Set this step's active slots; return its program and the number of slots it computes."""
+    def _begin_step(self, active: Bools, rows: int) -> tuple[str, int]:
+        """Lay out a step's slots; return its program and the number of slots it computes."""
+        self._fit(rows)
         self._active[:] = active
-        return self._choose(active, self._mixed)
+        program, slots = self._choose(active, self._mixed)
+        self._caches.pack(slots)
+        return program, slots
 
 
 def rounded(rows: int, capacity: int) -> int:
@@ -145,7 +146,7 @@ class PackedCaches(Caches):
         self._flat = {name: held.array for name, held in pages.items()}
         self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """Pack all slots and return their caches."""
         rows = max(self.rows, *self._parked)
         if rows != self.rows:
@@ -153,7 +154,7 @@ class PackedCaches(Caches):
         self.pack(self._batch)
         return self.views(0, self._batch)
 
-    def views(self, first: int, count: int) -> dict[str, NDArray[Any]]:
+    def views(self, first: int, count: int) -> Arrays:
         """Return views [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1

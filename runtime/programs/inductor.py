@@ -16,8 +16,12 @@ from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.inductor_dp import CpuAttentionDPPrograms, CudaAttentionDPPrograms
-from mtpbuild.runtime.programs.inductor_ranks import CpuRankPrograms, CudaRankPrograms
+from mtpbuild.runtime.programs.inductor_ranks import (
+    CpuAttentionDPPrograms,
+    CpuRankPrograms,
+    CudaAttentionDPPrograms,
+    CudaRankPrograms,
+)
 
 
 def load(

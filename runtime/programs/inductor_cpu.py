@@ -10,7 +10,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, Arrays, own_outputs, reported
 from mtpbuild.runtime.threads import default_threads
 
 
@@ -24,17 +24,13 @@ class InductorPrograms(HostSlots):
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
 
-    def _run_chunk(
-        self, program: str, slot: int, given: dict[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
+    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         results = self._run(program, self._bind(program, slot, 1, given))
         outputs = own_outputs(self._programs[program])
         return {t.name: array.numpy() for t, array in zip(outputs, results, strict=True)}
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        self._fit(rows)
-        program, slots = self._activate(active)
-        self._caches.pack(slots)
+        program, slots = self._begin_step(active, rows)
         for name, array in self._judged.items():  # before the step overwrites them
             array[:] = self._carries[0][name]
         if (program, slots) not in self._bindings:
@@ -47,9 +43,7 @@ class InductorPrograms(HostSlots):
             array[:slots] = result.numpy()
         return reported(self._judged | outputs, slots)
 
-    def _bind(
-        self, program: str, first: int, slots: int, given: dict[str, NDArray[Any]]
-    ) -> list[torch.Tensor]:
+    def _bind(self, program: str, first: int, slots: int, given: Arrays) -> list[torch.Tensor]:
         """Return the program's inputs: the state of some slots, sharing memory, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given

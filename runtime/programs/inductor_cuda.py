@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.contract.features import Feature
@@ -19,7 +18,7 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
-from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, Arrays, own_outputs, reported
 
 ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
 
@@ -45,7 +44,7 @@ class Report:
         self._arrays = [{name: record[name][0] for name in self.tensors} for record in records]
         self._turn = 0
 
-    def send(self) -> dict[str, NDArray[Any]]:
+    def send(self) -> Arrays:
         """Queue the copy to the next page and return its arrays."""
         self._turn = 1 - self._turn
         self._gpu.copy(self._memory, self._pages[self._turn])
@@ -124,10 +123,10 @@ class CudaPrograms(DeviceSlots):
         judged = [(self._state[name], report.tensors[name]) for name in JUDGED]
 
         def work() -> None:
-            for tensor, told in judged:  # before the step overwrites them
-                told.copy_(tensor)
-            for told, result in zip(outputs, package.run(inputs), strict=True):
-                told[:slots].copy_(result)
+            for tensor, copy in judged:  # before the step overwrites them
+                copy.copy_(tensor)
+            for output, result in zip(outputs, package.run(inputs), strict=True):
+                output[:slots].copy_(result)
 
         return work
 

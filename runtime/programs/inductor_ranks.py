@@ -1,4 +1,4 @@
-"""AOTInductor programs of one of several ranks, on a CPU or a GPU."""
+"""AOTInductor programs of one of several ranks, on a CPU or a GPU, with attention-DP or not."""
 
 import contextlib
 import os
@@ -7,18 +7,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
-from mtpbuild.runtime.group.channel import Channel, silent
+from mtpbuild.runtime.group.channel import Channel, silence
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
 from mtpbuild.runtime.group.one_shot import share
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
+from mtpbuild.runtime.programs.attention_dp import AttentionDP
+from mtpbuild.runtime.programs.host_slots import rounded
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, shared
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.threads import default_threads
 
@@ -37,7 +40,7 @@ class CpuRankPrograms(InductorPrograms):
         self._channel = channel
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             return super()._run(program, inputs)
 
 
@@ -74,7 +77,7 @@ class CudaRankPrograms(CudaPrograms):
 
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Queue work; wait if more than AHEAD pieces are queued, each wait with the time limit."""
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             queued = work()
             self._queued.append(self._gpu.mark())
             while len(self._queued) > AHEAD:
@@ -86,9 +89,64 @@ class CudaRankPrograms(CudaPrograms):
             mark(watch(self._channel, self._peers))
 
     def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             dist.barrier()  # the first run needs all ranks, and some may still read their weights
             return super()._prepare_all(self._channel.share(graphs))
+
+
+class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
+    """The programs of one attention-DP rank on a CPU."""
+
+    def __init__(
+        self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
+    ) -> None:
+        super().__init__(channel, manifest, threads, opener)
+        self._join(channel, manifest)
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self._gathered(super().step(self._own(active), rows))
+
+    def _fill_nothing(self, chunk: int) -> None:
+        sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}
+        inputs = list[torch.Tensor]()
+        for spec in self._programs[PREFILL].inputs:
+            shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
+            inputs.append(shared(np.zeros(shape, host_type(spec.dtype)), spec))
+        self._run(PREFILL, inputs)
+
+
+class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
+    """The programs of one attention-DP rank on a GPU; results are gathered when they are read."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        peers: type[Peers],
+        manifest: Manifest,
+        gpu: Gpu,
+        opener: Opener,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        self._join(channel, manifest)
+        most = manifest.build.prefill_chunk
+        rows = rounded(most, manifest.build.capacity)
+        self._nowhere = {  # the caches of a padding prefill, which belongs to no request
+            s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
+            for s in manifest.state
+            if s.role == "rows"
+        }
+        super().__init__(channel, peers, manifest, gpu, opener, graphs=graphs)
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        land = super().launch(self._own(active), rows)
+        return lambda: self._gathered(land())
+
+    def _fill_nothing(self, chunk: int) -> None:
+        self._gpu.copy(np.zeros(1, np.int64), self._prompt["start"])
+        rows = rounded(chunk, self._capacity)
+        caches = {name: cache[:, :, :rows] for name, cache in self._nowhere.items()}
+        self._in_turn(lambda: self._fill_rows(caches, chunk))
 
 
 def _come_to_rest(gpu: Gpu, channel: Channel, peers: Peers) -> None:

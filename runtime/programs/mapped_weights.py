@@ -12,12 +12,7 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.files import check_regular
-from mtpbuild.runtime.safetensors_header import read_header
-
-DTYPES = {
-    **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
-    **{"BOOL": np.bool_, "U8": np.uint8, "BF16": np.uint16},
-}
+from mtpbuild.runtime.safetensors_header import read_header, view_tensors
 
 
 def mapped(path: Path) -> dict[str, NDArray[Any]]:
@@ -29,16 +24,11 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
         check_regular(path)
         with safe_open(path, "np"):
             """Its tensors fill the file, and each its part of it."""
-        data = np.memmap(path, mode="r")
         header, _, start = read_header(path)
-        tensors = dict[str, NDArray[Any]]()
-        for name, entry in header.items():
-            place = slice(*(start + offset for offset in entry["data_offsets"]))
-            tensors[name] = data[place].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return view_tensors(header, np.memmap(path, mode="r")[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raise EngineFileError(f"{path}: not readable ({why}); {COPY_AGAIN}") from None
-    return tensors
 
 
 def fetch_ahead(path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default; read at import
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.contract.programs import MIXED, SCORE, Bools, StepOutput
@@ -23,10 +22,9 @@ from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
-from mtpbuild.runtime.programs.slots import own_outputs, reported
+from mtpbuild.runtime.programs.slots import Arrays, name_outputs, own_outputs, reported
 from mtpbuild.runtime.threads import default_threads
 
-Carries = dict[str, NDArray[Any]]
 BFLOAT16 = 16  # ONNX's number of the type; NumPy arrays hold its bits
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -58,11 +56,11 @@ class DeviceCaches(PackedCaches):
     def pointers(self) -> dict[str, int]:
         return {name: value.data_ptr() for name, value in self._values.items()}
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> Arrays:
         self._download()
         return super().arrays()
 
-    def read(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+    def read(self, slot: int, start: int, stop: int) -> Arrays:
         self._download()
         return super().read(slot, start, stop)
 
@@ -107,9 +105,7 @@ class OnnxPrograms(HostSlots):
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._slots = 0  # computed by the last step; both copies are equal from this slot on
 
-    def _run_chunk(
-        self, program: str, slot: int, given: dict[str, NDArray[Any]]
-    ) -> dict[str, NDArray[Any]]:
+    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         names = {t.name for t in self._programs[program].inputs} & self._carries[0].keys()
         before, after = (
             {name: self._carries[i][name][slot : slot + 1] for name in names}
@@ -120,16 +116,14 @@ class OnnxPrograms(HostSlots):
             t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
             for t in own_outputs(self._programs[program])
         }
-        results = new_state(after) | found
+        results = name_outputs(after) | found
         self._run(self._bind(program, slot, 1, before | given, results), program)
         for name, array in after.items():
             before[name][:] = array
         return found
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        self._fit(rows)
-        program, slots = self._activate(active)
-        self._caches.pack(slots)
+        program, slots = self._begin_step(active, rows)
         before, after = self._carries[self._now], self._carries[1 - self._now]
         if slots < self._slots:
             for name, array in before.items():
@@ -140,7 +134,7 @@ class OnnxPrograms(HostSlots):
         key = program, self._now, slots
         if key not in self._bindings:
             given = before | self._controls | {"active": self._active}
-            results = new_state(after) | outputs
+            results = name_outputs(after) | outputs
             self._bindings[key] = self._bind(program, 0, slots, given, results)
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
@@ -155,8 +149,8 @@ class OnnxPrograms(HostSlots):
         program: str,
         first: int,
         count: int,
-        given: dict[str, NDArray[Any]],
-        results: dict[str, NDArray[Any]],
+        given: Arrays,
+        results: Arrays,
     ) -> Any:
         """Bind the slots' caches, the program's inputs from `given`, and its `results`."""
         if program not in self._sessions:  # rarely needed ones are loaded at their first use
@@ -200,14 +194,10 @@ class OnnxPrograms(HostSlots):
             session = ort.InferenceSession(path, options, providers=list(names))
         except Exception as error:  # onnxruntime raises its own C++ exception types
             reason = str(error).splitlines()[0]
-            raise EngineError(
-                f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
-            ) from None
+            raise EngineError(f"{path}: onnxruntime can't load it ({reason}); rebuild it") from None
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
-            raise EngineError(
-                f"onnxruntime finds no GPU that it can use: --provider {self._provider} needs the "
-                "NVIDIA driver, CUDA and cuDNN that its release names"
-            )
+            needs = f"--provider {self._provider} needs the driver, CUDA and cuDNN of its release"
+            raise EngineError(f"onnxruntime finds no GPU that it can use: {needs}")
         return session
 
 
@@ -216,11 +206,6 @@ def _weights(path: Path) -> dict[str, Any]:
     fetch_ahead(path)
     arrays = mapped(path).items()
     return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
-
-
-def new_state(carries: Carries) -> Carries:
-    """Return the arrays by the names of a program's outputs for new state."""
-    return {f"{name}.out": array for name, array in carries.items()}
 
 
 def load(
@@ -237,10 +222,7 @@ def load(
         )
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:
-        raise EngineError(
-            f"{folder}: its operators are for CPUs: build it with --portable "
-            f"for --provider {provider}"
-        )
+        raise EngineError(f"{folder}: its operators are for CPUs: build it with --portable")
     if build.cpu_layout is None and build.block_size is not None:
         raise EngineError(
             f"{folder}: its {build.weights} products are by operators of onnxruntime, which this "

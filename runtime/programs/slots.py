@@ -6,13 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.controls import (
-    ALLOWED,
-    CONSTRAINED,
-    GREEDY,
-    HISTORY,
-    StepControls,
-)
+from mtpbuild.runtime.contract.controls import ALLOWED, GREEDY, HISTORY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
@@ -27,8 +21,8 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-MASKS = (CONSTRAINED, ALLOWED)
 JUDGED = ("window", "num_drafts")  # the parts of a step's input state that its output reports
+Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
 
@@ -63,9 +57,8 @@ class Caches:
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
-        self._memory, self._dtypes = memory, {s.name: s.dtype for s in specs}
-        sizes = [s.sizes for s in specs]
-        self._capacity = max((size["rows"] for size in sizes), default=0)
+        self._memory, self._specs = memory, specs
+        self._capacity = max((s.sizes["rows"] for s in specs), default=0)
         self._flat = {
             s.name: memory.zeros((s.sizes["batch"] * self._capacity, s.sizes["width"]), s.dtype)
             for s in specs
@@ -88,7 +81,7 @@ class Caches:
         """Return the row of the allocations at which a slot begins."""
         return slot * self._capacity
 
-    def read(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+    def read(self, slot: int, start: int, stop: int) -> Arrays:
         """Return rows of a slot on the host; they share its memory if it is there."""
         first, last = self.start(slot) + start, self.start(slot) + stop
         return {name: self._memory.host(flat[first:last]) for name, flat in self._flat.items()}
@@ -103,11 +96,11 @@ class Caches:
 
     def clear(self, slot: int) -> None:
         """Set the slot's rows to zero."""
-        for name, array in self.tensors.items():
-            zeros = np.zeros((1, *array.shape[1:]), host_type(self._dtypes[name]))
-            self._memory.copy(zeros, array[slot : slot + 1])
+        for s in self._specs:
+            zeros = np.zeros((1, *s.shape[1:]), host_type(s.dtype))
+            self._memory.copy(zeros, self.tensors[s.name][slot : slot + 1])
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """Return each cache [B, 1, rows, C] on the host; it shares memory if it is there."""
         return {name: self._memory.host(array) for name, array in self.tensors.items()}
 
@@ -123,11 +116,9 @@ class Slots:
         self.features = manifest.features
         self._memory, self._caches = memory, caches
         self._batch, self._capacity = manifest.build.max_batch, manifest.build.capacity
-        carried = {s.name: (s.shape, s.dtype) for s in manifest.state if s.role != "rows"}
-        self._carried = carried
-        self._recurrent = [s.name for s in manifest.state if s.role == "recurrent"]
+        self._carried = [s for s in manifest.state if s.role != "rows"]
         self._carries = [
-            {name: memory.zeros(*kind) for name, kind in carried.items()} for _ in range(copies)
+            {s.name: memory.zeros(s.shape, s.dtype) for s in self._carried} for _ in range(copies)
         ]
         self._now = 0  # index of the copy that is read next
         # An engine may lack some controls, or have those of a rule that is not installed here.
@@ -135,7 +126,7 @@ class Slots:
         asked = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
         self._controls = self._zeros(asked)
         self._places = {
-            t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in asked if t.name not in MASKS
+            t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in asked if t.name != ALLOWED
         }
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that need the mixed program
@@ -144,27 +135,25 @@ class Slots:
         self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # the prefix cache's
 
     @property
-    def state(self) -> dict[str, NDArray[Any]]:
+    def state(self) -> Arrays:
         """The state tensors on the host, for tests and tools; caches have the rows in use."""
         carries = self._carries[self._now].items()
         return self._caches.arrays() | {name: self._memory.host(array) for name, array in carries}
 
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        raise NotImplementedError
+
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        first: dict[str, int | tuple[int, ...]]
-        first = {"lengths": length, "window": newest, "num_drafts": 0}
-        first |= {"thinking": controls.thinking}
+        values: dict[str, Any] = {"lengths": length, "window": newest, "num_drafts": 0}
+        values["thinking"] = controls.thinking
         if controls.history:
-            first |= {HISTORY: controls.history}
-        for name, value in first.items():
+            values[HISTORY] = controls.history
+        for name, value in values.items():
             row = np.zeros((1, *self._carries[0][name].shape[1:]), np.asarray(value).dtype)
             row.flat[: np.size(value)] = value
-            for copy in self._carries:
-                self._memory.copy(row, copy[name][slot : slot + 1])
+            self._set_carry(name, slot, row)
         for name, row in controls.rows(self._places):  # a plain slot may share a mixed step
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])
-        if CONSTRAINED in self._controls:
-            constrained = np.array([controls.constrained])
-            self._memory.copy(constrained, self._controls[CONSTRAINED][slot : slot + 1])
         self._mixed[slot] = not controls.plain
 
     def move(self, source: int, target: int) -> None:
@@ -177,10 +166,8 @@ class Slots:
 
     def clear(self, slot: int) -> None:
         self._caches.clear(slot)
-        for name, (shape, dtype) in self._carried.items():
-            zeros = np.zeros((1, *shape[1:]), host_type(dtype))
-            for copy in self._carries:
-                self._memory.copy(zeros, copy[name][slot : slot + 1])
+        for s in self._carried:
+            self._set_carry(s.name, slot, np.zeros((1, *s.shape[1:]), host_type(s.dtype)))
 
     def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
         at, saved = 0, dict[int, Mapping[str, NDArray[Any]]]()
@@ -206,8 +193,7 @@ class Slots:
 
     def load_states(self, slot: int, number: int) -> None:
         for name, array in self._saved[number].items():
-            for copy in self._carries:
-                self._memory.copy(array[None], copy[name][slot : slot + 1])
+            self._set_carry(name, slot, array[None])
 
     def discard(self, number: int) -> None:
         self._saved.pop(number, None)
@@ -221,10 +207,16 @@ class Slots:
     def _settle(self) -> None:
         """Wait for queued work, before the host reads what it writes."""
 
-    def _states(self, slot: int) -> dict[str, NDArray[Any]]:
+    def _states(self, slot: int) -> Arrays:
         """Return a slot's recurrent states on the host."""
-        carries = self._carries[self._now]
-        return {n: self._memory.host(carries[n][slot : slot + 1])[0] for n in self._recurrent}
+        names = [s.name for s in self._carried if s.role == "recurrent"]
+        arrays = ((name, self._carries[self._now][name][slot : slot + 1]) for name in names)
+        return {name: self._memory.host(array)[0] for name, array in arrays}
+
+    def _set_carry(self, name: str, slot: int, row: NDArray[Any]) -> None:
+        """Write a slot's row [1, ..] to all copies of a carried state."""
+        for copy in self._carries:
+            self._memory.copy(row, copy[name][slot : slot + 1])
 
     def _carry(self, source: int, target: int) -> None:
         """Copy a slot's carried state and controls to another slot."""
@@ -260,7 +252,7 @@ class Slots:
         shapes = ((t, (self._batch, *map(int, t.shape[1:]))) for t in tensors)
         return {t.name: self._memory.zeros(shape, t.dtype) for t, shape in shapes}
 
-    def _prompt_inputs(self, start: int, tokens: Ints) -> dict[str, NDArray[Any]]:
+    def _prompt_inputs(self, start: int, tokens: Ints) -> Arrays:
         """Return prefill's inputs from the host: a chunk, the tokens after it, and its start."""
         chunk = len(tokens) - self.lookahead
         given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
@@ -270,6 +262,11 @@ class Slots:
 def own_outputs(program: ProgramSpec) -> list[TensorSpec]:
     """Return a program's outputs without those of the state."""
     return [t for t in program.outputs if not t.name.endswith(".out")]
+
+
+def name_outputs(state: Mapping[str, Array]) -> dict[str, Array]:
+    """Return state by the names of the outputs with which a program returns its new values."""
+    return {f"{name}.out": array for name, array in state.items()}
 
 
 def reported(arrays: Mapping[str, NDArray[Any]], slots: int) -> StepOutput:

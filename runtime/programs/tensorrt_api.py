@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
+from mtpbuild.runtime.errors import EngineError, needing
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import mapped
 
@@ -21,12 +21,8 @@ BITS = (np.uint8, np.uint16)  # stand for types that NumPy lacks: quantised valu
 
 def tensorrt_api(target: str) -> ModuleType:
     """Import the module of a target; raises MissingDependencyError."""
-    try:
+    with needing(f"target {target} needs", target):
         return import_module(MODULES[target])
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"target {target} needs {error.name or error}: {install(target)}"
-        ) from None
 
 
 def dtype_name(trt: ModuleType, dtype: Any) -> str:

@@ -24,7 +24,7 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
 from mtpbuild.runtime.programs.mapped_weights import mapped
-from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, name_outputs, own_outputs, reported
 from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, shared_weights
 
 
@@ -137,10 +137,10 @@ class TensorRtPrograms(DeviceSlots):
         carried = self._prompt.keys() & self._state.keys()
         self._filled = _same(device, {name: self._prompt[name] for name in carried})  # of prefill
         results = self._zeros(own_outputs(specs[MIXED]))
-        told = {name: self._state[name] for name in JUDGED} | results
-        self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in told.items()}
+        reported_arrays = {name: self._state[name] for name in JUDGED} | results
+        self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in reported_arrays.items()}
         self._asked = device.pinned((self._batch,), np.bool_)
-        tensors = self._given | results | outs(self._caches.tensors | self._after)
+        tensors = self._given | results | name_outputs(self._caches.tensors | self._after)
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         weights = on_device(device, folder, specs)
         self._compiled = {
@@ -154,7 +154,7 @@ class TensorRtPrograms(DeviceSlots):
             program.share(scratch)
             if communicator is not None:
                 program.join(communicator)
-            prompt = self._prompt | outs(self._filled) | self._caches_of(0)
+            prompt = self._prompt | name_outputs(self._filled) | self._caches_of(0)
             own = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)
             program.bind({t.name: own[t.name] for t in tensor_specs})
@@ -179,7 +179,7 @@ class TensorRtPrograms(DeviceSlots):
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
         """Return one slot's caches by the names of prefill's inputs and outputs: in place."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
-        return caches | outs(caches)
+        return caches | name_outputs(caches)
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
@@ -187,17 +187,12 @@ class TensorRtPrograms(DeviceSlots):
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
-        program = self._activate(active)
-        self._launch[program]()
-        self._wait()
-        told = (*JUDGED, *self._results[program])
-        return reported({name: self._pages[name] for name in told}, self._batch)
-
-    def _activate(self, active: Bools) -> str:
-        """Set the next step's active slots; return the name of its program."""
         self._asked[:] = active
         program, _ = self._choose(active, self._mixed)
-        return program
+        self._launch[program]()
+        self._wait()
+        names = (*JUDGED, *self._results[program])
+        return reported({name: self._pages[name] for name in names}, self._batch)
 
     def _wait(self) -> None:
         """Wait for the queued programs."""
@@ -231,8 +226,3 @@ def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[s
 def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
     """Allocate arrays of the same shapes and types."""
     return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}
-
-
-def outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
-    """Return the arrays by the names of a program's outputs for new state."""
-    return {f"{name}.out": array for name, array in state.items()}

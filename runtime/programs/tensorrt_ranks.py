@@ -10,11 +10,12 @@ import numpy as np
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.gpu.cuda import Device
-from mtpbuild.runtime.group.channel import Channel, silent
+from mtpbuild.runtime.group.channel import Channel, silence
 from mtpbuild.runtime.group.communicator import join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
-from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
+from mtpbuild.runtime.programs.slots import name_outputs
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 
 
 class TensorRtRankPrograms(TensorRtPrograms):
@@ -34,15 +35,15 @@ class TensorRtRankPrograms(TensorRtPrograms):
         library: Callable[[], Any],
     ) -> None:
         self._channel, self._peers = channel, join(device, channel, library)
-        with channel.unbroken(), silent():
+        with channel.unbroken(), silence:
             super().__init__(folder, manifest, trt, device, self._peers.capsule)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             super().prefill(slot, start, tokens)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             return super().step(active, rows)
 
     def _wait(self) -> None:
@@ -73,15 +74,12 @@ class TensorRtAttentionDPPrograms(AttentionDP, TensorRtRankPrograms):
     def step(self, active: Bools, rows: int) -> StepOutput:
         return self._gathered(super().step(self._own(active), rows))
 
-    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
-        TensorRtRankPrograms.prefill(self, slot, start, tokens)
-
     def _fill_nothing(self, chunk: int) -> None:
-        with self._channel.unbroken(), silent():
+        with self._channel.unbroken(), silence:
             for array in self._prompt.values():
                 self._device.copy(np.zeros(array.shape, array.dtype), array)
             program = self._compiled[PREFILL]
             program.resize("tokens", (1, chunk))
-            program.bind(self._nobodys | outs(self._nobodys))
+            program.bind(self._nobodys | name_outputs(self._nobodys))
             program.enqueue(self._device)
             self._wait()

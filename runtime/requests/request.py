@@ -23,7 +23,7 @@ from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.requests.step_controls import acceptance_rates, make_step_controls
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
-from mtpbuild.runtime.text.reasoning import AnswerPiece
+from mtpbuild.runtime.text.reasoning import opens_thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -87,14 +87,12 @@ class ChatResult(Result):
     reasoning_content: str = ""  # the thought, if the model marks it
 
     @classmethod
-    def of(cls, result: Result, pieces: Sequence[AnswerPiece] | None = None) -> Self:
-        """Join an answer's pieces by kind; without pieces all of its text is content."""
+    def of(cls, result: Result, spans: Sequence[Span]) -> Self:
+        """Join an answer's spans by kind."""
         found = {each.name: getattr(result, each.name) for each in fields(Result)}
-        if pieces is None:
-            return cls(**found, content=result.text)
-        thought, content = (
-            "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in ("reasoning", "content")
+        content, thought = (
+            "".join(span.text for span in spans if span.kind == kind)
+            for kind in ("content", "reasoning")
         )
         return cls(**found, content=content, reasoning_content=thought)
 
@@ -164,14 +162,13 @@ class Request:
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = params.end_ids(manifest.model.eos_token_ids)
         marks = manifest.model.thinking_token_ids if params.split_thought else None
-        self._thought = Thought(marks, self.controls.thinking) if marks else None
+        self._thought = Thought(marks, opens_thought(prompt, marks, tokenizer)) if marks else None
         self._starts: list[int] = []
         self._text = TextStream(
             tokenizer,
             params.stop,
             params.shown_tokens,
             with_stop=params.include_stop_str_in_output,
-            marks=manifest.model.thinking_token_ids or (),
             thought=self._thought,
             stop_in_thought=params.stop_in_thought,
         )
@@ -231,11 +228,6 @@ class Request:
     def end(self, reason: FinishReason) -> None:
         """End the request with the tokens that it has."""
         self._publish(len(self.token_ids), reason)
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Tell whether it asks for tokens, not only for the prompt's log-probabilities."""
-        return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:
         """End the request with an error, and wake the thread that waits for it."""

@@ -93,12 +93,12 @@ class Scheduler:
 
     def begin(self, filling: Filling) -> None:
         """Let steps advance the slot, as its prompt is complete."""
-        self._filling[self._rank_of(filling.slot)] = None
+        self.drop(filling)
         self.active[filling.slot] = True
 
     def drop(self, filling: Filling) -> None:
-        """Stop filling in the prompt of a request that has ended."""
-        self._filling[self._rank_of(filling.slot)] = None
+        """Stop filling in a prompt, as it is complete or its request has ended."""
+        self._filling[filling.slot // len(self._ranks[0])] = None
 
     def close_gaps(self) -> Iterator[tuple[int, int, Request]]:
         """Yield moves after which no free slot of a rank is below one that steps advance.
@@ -139,9 +139,6 @@ class Scheduler:
         filling = Filling(free[0], self.waiting.popleft())
         self.slots[filling.slot], self._filling[rank] = filling.request, filling
         return filling
-
-    def _rank_of(self, slot: int) -> int:
-        return slot // len(self._ranks[0])
 
     def end_cancelled(self) -> None:
         """End the cancelled requests; called between steps."""

@@ -70,14 +70,6 @@ def check_rule_name(value: object) -> str:
     return str(value) if value in own else check_choice(*own, *names())(value)
 
 
-def parse_rates(flag: str, text: str) -> tuple[float, ...]:
-    return parse_list(flag, text, float, "0.9,0.7,0.5")
-
-
-def parse_biases(flag: str, text: str) -> dict[str, Any]:
-    return parse_object(flag, text, """{"5": -100}""")
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The settings for continuing a prompt; RequestError for an invalid value.
@@ -162,7 +154,7 @@ class SamplingParams:
         None,
         check_biases(MAX_BIASES),
         """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
-        parse=parse_biases,
+        parse=partial(parse_object, example='{"5": -100}'),
         tokens=True,
     )
     allowed_token_ids: Sequence[int] | None = penalty(None, token_ids(MAX_TOKENS), tokens=True)
@@ -188,7 +180,7 @@ class SamplingParams:
         None,
         check_rates,
         "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
-        parse=parse_rates,
+        parse=partial(parse_list, kind=float, example="0.9,0.7,0.5"),
         http=False,
     )
     synthetic_acceptance_length: float | None = judging(

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.server.answers import Answer, merge_streams
 from mtpbuild.runtime.server.errors import ApiError, JsonResponse, encode_json
@@ -20,22 +19,7 @@ from mtpbuild.runtime.server.service import Service
 
 log = logging.getLogger("mtpbuild")
 FEW = 4  # choices up to which the body is converted on the event loop
-Read = Callable[[Service, Engine, Any], Answer]
-
-
-async def _events(
-    answer: Answer, chunks: AsyncGenerator[Any, None]
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield a stream's events as objects."""
-    for event in answer.first_events():
-        yield event
-    async with contextlib.aclosing(chunks):
-        async for number, chunk in chunks:
-            choice = answer.choices[number]
-            for event in answer.events(choice, chunk, choice.take(chunk)):
-                yield event
-    for event in answer.last_events():
-        yield event
+Read = Callable[[Service, Any], Answer]
 
 
 class AnswerResponse(Response):
@@ -52,10 +36,10 @@ class AnswerResponse(Response):
         self._service, self._read, self._body, self._long = service, read, body, long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.admitted(self._body.count) as engine:
-            await _race(self._begin(engine, scope, receive, send), receive)
+        with self._service.admitted(self._body.count):
+            await _race(self._begin(scope, receive, send), receive)
 
-    async def _begin(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create the engine requests and send their answer.
 
         Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
@@ -63,27 +47,35 @@ class AnswerResponse(Response):
         """
         service = self._service
         if self._long or self._body.count > FEW:
-            answer = await service.reading.run(object(), self._read_body, engine)
+            answer = await service.reading.run(object(), self._read_body)
         else:
-            answer = self._read_body(engine)
+            answer = self._read_body()
         if form := answer.choices[0].params.structured_outputs:
-            await service.compiling.run(form, _prepare, engine, answer)
+            await service.compiling.run(form, self._prepare, answer)
         for choice in answer.choices:
-            service.metrics.requested_tokens.observe(choice.params.max_tokens)
-        service.metrics.requested_choices.observe(answer.n)
+            service.metrics.observe("request_params_max_tokens", choice.params.max_tokens)
+        service.metrics.observe("request_params_n", answer.body.n or 1)
         self._answer = answer
-        self._chunks = merge_streams([self._service.stream(engine, r) for r in answer.requests])
+        self._chunks = merge_streams([service.stream(request) for request in answer.requests])
         await self._send(scope, receive, send)
 
-    def _read_body(self, engine: Engine) -> Answer:
+    def _read_body(self) -> Answer:
         """Read prompts and settings; raises ApiError. A grammar is left to be compiled later."""
-        answer = self._read(self._service, engine, self._body)
+        answer = self._read(self._service, self._body)
         if self._service.settings.log_requests:
             given = self._body.model_dump(exclude_none=True)
             log.info("%s", json.dumps({"id": answer.id} | given))
         if answer.choices[0].params.structured_outputs is None:
-            _prepare(engine, answer)
+            self._prepare(answer)
         return answer
+
+    def _prepare(self, answer: Answer) -> None:
+        """Create the engine requests of an answer."""
+        prepare = self._service.engine.prepare
+        try:
+            answer.requests = [prepare(each.ids, each.params) for each in answer.choices]
+        except (RequestError, MissingDependencyError) as error:
+            raise field_error(error, {"structured_outputs": answer.form_field}) from None
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer as one object; an error sets the status."""
@@ -104,32 +96,46 @@ class EventStream(AnswerResponse):
     own_headers: ClassVar = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(data: bytes, name: str | None = None) -> None:
-            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
         async with contextlib.aclosing(self._encoded()) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data, name in events:
-                await say(data, name)
-            if self._answer.ends:
-                await say(self._answer.ends)
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _encoded(self) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        """Yield the events as JSON with their names; any exception becomes the last event."""
+    async def _encoded(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as they are sent; any exception becomes the last event."""
+        failure = None
         try:
-            async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
+            async with contextlib.aclosing(self._events()) as events:
                 async for event in events:
-                    yield encode_json(event), event.get("type")
-            return
+                    yield _encode_event(event)
         except ApiError as error:
             failure = error
         except Exception:
-            log.exception("an answer could not be told")
+            log.exception("an answer could not be sent")
             failure = ApiError(500, "the server failed")
-        event = self._answer.failure(failure)
-        yield encode_json(event), event.get("type")
+        if failure is not None:
+            yield _encode_event(self._answer.failure(failure))
+        if self._answer.ends_with_done:
+            yield b"data: [DONE]\n\n"
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events as objects."""
+        answer = self._answer
+        for event in answer.first_events():
+            yield event
+        async with contextlib.aclosing(self._chunks) as chunks:
+            async for number, chunk in chunks:
+                choice = answer.choices[number]
+                for event in answer.events(choice, chunk, choice.take(chunk)):
+                    yield event
+        for event in answer.last_events():
+            yield event
+
+
+def _encode_event(event: dict[str, Any]) -> bytes:
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    return name + b"data: " + encode_json(event) + b"\n\n"
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
@@ -148,11 +154,3 @@ async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-def _prepare(engine: Engine, answer: Answer) -> None:
-    """Create the engine requests of an answer."""
-    try:
-        answer.requests = [engine.prepare(each.ids, each.params) for each in answer.choices]
-    except (RequestError, MissingDependencyError) as error:
-        raise field_error(error, {"structured_outputs": answer.form_field}) from None

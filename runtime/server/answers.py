@@ -6,16 +6,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, TypeAlias
 
 from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.requests.stats import RequestMetrics
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import GenerationBody
 from mtpbuild.runtime.server.tools import ToolCalls
-from mtpbuild.runtime.text.reasoning import AnswerPiece, ThinkingSplitter
+from mtpbuild.runtime.text.reasoning import AnswerPiece
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
+Json: TypeAlias = dict[str, Any]
+Pieces: TypeAlias = Sequence[AnswerPiece]
 CALL = {"name": "call", "arguments": "call"}
 
 
@@ -45,7 +48,6 @@ class AnswerChoice:
     index: int
     ids: list[int]  # the prompt
     params: SamplingParams
-    splitter: ThinkingSplitter | None = None
     calls: ToolCalls | None = None
     echo: str = ""  # the prompt, if the answer repeats it
     blocks: list[AnswerBlock] = field(default_factory=list)
@@ -68,11 +70,11 @@ class AnswerChoice:
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         last = chunk.finish_reason is not None
-        if self.splitter is not None:
-            pieces = [piece for span in chunk.spans for piece in self.splitter.feed(span)]
-            pieces += self.splitter.finish() if last else []
-        else:
-            pieces = [AnswerPiece("content", s.text, from_draft=s.from_draft) for s in chunk.spans]
+        pieces = [
+            AnswerPiece(span.kind, span.text, from_draft=span.from_draft)
+            for span in chunk.spans
+            if span.kind in ("reasoning", "content")
+        ]
         if self.calls is not None:
             text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]
@@ -94,7 +96,7 @@ class AnswerChoice:
         return [block for block in self.blocks if block.kind == "call"]
 
     @property
-    def finish_fields(self) -> dict[str, Any]:
+    def finish_fields(self) -> Json:
         """The fields with the reason why the choice ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
@@ -167,82 +169,69 @@ class Answer:
     """The base class of the answers of all routes."""
 
     kind: ClassVar[str]  # the prefix of its id
-    ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream sends after its events
+    event_kind: ClassVar[str] = ""  # the type of the objects in a stream
+    ends_with_done: ClassVar[bool] = True  # whether a stream sends [DONE] after its events
 
     model: str
+    body: GenerationBody
     choices: list[AnswerChoice]
-    n: int  # choices of each prompt
     tokenizer: Tokenizer | None = None
-    with_logprobs: bool = False
-    with_ids: bool = False
-    ids_as_texts: bool = False  # log-probabilities name tokens by their ids
     created: int = field(default_factory=lambda: int(time.time()))
-    id: str | None = None
-    reasoning: bool = True  # the answer includes the reasoning
-    usage_in: Literal["never", "last", "always"] = "never"  # the stream's events with the usage
-    form_field: str = ""  # the field that asks for structured output
     requests: list[Request] = field(default_factory=list)  # one for each choice
 
     def __post_init__(self) -> None:
-        self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
+        self.id = self.body.request_id or f"{self.kind}-{uuid.uuid4().hex}"
+        self.form_field = self.body.form_field
 
-    def full_body(self) -> dict[str, Any]:
+    def full_body(self) -> Json:
         """Return the answer as one object."""
         raise NotImplementedError
 
-    def opening_event(self, choice: AnswerChoice) -> dict[str, Any] | None:
+    def opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event that opens a choice, if there is one."""
         raise NotImplementedError
 
-    def event(
-        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
-    ) -> dict[str, Any] | None:
+    def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         """Return a step's event; None if no text of the step is final yet."""
         raise NotImplementedError
 
-    def usage_event(self) -> dict[str, Any]:
-        """Return the event after the last one, with the usage and times of the request."""
-        raise NotImplementedError
-
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Iterator[Json]:
         for choice in self.choices:
             if opening_event := self.opening_event(choice):
                 yield opening_event | self._partial_usage(choice)
 
-    def events(
-        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
         if event := self.event(choice, chunk, pieces):
-            if self.usage_in == "never" and chunk.finish_reason:
+            if self.body.usage_in == "never" and chunk.finish_reason:
                 event["metrics"] = self.metrics()
             yield event | self._partial_usage(choice)
 
-    def last_events(self) -> Iterator[dict[str, Any]]:
-        if self.usage_in != "never":
-            yield self.usage_event()
+    def last_events(self) -> Iterator[Json]:
+        if self.body.usage_in != "never":
+            yield self.openai_object(self.event_kind, []) | self.usage_fields()
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> Json:
         """Return the event that ends a stream after an error."""
         return error.body()
 
-    def _partial_usage(self, choice: AnswerChoice) -> dict[str, Any]:
-        if self.usage_in == "never":
+    def _partial_usage(self, choice: AnswerChoice) -> Json:
+        if self.body.usage_in == "never":
             return {}
-        return {"usage": self.usage(choice) if self.usage_in == "always" else None}
+        return {"usage": self.usage(choice) if self.body.usage_in == "always" else None}
 
-    def openai_object(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def openai_object(self, what: str, choices: list[Json]) -> Json:
         """Return an OpenAI object of type `what` with these choices."""
         head = {"id": self.id, "object": what, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
-    def usage_fields(self) -> dict[str, Any]:
+    def usage_fields(self) -> Json:
         """Return the fields with the request's usage and times."""
         return {"usage": self.usage(), "metrics": self.metrics()}
 
-    def usage(self, choice: AnswerChoice | None = None) -> dict[str, Any]:
+    def usage(self, choice: AnswerChoice | None = None) -> Json:
         """Count the tokens so far, of all choices or of one; a prompt counts once."""
         choices = [choice] if choice else self.choices
-        firsts = choices[:: self.n]
+        firsts = choices[:: self.body.n or 1]
         prompt = sum(len(choice.ids) for choice in firsts)
         given = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.metrics.cached_tokens for c in firsts if c.metrics)
@@ -255,7 +244,7 @@ class Answer:
             "completion_tokens_details": {"reasoning_tokens": thought},
         }
 
-    def metrics(self) -> dict[str, Any] | None:
+    def metrics(self) -> Json | None:
         """Return vLLM's metrics of a request; None if it has several choices."""
         metrics = self.choices[0].metrics
         if len(self.choices) > 1 or metrics is None or metrics.ttft_s is None:
@@ -272,7 +261,7 @@ class Answer:
             "speculative_decoding": asdict(metrics.speculative_decoding),
         }
 
-    def prompt_logprobs_field(self, choice: AnswerChoice) -> dict[str, Any]:
+    def prompt_logprobs_field(self, choice: AnswerChoice) -> Json:
         """Return the field with a prompt's log-probabilities as in vLLM, if requested.
 
         It has one entry per token; the first entry is None.
@@ -283,22 +272,17 @@ class Answer:
         for token in choice.prompt_logprobs:
             own = [(token.token_id, token.logprob, token.rank)]
             top = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
-            entries.append(
-                {
-                    str(id): {
-                        "logprob": clamp_logprob(logprob),
-                        "rank": rank,
-                        "decoded_token": self.token_text(id)[0],
-                    }
-                    for id, logprob, rank in own + top
-                }
-            )
+            entry = {}
+            for id, logprob, rank in own + top:
+                value = {"logprob": clamp_logprob(logprob), "rank": rank}
+                entry[str(id)] = value | {"decoded_token": self.token_text(id)[0]}
+            entries.append(entry)
         return {"prompt_logprobs": entries}
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Return a token's text for logprobs, and its bytes; a special token has no bytes."""
         raw = self.tokenizer.token_bytes(token) if self.tokenizer else b""
-        if self.tokenizer is None or self.ids_as_texts:
+        if self.tokenizer is None or self.body.return_tokens_as_token_ids:
             return f"token_id:{token}", list(raw) or None
         if not raw:
             return self.tokenizer.special_name(token) or "", None

@@ -1,15 +1,19 @@
 """The server's routes, for clients of OpenAI and Anthropic, vLLM's dashboards and browsers."""
 
 import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
+from mtpbuild.runtime.server import protocol
 from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
 from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
@@ -22,14 +26,6 @@ from mtpbuild.runtime.server.messages import (
     count_prompt_tokens,
     read_message,
 )
-from mtpbuild.runtime.server.protocol import (
-    ChatBody,
-    ChatTokensBody,
-    CompletionBody,
-    StreamedBody,
-    TextTokensBody,
-    TokensBody,
-)
 from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.tokens import detokenize_body, tokenize_body
@@ -39,7 +35,9 @@ EVENTS = {
     "description": "The answer; with `stream` as server-sent events",
     "content": {"application/json": {}, "text/event-stream": {}},
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
+Convert: TypeAlias = Callable[[Service, Any], Any]
+Statuses: TypeAlias = dict[int | str, dict[str, Any]]
+ERRORS: Statuses = {
     400: {"description": "The request can't be done; `param` names the reason"},
     401: {"description": "No API key"},
     403: {"description": "The request comes from a page of another origin"},
@@ -50,9 +48,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"description": "The engine failed"},
     503: {"description": "Loading, or shutting down"},
 }
-
-
-FEW: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 503)}
+FEW: Statuses = {status: ERRORS[status] for status in (401, 503)}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -65,9 +61,17 @@ def make_app(service: Service) -> FastAPI:
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
     bodies = APIRouter(route_class=make_route_class(service.reading))
-    _add_generation(bodies, service)
-    _add_translated(bodies, service)
-    _add_tokens(bodies, service)
+    chat = "Continue a conversation"
+    generate = partial(_add_generation, bodies, service)
+    generate("/v1/chat/completions", protocol.ChatBody, read_chat, f"{chat}.")
+    generate("/v1/completions", protocol.CompletionBody, read_completion, "Continue texts.")
+    generate("/v1/responses", ResponsesBody, read_response, f"{chat}, by OpenAI's newer API.")
+    generate("/v1/messages", MessagesBody, read_message, f"{chat}, by Anthropic's API.")
+    convert = partial(_add_tokens, bodies, service)
+    convert("/v1/messages/count_tokens", MessagesPrompt, count_prompt_tokens, "Count tokens.")
+    prompt = protocol.TextTokensBody | protocol.ChatTokensBody
+    convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
+    convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
     app.include_router(bodies)
     _add_state(app, service)
     app.add_middleware(RequestGate, settings=service.settings)
@@ -81,43 +85,28 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generation(bodies: APIRouter, service: Service) -> None:
-    responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
+def _add_generation(
+    bodies: APIRouter, service: Service, path: str, kind: Any, read: Read, about: str
+) -> None:
+    """Add a route whose response reads the body's prompts and runs them when it is sent."""
 
-    @bodies.post("/v1/chat/completions", responses=responses)
-    async def chat(body: ChatBody, request: Request) -> Response:
-        """Continue a conversation."""
-        return await _answer(service, read_chat, body, request)
-
-    @bodies.post("/v1/completions", responses=responses)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue texts."""
-        return await _answer(service, read_completion, body, request)
+    @bodies.post(path, name=path, description=about, responses={200: EVENTS, **ERRORS})
+    async def generate(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
+        service.admit(body.count)
+        response = EventStream if body.stream else AnswerResponse
+        return response(service, read, body, long=request.state.long)
 
 
-def _add_translated(bodies: APIRouter, service: Service) -> None:
-    responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
-
-    @bodies.post("/v1/responses", responses=responses)
-    async def respond(body: ResponsesBody, request: Request) -> Response:
-        """Continue a conversation, as OpenAI's newer API says it."""
-        return await _answer(service, read_response, body, request)
-
-    @bodies.post("/v1/messages", responses=responses)
-    async def messages(body: MessagesBody, request: Request) -> Response:
-        """Continue a conversation, as Anthropic's API says it."""
-        return await _answer(service, read_message, body, request)
-
-    @bodies.post("/v1/messages/count_tokens", responses=ERRORS)
-    async def count_tokens(body: MessagesPrompt, request: Request) -> Response:
-        """Count the tokens of a prompt."""
-        return JsonResponse(await service.reading.run(object(), count_prompt_tokens, service, body))
+def _add_tokens(
+    bodies: APIRouter, service: Service, path: str, kind: Any, convert: Convert, about: str
+) -> None:
+    @bodies.post(path, name=path, description=about, responses=ERRORS)
+    async def convert_tokens(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
+        return JsonResponse(await service.reading.run(object(), convert, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
-        if service.engine is None:
-            raise ApiError(503, "the engine is being loaded")
         return {
             "id": service.model,
             "object": "model",
@@ -158,48 +147,27 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response()
 
     @app.get("/version")
-    async def told_version() -> dict[str, str]:
+    async def read_version() -> dict[str, str]:
         return {"version": version("mtpbuild")}
 
     @app.get("/metrics", responses=FEW)
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
-        if service.engine is None:
-            raise ApiError(503, "the engine is being loaded")
-        text, kind = service.metrics.text()
-        return Response(text, headers={"Content-Type": kind})
+        card()  # raises while the engine is being loaded
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
-def _add_tokens(bodies: APIRouter, service: Service) -> None:
-    @bodies.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TextTokensBody | ChatTokensBody, request: Request) -> Response:
-        """Turn a text, or a conversation as its prompt, into token ids."""
-        return JsonResponse(await service.reading.run(object(), tokenize_body, service, body))
-
-    @bodies.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: TokensBody, request: Request) -> Response:
-        """Turn token ids into text."""
-        return JsonResponse(await service.reading.run(object(), detokenize_body, service, body))
-
-
-async def _answer(service: Service, read: Read, body: StreamedBody, request: Request) -> Response:
-    """Return a response that reads the body's prompts and runs them when it is sent."""
-    service.admit(body.count)
-    kind = EventStream if body.stream else AnswerResponse
-    return kind(service, read, body, long=request.state.long)
-
-
 async def _error(request: Request, error: Exception) -> Response:
     """Answer any exception with the error object of the route's API."""
-    match error:
-        case ApiError():
-            return error.response(request.url.path)
-        case HTTPException():
-            response = ApiError(error.status_code, str(error.detail)).response(request.url.path)
-            response.headers.update(error.headers or {})
-            return response
-    return ApiError(500, "the server failed").response(request.url.path)
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers, error = error.headers or {}, ApiError(error.status_code, str(error.detail))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed")
+    response = error.response(request.url.path)
+    response.headers.update(headers)
+    return response

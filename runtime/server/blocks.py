@@ -1,77 +1,88 @@
 """Shared parts of the APIs that are translated into chats and stream answers block by block."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from mtpbuild.runtime.requests.request import Chunk
-from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice
+from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.bodies import invalid_body
+from mtpbuild.runtime.server.chat import read_chat_as
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
-from mtpbuild.runtime.text.reasoning import AnswerPiece
+from mtpbuild.runtime.server.service import Service
 
-Json = dict[str, Any]
 CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}
 
 
-def make_chat_body(body: StreamedBody, kwargs: Json, /, **fields: Any) -> ChatBody:
-    """Return a chat's body with these fields and the body's extra fields.
+class TranslatedBody(StreamedBody):
+    """The body of an API that is translated into a chat's; extra fields are the chat's own."""
 
-    kwargs: for the chat template, which ignores those that it does not read.
-    """
-    given = dict(body.model_extra or {})
-    given |= {name: value for name, value in fields.items() if value is not None}
-    for name, nothing in CHAT_ALONE.items():
-        if given.pop(name, None) not in (None, nothing):
-            raise ApiError(400, f"{name} is not supported: /v1/chat/completions has it", name)
-    given |= {"model": body.model, "stream_options": None}
-    own = given.get("chat_template_kwargs")
-    if kwargs and isinstance(own, dict | None):
-        given["chat_template_kwargs"] = kwargs | (own or {})
-    try:
-        return ChatBody.model_validate(given)
-    except ValidationError as error:
-        raise invalid_body(error) from None
+    model_config = ConfigDict(strict=True, extra="allow")
 
+    names: ClassVar[Mapping[str, str]]  # chat field -> this API's
 
-@contextmanager
-def rename_error_fields(
-    body: StreamedBody, names: Mapping[str, str], places: Callable[[], Sequence[str]]
-) -> Iterator[None]:
-    """Rename the fields in errors raised by the block to those that the client sent.
+    def conversation(self) -> list[tuple[str, Json]]:
+        """Return the chat messages, each with the path of its content in this body."""
+        raise NotImplementedError
 
-    names: chat field -> the API's field. places: gives the path of each message's content.
-    """
+    def chat_body(self) -> ChatBody:
+        """Translate the body; raises ApiError for fields that a chat lacks."""
+        raise NotImplementedError
 
-    def renamed(place: str) -> str:
+    def make_chat_body(self, template: Json, **fields: Any) -> ChatBody:
+        """Return a chat's body with these fields and the extra ones.
+
+        template: for the chat template, which ignores those that it does not read.
+        """
+        given = dict(self.model_extra or {})
+        given |= {name: value for name, value in fields.items() if value is not None}
+        for name, nothing in CHAT_ALONE.items():
+            if given.pop(name, None) not in (None, nothing):
+                raise ApiError(400, f"{name} is not supported: /v1/chat/completions has it", name)
+        given |= {"model": self.model, "stream": self.stream, "stream_options": None}
+        given["messages"] = [message for _, message in self.conversation()]
+        own = given.get("chat_template_kwargs")
+        if template and isinstance(own, dict | None):
+            given["chat_template_kwargs"] = template | (own or {})
+        try:
+            return ChatBody.model_validate(given)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+
+    @contextmanager
+    def errors_in_own_fields(self) -> Iterator[None]:
+        """Rename the fields in errors raised by the block to those that the client sent."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param is not None:
+                chat_field, error.param = error.param, self._own_field(error.param)
+                if error.message.startswith(chat_field):
+                    error.message = error.param + error.message.removeprefix(chat_field)
+            raise
+
+    def _own_field(self, place: str) -> str:
+        """Return the field of this body that a field of the chat comes from."""
         first, _, rest = place.partition(".")
-        if first in (body.model_extra or {}):
+        if first in (self.model_extra or {}):
             return place
         number, _, content = rest.partition(".")
         if first == "messages" and content == "content":
-            return places()[int(number)]
+            return self.conversation()[int(number)][0]
         if first == "tools":
             return place.replace(".function", "")
-        return names[first] + place.removeprefix(first) if first in names else place
-
-    try:
-        yield
-    except ApiError as error:
-        if error.param is not None:
-            told, error.param = error.param, renamed(error.param)
-            if error.message.startswith(told):
-                error.message = error.param + error.message.removeprefix(told)
-        raise
+        return self.names.get(first, first) + place.removeprefix(first)
 
 
 class BlockAnswer(Answer):
     """An answer that is streamed block by block: each one is opened, grows and is closed."""
 
-    ends = None
+    ends_with_done = False
+    body: ChatBody
     index = -1  # of the newest block in the stream
     _open: AnswerBlock | None = None
 
@@ -98,14 +109,12 @@ class BlockAnswer(Answer):
     @property
     def blocks(self) -> list[AnswerBlock]:
         """The blocks that are shown to the client."""
-        return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
+        return [block for block in self.choice.blocks if self._shows(block)]
 
-    def events(
-        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
-    ) -> Iterator[Json]:
+    def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
         for number, found in groupby(pieces, lambda piece: piece.block):
             block = choice.blocks[number]
-            if block.kind == "reasoning" and not self.reasoning:
+            if not self._shows(block):
                 continue
             if block is not self._open:
                 yield from self._close()
@@ -121,3 +130,17 @@ class BlockAnswer(Answer):
     def _close(self) -> Iterator[Json]:
         if self._open is not None:
             yield from self.close_events(self._open)
+
+    def _shows(self, block: AnswerBlock) -> bool:
+        return block.kind != "reasoning" or self.body.include_reasoning is not False
+
+
+Translated = TypeVar("Translated", bound=BlockAnswer)
+
+
+def read_translated(kind: type[Translated], service: Service, body: TranslatedBody) -> Translated:
+    """Create the answer for a body; ApiError names the wrong field."""
+    with body.errors_in_own_fields():
+        answer = read_chat_as(kind, service, body.chat_body())
+    answer.form_field = body.names.get(answer.form_field, answer.form_field)
+    return answer

@@ -1,7 +1,6 @@
 """Parsing of request bodies: strict JSON within limits, in a thread if a body is long."""
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, get_type_hints
 
@@ -11,8 +10,9 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from mtpbuild.runtime.constraints.json_schema import parse_finite
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.pool import Pool
+from mtpbuild.runtime.server.service import Pool
 
 LONG = 16 * 1024  # bytes of a body that is read in a thread
 MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects take the most memory and time
@@ -92,21 +92,10 @@ def _check_size(raw: bytes) -> None:
         raise ApiError(400, f"the body is nested deeper than {DEEPEST} levels")
 
 
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text:.60} is too large")
-    return value
-
-
 def _int(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number has {len(text)} digits, {MOST_DIGITS} at most can be read")
     return int(text)
 
 
-STRICT = json.JSONDecoder(parse_constant=_constant, parse_float=_float, parse_int=_int)
+STRICT = json.JSONDecoder(parse_constant=parse_finite, parse_float=parse_finite, parse_int=_int)

@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: messages become a prompt, chunks become messages."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from mtpbuild.runtime.engine.engine import Engine
@@ -12,79 +13,61 @@ from mtpbuild.runtime.errors import (
     TemplateLimitError,
 )
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
+from mtpbuild.runtime.server.answers import (
+    Answer,
+    AnswerChoice,
+    Json,
+    Pieces,
+    clamp_logprob,
+    seed_choices,
+)
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.params import check_refused, leading_field, read_params
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.roles import adapt_roles
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import forced_calls, form_field
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, detect_form
-from mtpbuild.runtime.text.chat_template import ChatOptions
-from mtpbuild.runtime.text.reasoning import BEGIN, END, AnswerPiece, ThinkingSplitter, opens_thought
+from mtpbuild.runtime.server.tools.grammar import forced_calls
+from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates
+from mtpbuild.runtime.text.reasoning import BEGIN, END, AnswerPiece
 
-Json = dict[str, Any]
+Render = Callable[[Sequence[Json]], str]
 T = TypeVar("T", bound=Answer)
-CHUNK = "chat.completion.chunk"
+MARK = "<instruction-{}-9e3b>"  # stands for the text of an instruction
 
 
-def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
+def read_chat(service: Service, body: ChatBody) -> "ChatAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    return read_chat_as(ChatAnswer, service, engine, body)
+    return read_chat_as(ChatAnswer, service, body)
 
 
-def read_chat_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> T:
+def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
     """Create an answer of class `kind` for a chat's body; ApiError names the wrong field."""
-    form = _form(service, engine, body)
+    engine = service.engine
+    form = _form(service, body)
     ids = encode_prompt(engine, body)
-    most, names = body.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
-    if most is None:
-        most, names = body.max_tokens, {}
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    calls = forced_calls(body, form, engine.tokenizer)
     split = not service.settings.no_thinking_split
     marks = engine.manifest.model.thinking_token_ids if split else None
-    markers = (*((BEGIN, END) if marks else ()), *(form.tokens if form else ()))
     params = read_params(
         service,
-        engine,
         body,
         len(ids),
-        most,
-        logprobs=logprobs,
-        calls=calls,
-        markers=markers,
-        names=names,
+        calls=forced_calls(body, form, engine.tokenizer),
+        markers=(*((BEGIN, END) if marks else ()), *(form.tokens if form else ())),
         split_thought=marks is not None,
         stop_in_thought=bool(body.stop_in_thought),
     )
     single = body.parallel_tool_calls is False
     schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
-    choices = [
-        AnswerChoice(index, ids, own) for index, own in enumerate(seed_choices(params, body.n or 1))
-    ]
-    for choice in choices:
-        if marks is not None:
-            choice.splitter = ThinkingSplitter(marks, opens_thought(ids, marks, engine.tokenizer))
+    choices = []
+    for index, own in enumerate(seed_choices(params, body.n or 1)):
+        choices.append(choice := AnswerChoice(index, ids, own))
         choice.calls = ToolCalls(form, schemas, single=single) if form else None
-    return kind(
-        service.model,
-        choices,
-        len(choices),
-        engine.tokenizer,
-        with_logprobs=bool(body.logprobs),
-        with_ids=bool(body.return_token_ids),
-        ids_as_texts=bool(body.return_tokens_as_token_ids),
-        id=body.request_id,
-        reasoning=body.include_reasoning is not False,
-        usage_in=body.usage_in,
-        form_field=form_field(body),
-    )
+    return kind(service.model, body, choices, engine.tokenizer)
 
 
-def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
+def _form(service: Service, body: ChatBody) -> Form | None:
     """Return the form of the model's tool calls; None if the request allows none."""
     if not body.tools:
         if body.tool_choice == "auto" and body.tools is not None:
@@ -92,7 +75,8 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
         return None
     if body.tool_choice == "none" or service.settings.tool_call_parser == "none":
         return None
-    name = service.settings.tool_call_parser or _written_form(engine)
+    templates = _templates(service.engine)
+    name = service.settings.tool_call_parser or (detect_form(templates) if templates else None)
     if name is None:
         message = (
             "this model's chat template writes no calls of tools, or in a form that is not known: "
@@ -102,15 +86,8 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
     return FORMS[name]
 
 
-def _written_form(engine: Engine) -> str | None:
-    templates = engine.tokenizer.chat_template if engine.tokenizer else None
-    return detect_form(templates) if templates else None
-
-
-def _template(engine: Engine) -> str:
-    """Return the text of the model's chat templates."""
-    templates = engine.tokenizer.chat_template if engine.tokenizer else None
-    return templates.text if templates else ""
+def _templates(engine: Engine) -> ChatTemplates | None:
+    return engine.tokenizer.chat_template if engine.tokenizer else None
 
 
 def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
@@ -123,7 +100,8 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     if body.reasoning_effort is not None:
-        if "reasoning_effort" not in _template(engine):
+        templates = _templates(engine)
+        if templates is None or "reasoning_effort" not in templates.text:
             message = "reasoning_effort is not supported: this model's chat template does not ask"
             raise ApiError(400, message, "reasoning_effort")
         kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
@@ -181,16 +159,47 @@ def _with_objects(message: Json) -> Json:
 
 def _object_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        return call
+    text = (function.get("arguments") or "{}") if isinstance(function, dict) else None
+    if isinstance(text, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return call | {"function": function | {"arguments": json.loads(text)}}
+    return call
+
+
+def adapt_roles(messages: list[Json], render: Render) -> list[Json]:
+    """Return the messages in the first variant of which the template shows all instructions.
+
+    The variants: role `developer` stays; it becomes `system`; the leading system messages are also
+    joined into one. If the template shows none of them, the second variant is returned.
+    """
+    if not any(message.get("role") == "developer" for message in messages):
+        return messages
+    tried = [messages, *_others(messages)]
+    return next((each for each in tried if _shows(each, render)), tried[1])
+
+
+def _others(messages: list[Json]) -> Iterator[list[Json]]:
+    system = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+    yield system
+    first = next((i for i, m in enumerate(system) if m.get("role") != "system"), len(system))
+    if first > 1:
+        text = "\n\n".join(str(message.get("content", "")) for message in system[:first])
+        yield [system[0] | {"content": text}, *system[first:]]
+
+
+def _shows(messages: list[Json], render: Render) -> bool:
+    """Return whether the rendered template contains the texts of all instructions."""
+    marked, marks = [], []
+    for number, message in enumerate(messages):
+        if message.get("role") in ("system", "developer") and message.get("content"):
+            marks.append(MARK.format(number))
+            message = message | {"content": marks[-1]}
+        marked.append(message)
     try:
-        arguments = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return call | {"function": function | {"arguments": arguments}}
+        text = render(marked)
+    except RequestError:
+        return False
+    return all(mark in text for mark in marks)
 
 
 def make_tool_call(id: str, name: str, arguments: str) -> Json:
@@ -201,24 +210,25 @@ def make_tool_call(id: str, name: str, arguments: str) -> Json:
 class ChatAnswer(Answer):
     """An answer as chat messages."""
 
-    kind = "chatcmpl"
+    kind, event_kind = "chatcmpl", "chat.completion.chunk"
+    body: ChatBody
 
     def full_body(self) -> Json:
         choices = [self._choice(choice) for choice in self.choices]
-        prompt = self.prompt() | self.prompt_logprobs_field(self.choices[0])
+        prompt = self._prompt_ids() | self.prompt_logprobs_field(self.choices[0])
         return self.openai_object("chat.completion", choices) | prompt | self.usage_fields()
 
-    def prompt(self) -> Json:
-        """Return the field with the prompt's token ids, if requested."""
-        return {"prompt_token_ids": self.choices[0].ids} if self.with_ids else {}
+    def _prompt_ids(self) -> Json:
+        ids = {"prompt_token_ids": self.choices[0].ids}
+        return ids if self.body.return_token_ids else {}
 
     def _choice(self, choice: AnswerChoice) -> Json:
         content = choice.join_text("content")
         message: Json = {"role": "assistant", "content": content or None, "refusal": None}
-        if not choice.call_blocks and choice.splitter is None:
+        if not choice.call_blocks and not choice.params.split_thought:
             message["content"] = content
-        thought = choice.join_text("reasoning") if self.reasoning else ""
-        if thought:
+        thought = choice.join_text("reasoning")
+        if thought and self.body.include_reasoning is not False:
             message |= {"reasoning_content": thought, "reasoning": thought}
         if choice.call_blocks:
             message["tool_calls"] = [
@@ -227,44 +237,40 @@ class ChatAnswer(Answer):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
+            "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
             **choice.finish_fields,
-        } | ({"token_ids": choice.token_ids} if self.with_ids else {})
+        } | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
     def opening_event(self, choice: AnswerChoice) -> Json:
         opening_event = self._event(choice, {"role": "assistant", "content": ""})
-        return opening_event | (self.prompt() if choice.index == 0 else {})
+        return opening_event | (self._prompt_ids() if choice.index == 0 else {})
 
-    def event(
-        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
-    ) -> Json | None:
+    def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         delta: Json = {}
         for piece in pieces:
             if piece.kind in ("name", "arguments"):
                 self._add_call(delta.setdefault("tool_calls", []), choice, piece)
             elif piece.kind == "content":
                 delta["content"] = delta.get("content", "") + piece.text
-            elif self.reasoning:
+            elif self.body.include_reasoning is not False:
                 for name in ("reasoning_content", "reasoning"):
                     delta[name] = delta.get(name, "") + piece.text
-        logprobs = self._logprobs(chunk.logprobs or ()) if self.with_logprobs else None
-        if not (delta or chunk.finish_reason or logprobs or self.with_ids):
+        logprobs = self._logprobs(chunk.logprobs or ()) if self.body.logprobs else None
+        if not (delta or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
         event = self._event(choice, delta)
         (fields,) = event["choices"]
         fields["logprobs"] = logprobs
         if chunk.finish_reason is not None:
             fields |= choice.finish_fields
-        if self.with_ids:
-            fields |= {
-                "token_ids": list(chunk.token_ids),
-                "spans": [[p.text, p.from_draft, p.kind] for p in pieces],
-            }
+        if self.body.return_token_ids:
+            spans = [[piece.text, piece.from_draft, piece.kind] for piece in pieces]
+            fields |= {"token_ids": list(chunk.token_ids), "spans": spans}
         return event
 
     def _event(self, choice: AnswerChoice, delta: Json) -> Json:
         fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.openai_object(CHUNK, [fields])
+        return self.openai_object(self.event_kind, [fields])
 
     def _add_call(self, calls: list[Json], choice: AnswerChoice, piece: AnswerPiece) -> None:
         """Add a piece of a call; only its first piece has id, type and name: clients join them."""
@@ -275,9 +281,6 @@ class ChatAnswer(Answer):
             calls[-1]["function"]["arguments"] += piece.text
         else:
             calls.append({"index": piece.call, "function": {"arguments": piece.text}})
-
-    def usage_event(self) -> Json:
-        return self.openai_object(CHUNK, []) | self.usage_fields()
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:

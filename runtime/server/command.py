@@ -8,7 +8,7 @@ from typer import Option
 
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.contract.target_options import changed
-from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError, install
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
@@ -27,11 +27,8 @@ def serve(
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Serve an engine over HTTP, as OpenAI's API (docs/serving.md)."""
-    try:
+    with needing("`mtpbuild serve` needs", "serve"):
         from mtpbuild.runtime.server import server
-    except ImportError as error:
-        missing = f"`mtpbuild serve` needs {error.name}: {install('serve')}"
-        raise MissingDependencyError(missing) from None
     from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
@@ -55,13 +52,8 @@ def serve(
     )
 
     def load() -> Engine:
-        loaded = Engine.load(
-            engine,
-            verify_hashes=verify_hashes,
-            warm=[SamplingParams(), SamplingParams(temperature=1.0)],
-            **own.load_arguments(),
-            **changed(load_flags),
-        )
+        options = changed(load_flags)
+        loaded = settings.load_engine(engine, verify_hashes=verify_hashes, **options)
         # The first grammar reads the vocabulary, up to a second: do it before the first request.
         with contextlib.suppress(MtpbuildError):
             loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))

@@ -8,21 +8,23 @@ from typing import Any
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, AnswerChoice, clamp_logprob, seed_choices
+from mtpbuild.runtime.server.answers import (
+    Answer,
+    AnswerChoice,
+    Json,
+    Pieces,
+    clamp_logprob,
+    seed_choices,
+)
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.params import read_params
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import form_field
-from mtpbuild.runtime.text.reasoning import AnswerPiece
-
-Json = dict[str, Any]
-DEFAULT_TOKENS = 16
-KIND = "text_completion"
 
 
-def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "CompletionAnswer":
+def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
+    engine = service.engine
     if body.suffix:
         raise ApiError(400, "suffix is not supported", "suffix")
     if body.best_of not in (None, 1, body.n):
@@ -30,33 +32,12 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
     choices: list[AnswerChoice] = []
     for prompt in _prompts(body.prompt):
         ids = _ids(engine, prompt, body)
-        params = read_params(
-            service,
-            engine,
-            body,
-            len(ids),
-            body.max_tokens,
-            usual=DEFAULT_TOKENS,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-            names={} if "prompt_logprobs" in body.settings else {"prompt_logprobs": "echo"},
-        )
+        params = read_params(service, body, len(ids))
         for own in seed_choices(params, body.n or 1):
             choices.append(AnswerChoice(len(choices), ids, own))
             if body.echo:
                 choices[-1].echo = _echo(engine, prompt, choices[-1])
-    return CompletionAnswer(
-        service.model,
-        choices,
-        body.n or 1,
-        engine.tokenizer,
-        with_logprobs=body.logprobs is not None,
-        with_ids=bool(body.return_token_ids),
-        ids_as_texts=bool(body.return_tokens_as_token_ids),
-        id=body.request_id,
-        usage_in=body.usage_in,
-        form_field=form_field(body),
-    )
+    return CompletionAnswer(service.model, body, choices, engine.tokenizer)
 
 
 def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
@@ -92,14 +73,15 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 class CompletionAnswer(Answer):
     """An answer as plain text."""
 
-    kind = "cmpl"
+    kind, event_kind = "cmpl", "text_completion"
+    body: CompletionBody
 
     def full_body(self) -> Json:
         choices = []
         for choice in self.choices:
             text = choice.echo + choice.join_text("content")
             logprobs = None
-            if self.with_logprobs:
+            if self.body.logprobs is not None:
                 scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
                 tokens = [*(scored if choice.echo else ()), *choice.logprobs]
                 starts = [*(self._prompt_starts(choice) if choice.echo else ())]
@@ -107,38 +89,32 @@ class CompletionAnswer(Answer):
                 logprobs = self._logprobs(tokens, starts, len(text))
             own = self._choice_fields(choice, text, logprobs, choice.token_ids, first=True)
             choices.append(own | choice.finish_fields | self.prompt_logprobs_field(choice))
-        return self.openai_object(KIND, choices) | self.usage_fields()
+        return self.openai_object(self.event_kind, choices) | self.usage_fields()
 
     def opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
-        return self.openai_object(
-            KIND, [self._choice_fields(choice, choice.echo, None, [], first=True)]
-        )
+        fields = self._choice_fields(choice, choice.echo, None, [], first=True)
+        return self.openai_object(self.event_kind, [fields])
 
-    def event(
-        self, choice: AnswerChoice, chunk: Chunk, pieces: Sequence[AnswerPiece]
-    ) -> Json | None:
+    def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._certain_logprobs(choice, last=chunk.finish_reason is not None)
-        if not (text or chunk.finish_reason or logprobs or self.with_ids):
+        if not (text or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
         fields = self._choice_fields(choice, text, logprobs, list(chunk.token_ids), first=first)
         if chunk.finish_reason is not None:
             fields |= choice.finish_fields
-        return self.openai_object(KIND, [fields])
-
-    def usage_event(self) -> Json:
-        return self.openai_object(KIND, []) | self.usage_fields()
+        return self.openai_object(self.event_kind, [fields])
 
     def _choice_fields(
         self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
         """Return a choice's object; the `first` one of a choice also has the prompt's ids."""
         fields = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        if not self.with_ids:
+        if not self.body.return_token_ids:
             return fields
         return fields | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
@@ -147,7 +123,7 @@ class CompletionAnswer(Answer):
 
         A token whose text may be the start of a stop string is held back.
         """
-        if not self.with_logprobs:
+        if self.body.logprobs is None:
             return None
         first = until = choice.sent_logprobs
         known = len(choice.logprobs)

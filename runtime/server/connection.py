@@ -80,10 +80,10 @@ def limit_time(settings: ServerOptions) -> type[H11Protocol]:
             self._refuse(long if found > HEADERS else ApiError(400, "this is not HTTP"))
 
         def _await_headers(self) -> None:
-            timeout = self.loop.call_later(settings.header_timeout, self._no_headers)
+            timeout = self.loop.call_later(settings.header_timeout, self._refuse_slow_headers)
             self._timers["headers"] = timeout
 
-        def _no_headers(self) -> None:
+        def _refuse_slow_headers(self) -> None:
             if not self.transport.is_closing():
                 started = bool(self.conn.trailing_data[0])
                 timeout = ApiError(408, "the request's headers did not come")

@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.server.answers import AnswerBlock
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
-from mtpbuild.runtime.server.chat import encode_prompt, make_tool_call, read_chat_as
+from mtpbuild.runtime.server.answers import AnswerBlock, Json
+from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
+from mtpbuild.runtime.server.chat import encode_prompt, make_tool_call
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
 from mtpbuild.runtime.server.service import Service
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -58,10 +56,10 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
-class MessagesPrompt(StreamedBody):
+class MessagesPrompt(TranslatedBody):
     """The body of POST /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    names = NAMES
 
     messages: Many[Turn]
     system: str | Many[Json] | None = None
@@ -70,6 +68,39 @@ class MessagesPrompt(StreamedBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    def conversation(self) -> list[tuple[str, Json]]:
+        system = [("system", {"role": "system", "content": self.system})] if self.system else []
+        turns = [
+            (f"messages.{number}.content", message)
+            for number, turn in enumerate(self.messages)
+            for message in _turn(number, turn)
+        ]
+        return [*system, *turns]
+
+    def chat_body(self) -> ChatBody:
+        fields, template = self.chat_fields(), Json()
+        if self.messages and self.messages[-1].role == "assistant":
+            fields["continue_final_message"] = True
+        if self.tools:
+            fields["tools"] = [_tool(*tool) for tool in enumerate(self.tools)]
+        if choice := self.tool_choice:
+            named = {"type": "function", "function": {"name": choice.name or ""}}
+            fields["tool_choice"] = CHOICES.get(choice.type, named)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if config := self.output_config:
+            if config.format:
+                schema = {"schema": config.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            template |= {"reasoning_effort": config.effort} if config.effort else {}
+        if self.thinking:
+            fields["include_reasoning"] = thinks = self.thinking.type != "disabled"
+            template |= {"thinking": thinks, "enable_thinking": thinks}
+        return self.make_chat_body(template, **fields)
+
+    def chat_fields(self) -> Json:
+        """Return the fields of a chat that concern its answer alone."""
+        return {}
+
 
 class MessagesBody(MessagesPrompt):
     """The body of POST /v1/messages."""
@@ -77,63 +108,21 @@ class MessagesBody(MessagesPrompt):
     max_tokens: int
     stop_sequences: Many[str] | None = None
 
+    def chat_fields(self) -> Json:
+        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
-def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
+
+def read_message(service: Service, body: MessagesBody) -> "MessagesAnswer":
     """Create the answer for a body; raises ApiError."""
-    with _in_its_words(body):
-        answer = read_chat_as(MessagesAnswer, service, engine, to_chat_body(body))
-    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
-    return answer
+    return read_translated(MessagesAnswer, service, body)
 
 
 def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
     """Count a prompt's tokens; raises ApiError."""
     engine = service.admit(0)
     service.check_model(body.model)
-    with _in_its_words(body):
-        return {"input_tokens": len(encode_prompt(engine, to_chat_body(body)))}
-
-
-def _in_its_words(body: MessagesPrompt) -> AbstractContextManager[None]:
-    return rename_error_fields(body, NAMES, lambda: [place for place, _ in _conversation(body)])
-
-
-def _conversation(body: MessagesPrompt) -> list[tuple[str, Json]]:
-    """Return the chat messages, each with the path of its content in the body; raises ApiError."""
-    system = [("system", {"role": "system", "content": body.system})] if body.system else []
-    turns = [
-        (f"messages.{number}.content", message)
-        for number, turn in enumerate(body.messages)
-        for message in _turn(number, turn)
-    ]
-    return [*system, *turns]
-
-
-def to_chat_body(body: MessagesPrompt) -> ChatBody:
-    """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
-    messages = [message for _, message in _conversation(body)]
-    fields: Json = {"messages": messages}
-    if isinstance(body, MessagesBody):
-        fields |= {"max_tokens": body.max_tokens, "stream": body.stream}
-        fields["stop"] = body.stop_sequences
-    if messages and messages[-1]["role"] == "assistant":
-        fields["continue_final_message"] = True
-    if body.tools:
-        fields["tools"] = [_tool(*tool) for tool in enumerate(body.tools)]
-    if choice := body.tool_choice:
-        named = {"type": "function", "function": {"name": choice.name or ""}}
-        fields["tool_choice"] = CHOICES.get(choice.type, named)
-        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    kwargs: Json = {}
-    if config := body.output_config:
-        if config.format:
-            schema = {"schema": config.format.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        kwargs |= {"reasoning_effort": config.effort} if config.effort else {}
-    if body.thinking:
-        fields["include_reasoning"] = thinks = body.thinking.type != "disabled"
-        kwargs |= {"thinking": thinks, "enable_thinking": thinks}
-    return make_chat_body(body, kwargs, **fields)
+    with body.errors_in_own_fields():
+        return {"input_tokens": len(encode_prompt(engine, body.chat_body()))}
 
 
 def _turn(number: int, turn: Turn) -> list[Json]:

@@ -3,11 +3,14 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.threads import THREADS, parse_threads
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +43,19 @@ class ReplicaFlags:
     )
     threads: int | None = flag(None, THREADS, parser=parse_threads)
 
-    def load_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Engine.load`."""
-        return {
-            "threads": self.threads,
-            "prefix_cache": not self.no_prefix_cache,
-            "prefix_cache_bytes": self.prefix_cache_bytes,
-            "prefix_cache_dir": self.prefix_cache_dir,
-        }
+    def load_engine(self, folder: Path, **options: Any) -> "Engine":
+        """Load the engine, and run greedy and sampling programs once."""
+        from mtpbuild.runtime import Engine, SamplingParams
+
+        return Engine.load(
+            folder,
+            threads=self.threads,
+            prefix_cache=not self.no_prefix_cache,
+            prefix_cache_bytes=self.prefix_cache_bytes,
+            prefix_cache_dir=self.prefix_cache_dir,
+            warm=[SamplingParams(), SamplingParams(temperature=1.0)],
+            **options,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

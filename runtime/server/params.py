@@ -3,52 +3,45 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.sampling.params import SamplingParams, http_settings, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.structured import read_structured
 
+KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
 def read_params(
     service: Service,
-    engine: Engine,
     body: GenerationBody,
     prompt: int,
-    most: int | None,
-    *,
-    usual: int | None = None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
     **own: Any,
 ) -> SamplingParams:
     """Return the SamplingParams of a request; raises ApiError for those the engine can't serve.
 
-    prompt: its number of tokens. most: the answer's token limit; None: `usual`, capped by the room
-    that the context has left. prompt_logprobs: the default if the body does not set it. calls: the
-    grammar of an answer that must be tool calls. markers: texts that the answer must show even if
-    they are special tokens. names: setting -> the body's field that sets it, where they differ.
-    own: further fields of SamplingParams, which clients can't set.
+    prompt: its number of tokens. calls: the grammar of an answer that must be tool calls. markers:
+    texts that the answer must show even if they are special tokens. own: further fields of
+    SamplingParams, which clients can't set.
     """
+    engine = service.engine
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)
-    named = dict(names or {})
+    most, limit_field = body.answer_limit
+    named = {"max_tokens": limit_field}  # the field of the body that gives a setting
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
-        raise TooLongError(named.get("max_tokens", "max_tokens"), prompt + room, prompt, most)
+        raise TooLongError(limit_field, prompt + room, prompt, most)
     settings = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
-    settings.setdefault("prompt_logprobs", prompt_logprobs)
-    if body.stream and settings["prompt_logprobs"] is not None:
+    if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
+        settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
+    if body.stream and settings.get("prompt_logprobs") is not None:
         field = named.get("prompt_logprobs", "prompt_logprobs")
         raise ApiError(400, f"{field} can't go with stream", field)
     if settings.get("stop") and engine.tokenizer is None:
@@ -63,8 +56,8 @@ def read_params(
     if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
-        limit = min(room, usual or room) if most is None else most
-        params = SamplingParams(max_tokens=limit, logprobs=logprobs, **settings, **own)
+        limit = min(room, body.usual_tokens or room) if most is None else most
+        params = SamplingParams(max_tokens=limit, logprobs=body.num_logprobs, **settings, **own)
         engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
         raise field_error(error, named) from None
@@ -92,3 +85,43 @@ def leading_field(message: str) -> str | None:
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
     return first if first.partition(".")[0] in fields else None
+
+
+def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
+    """Return the field that asks for structured output, and its value; None if there is none.
+
+    Raises ApiError.
+    """
+    given = {"structured_outputs": body.structured_outputs}
+    if body.response_format is not None:
+        given["response_format"] = _response_format(body.response_format)
+    forms = {name: form for name, form in given.items() if form is not None}
+    if len(forms) > 1:
+        raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
+    for field, form in forms.items():
+        if unknown := sorted(form.keys() - {*KINDS, "disable_any_whitespace"}):
+            message = f"{field}: {unknown[0]} is not supported; known: {', '.join(KINDS)}"
+            raise ApiError(400, message, field)
+        try:
+            return field, StructuredOutputs(**{k: form[k] for k in KINDS if k in form})
+        except RequestError as error:
+            raise ApiError(400, str(error), field) from None
+    return None
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Translate OpenAI's response_format into vLLM's structured_outputs."""
+    kind, field = given.get("type"), "response_format"
+    if kind in ("text", "json_object"):
+        for name in ("schema", "json_schema"):
+            if given.get(name) is not None:
+                message = f"{field}.{name} is not supported: type json_schema has it"
+                raise ApiError(400, message, field)
+        return {"json_object": True} if kind == "json_object" else None
+    if kind != "json_schema":
+        message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
+        raise ApiError(400, message, field)
+    match given.get("json_schema"):
+        case {"schema": dict() | bool() as schema}:
+            return {"json": schema}
+    raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)

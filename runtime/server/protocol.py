@@ -5,7 +5,7 @@ does not implement, are refused.
 """
 
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
@@ -17,68 +17,62 @@ Id = Annotated[int, Field(ge=0)]
 TOKEN = "a token id, which is a whole number from 0"
 
 
-def each(names: str, value: Any) -> dict[str, Any]:
-    """Return the same value for several fields."""
-    return dict.fromkeys(names.split(), value)
-
-
-NO_SAMPLER = "no sampler of that name is there"
-NO_CODE = "a server runs no code of its clients"
-REFUSED = {  # field: why it is refused, or which field takes its place
-    **each("audio modalities", "an answer is text"),
-    **each("chat_template task", "an engine has its model's own template"),
-    **each("custom_logit_processor custom_params logits_processors vllm_xargs", NO_CODE),
-    **each("dry_multiplier dynatemp_range mirostat top_n_sigma", NO_SAMPLER),
-    **each("typical_p xtc_probability", NO_SAMPLER),
-    **each("ebnf grammar guided_grammar structural_tag", "structured_outputs has it as `grammar`"),
-    **each("guided_json json_schema", "structured_outputs has it as `json`"),
-    **each("guided_regex regex", "structured_outputs has it as `regex`"),
-    **each("return_hidden_states return_routed_experts", "an engine gives tokens alone"),
-    **each(
-        "thinking_budget thinking_token_budget", "max_tokens bounds thought and answer together"
+REASONS = {  # why fields are refused, or which field takes their place: the fields
+    "an answer is text": "audio modalities",
+    "an answer is tokens alone": "return_hidden_states return_routed_experts",
+    "an engine has its model's own template": "chat_template task",
+    "an engine has its own weights": "lora_path",
+    "the server runs no code of its clients": (
+        "custom_logit_processor custom_params logits_processors vllm_xargs"
     ),
-    "best_of": "n is how many answers there are",
-    "echo": "/v1/completions has it; continue_final_message goes on from a message",
-    "enable_thinking": "chat_template_kwargs has it as `enable_thinking`",
-    "extra_key": "cache_salt takes its place",
-    "function_call": "tool_choice takes its place",
-    "functions": "tools take their place",
-    "guided_choice": "structured_outputs has it as `choice`",
-    "guided_whitespace_pattern": "JSON is written without white space",
-    "input_ids": "/v1/completions takes token ids as its prompt",
-    "kv_transfer_params": "an engine keeps its caches for itself",
-    "length_penalty": "it belongs to beam search, which is not there",
-    "logprob_token_ids": "top_logprobs has the most probable tokens",
-    "lora_path": "an engine has its own weights",
-    "n_predict": "max_tokens takes its place",
-    "no_stop_trim": "include_stop_str_in_output takes its place",
-    "prompt_embeds": "a prompt is a text or token ids",
-    "reasoning": "chats have reasoning_effort and chat_template_kwargs",
-    "repeat_penalty": "repetition_penalty takes its place",
-    "repetition_detection": "max_tokens and stop end an answer",
-    "return_prompt_text": "/tokenize and /detokenize give it",
-    "return_prompt_token_ids": "return_token_ids takes its place",
-    "separate_reasoning": "--no-thinking-split leaves thoughts in the text",
-    "session_params": "the server keeps no sessions: send the whole prompt",
-    "stop_regex": "stop has texts",
-    "suffix": "a model continues a prompt, and fills no gaps",
-    "thinking": "chat_template_kwargs has it as `thinking`",
-    "truncate_prompt_tokens": "a prompt is taken whole or not at all",
-    "use_beam_search": "beam search is not there",
-    "watermarking": "it is not there",
-    "web_search_options": "the server has no tools of its own",
+    "the server has no tools of its own": "web_search_options",
+    "the server keeps neither caches nor sessions of its clients": (
+        "kv_transfer_params session_params"
+    ),
+    "there is no such sampler": (
+        "dry_multiplier dynatemp_range length_penalty mirostat top_n_sigma typical_p "
+        "use_beam_search xtc_probability"
+    ),
+    "there is no watermark": "watermarking",
+    "a prompt is a text or token ids, and is taken whole": "prompt_embeds truncate_prompt_tokens",
+    "a model continues a prompt, and fills no gaps": "suffix",
+    "/v1/completions has it; continue_final_message goes on from a message": "echo",
+    "/v1/completions takes token ids as its prompt": "input_ids",
+    "/tokenize and /detokenize give it": "return_prompt_text",
+    "use cache_salt": "extra_key",
+    "use chat_template_kwargs": "enable_thinking thinking",
+    "use chat_template_kwargs and reasoning_effort": "reasoning",
+    "use include_stop_str_in_output": "no_stop_trim",
+    "use max_tokens, which bounds thought and answer together": (
+        "n_predict thinking_budget thinking_token_budget"
+    ),
+    "use max_tokens and stop": "repetition_detection",
+    "use n": "best_of",
+    "use repetition_penalty": "repeat_penalty",
+    "use return_token_ids": "return_prompt_token_ids",
+    "use stop, which has texts": "stop_regex",
+    "use structured_outputs with `choice`": "guided_choice",
+    "use structured_outputs with `grammar`": "ebnf grammar guided_grammar structural_tag",
+    "use structured_outputs with `json`": "guided_json json_schema",
+    "use structured_outputs with `regex`": "guided_regex regex",
+    "use structured_outputs, whose JSON is without white space": "guided_whitespace_pattern",
+    "use tools and tool_choice": "function_call functions",
+    "use top_logprobs for the most probable tokens": "logprob_token_ids",
+    "start the server with --no-thinking-split to leave thoughts in the text": "separate_reasoning",
 }
-NEUTRAL_VALUES: dict[str, Any] = {  # of refused fields: they change nothing; null never does
-    **each("best_of length_penalty repeat_penalty typical_p", 1),
-    **each("dry_multiplier dynatemp_range mirostat xtc_probability", 0),
-    **each("echo no_stop_trim return_hidden_states return_prompt_text", False),
-    **each("return_prompt_token_ids return_routed_experts use_beam_search watermarking", False),
-    **each("functions logits_processors", []),
-    "modalities": ["text"],
-    "separate_reasoning": True,
-    "suffix": "",
-    "top_n_sigma": -1,
-}
+REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
+SAME: tuple[tuple[Any, str], ...] = (  # values of refused fields that change nothing
+    (1, "best_of length_penalty repeat_penalty typical_p"),
+    (0, "dry_multiplier dynatemp_range mirostat xtc_probability"),
+    (False, "echo no_stop_trim return_hidden_states return_prompt_text return_prompt_token_ids"),
+    (False, "return_routed_experts use_beam_search watermarking"),
+    ([], "functions logits_processors"),
+    (["text"], "modalities"),
+    (True, "separate_reasoning"),
+    ("", "suffix"),
+    (-1, "top_n_sigma"),
+)
+NEUTRAL_VALUES = {name: value for value, names in SAME for name in names.split()}
 
 
 class Body(BaseModel):
@@ -140,9 +134,26 @@ class GenerationBody(StreamedBody):
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
+    usual_tokens: ClassVar[int | None] = None  # the answer's limit if none is given; None: the room
+
     @property
     def count(self) -> int:
         return self.n or 1
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        """The limit of the answer's tokens, and the field that gives it."""
+        return self.max_tokens, "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives of each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """The same for a prompt that the answer repeats."""
+        return None
 
     @property
     def usage_in(self) -> Literal["never", "last", "always"]:
@@ -151,6 +162,12 @@ class GenerationBody(StreamedBody):
         if not options.include_usage:
             return "never"
         return "always" if options.continuous_usage_stats else "last"
+
+    @property
+    def form_field(self) -> str:
+        """The name of the field that asks for structured output."""
+        given = (name for name in ("response_format", "structured_outputs") if getattr(self, name))
+        return next(given, "tool_choice")
 
     @property
     def refused(self) -> tuple[str, str] | None:
@@ -196,6 +213,16 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     stop_in_thought: bool | None = None  # whether stop strings also end a thought
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return super().answer_limit
+        return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class ChatTokensBody(ChatBody):
@@ -258,6 +285,16 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    usual_tokens = 16
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def count(self) -> int:

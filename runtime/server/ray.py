@@ -12,8 +12,6 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.contract.target_options import load_options, option_flags
-from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.server.server import engine_defaults
@@ -70,14 +68,8 @@ class Replica:
             defaults=engine_defaults(folder),
         )
         self._service = Service(own)
-        self._service.start(
-            Engine.load(
-                folder,
-                warm=[SamplingParams(), SamplingParams(temperature=1.0)],
-                **own.load_arguments(),
-                **{name: getattr(arguments, name) for name in LOADING},
-            )
-        )
+        options = {name: getattr(arguments, name) for name in LOADING}
+        self._service.start(own.load_engine(folder, **options))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = make_app(self._service)

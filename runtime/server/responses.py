@@ -5,12 +5,11 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.server.answers import AnswerBlock
-from mtpbuild.runtime.server.blocks import BlockAnswer, Json, make_chat_body, rename_error_fields
-from mtpbuild.runtime.server.chat import make_tool_call, read_chat_as
+from mtpbuild.runtime.server.answers import AnswerBlock, Json
+from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
+from mtpbuild.runtime.server.chat import make_tool_call
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import Body, ChatBody, Many, StreamedBody
+from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
 from mtpbuild.runtime.server.service import Service
 
 STATELESS = "the server keeps no responses: send the whole conversation as input"
@@ -36,10 +35,10 @@ class Text(Body):
     format: Json | None = None
 
 
-class ResponsesBody(StreamedBody):
+class ResponsesBody(TranslatedBody):
     """The body of POST /v1/responses."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    names = NAMES
 
     input: str | Many[Json]
     instructions: str | None = None
@@ -51,51 +50,47 @@ class ResponsesBody(StreamedBody):
     text: Text | None = None
     include: Many[str] | None = None
 
+    def conversation(self) -> list[tuple[str, Json]]:
+        messages: list[tuple[str, Json]] = []
+        if self.instructions:
+            messages.append(("instructions", {"role": "system", "content": self.instructions}))
+        if isinstance(self.input, str):
+            return [*messages, ("input", {"role": "user", "content": self.input})]
+        for number, item in enumerate(self.input):
+            _add(messages, number, item)
+        return messages
 
-def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
+    def chat_body(self) -> ChatBody:
+        extra = self.model_extra or {}
+        for name, reason in REFUSED.items():
+            if extra.get(name):
+                raise ApiError(400, f"{name} is not supported: {reason}", name)
+        if "message.output_text.logprobs" in (self.include or ()):
+            message = "include: /v1/chat/completions has log-probabilities"
+            raise ApiError(400, message, "include")
+        effort = self.reasoning.effort if self.reasoning else None
+        thinks = effort != "none"
+        template = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+        choice, form = self.tool_choice, (self.text.format if self.text else None) or None
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        return self.make_chat_body(
+            template if effort else {},
+            max_tokens=self.max_output_tokens,
+            tools=[_function(tool) for tool in _functions(_tools(self))] or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=form,
+        )
+
+
+def read_response(service: Service, body: ResponsesBody) -> "ResponsesAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    with rename_error_fields(body, NAMES, lambda: [place for place, _ in _conversation(body)]):
-        answer = read_chat_as(ResponsesAnswer, service, engine, to_chat_body(body))
-    answer.form_field = NAMES.get(answer.form_field, answer.form_field)
-    answer.request_body, answer.namespaces = body, dict(_namespaces(_tools(body)))
+    answer = read_translated(ResponsesAnswer, service, body)
+    answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
     return answer
-
-
-def to_chat_body(body: ResponsesBody) -> ChatBody:
-    """Translate a body into a chat's body; raises ApiError for fields that a chat lacks."""
-    extra = body.model_extra or {}
-    for name, reason in REFUSED.items():
-        if extra.get(name):
-            raise ApiError(400, f"{name} is not supported: {reason}", name)
-    if "message.output_text.logprobs" in (body.include or ()):
-        message = "include: /v1/chat/completions has log-probabilities"
-        raise ApiError(400, message, "include")
-    effort = body.reasoning.effort if body.reasoning else None
-    thinks = effort != "none"
-    kwargs = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
-    return make_chat_body(
-        body,
-        kwargs if effort else {},
-        messages=[message for _, message in _conversation(body)],
-        max_tokens=body.max_output_tokens,
-        stream=body.stream,
-        tools=[_function(tool) for tool in _functions(_tools(body))] or None,
-        tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_format(body.text.format) if body.text and body.text.format else None,
-    )
-
-
-def _conversation(body: ResponsesBody) -> list[tuple[str, Json]]:
-    """Return the chat messages, each with the path of its content in the body; raises ApiError."""
-    messages: list[tuple[str, Json]] = []
-    if body.instructions:
-        messages.append(("instructions", {"role": "system", "content": body.instructions}))
-    if isinstance(body.input, str):
-        return [*messages, ("input", {"role": "user", "content": body.input})]
-    for number, item in enumerate(body.input):
-        _add(messages, number, item)
-    return messages
 
 
 def _add(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
@@ -180,24 +175,11 @@ def _function(tool: Json) -> Json:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _tool_choice(choice: str | Json | None) -> str | Json | None:
-    match choice:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-    return choice
-
-
-def _format(form: Json) -> Json:
-    if form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": form}
-
-
 class ResponsesAnswer(BlockAnswer):
     """An answer as a response object, whose output is a list of items."""
 
     kind = "resp"
-    request_body: ResponsesBody
+    asked: ResponsesBody
     namespaces: dict[str, Any]  # by function name
     _events = 0
 
@@ -265,7 +247,7 @@ class ResponsesAnswer(BlockAnswer):
         return head | {"type": "function_call"} | call
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        request_body = self.request_body.model_dump(exclude_unset=True)
+        asked = self.asked.model_dump(exclude_unset=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
@@ -276,17 +258,17 @@ class ResponsesAnswer(BlockAnswer):
             "error": None,
             "incomplete_details": cut,
             "output": output,
-            "parallel_tool_calls": request_body.get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": request_body.get("reasoning") or {"effort": None, "summary": None},
+            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
             "store": False,
-            "text": request_body.get("text") or {"format": {"type": "text"}},
-            "tool_choice": request_body.get("tool_choice") or "auto",
-            "tools": request_body.get("tools") or [],
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
             "metrics": self.metrics(),
-        } | {name: request_body.get(name) for name in ECHOED}
+        } | {name: asked.get(name) for name in ECHOED}
 
     def _usage(self) -> Json:
         usage = self.usage()

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import (
@@ -20,8 +22,9 @@ from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.pool import Pool
 
+P = ParamSpec("P")
+R = TypeVar("R")
 log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
 READERS, COMPILERS = 4, 2  # threads
@@ -29,6 +32,30 @@ FORMS = 32  # output grammars that are being compiled or queued for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
 CUT_OFF_SECONDS = 0.5  # in which clients can read the error after their requests were cut off
+
+
+class Pool:
+    """A few threads for jobs of one kind, with a limit on the jobs that run or wait.
+
+    If its caller is cancelled, a job that has not started is dropped. Jobs with the same key count
+    once towards the limit, since the first one does the work (and caches it) for the others.
+    """
+
+    def __init__(self, name: str, threads: int, limit: int, busy: str) -> None:
+        """busy: the error message for a client whose job exceeds the limit."""
+        self._executor = ThreadPoolExecutor(threads, name)
+        self._limit, self._busy = limit, busy
+        self._jobs: dict[Future[Any], Hashable] = {}
+
+    async def run(self, key: Hashable, call: Callable[P, R], *args: P.args, **kw: P.kwargs) -> R:
+        """Return what the call returns; raises ApiError if the limit is reached."""
+        keys = set(self._jobs.values())
+        if key not in keys and len(keys) >= self._limit:
+            raise ApiError(429, self._busy)
+        job = self._executor.submit(call, *args, **kw)
+        self._jobs[job] = key
+        job.add_done_callback(lambda done: self._jobs.pop(done, None))
+        return await asyncio.wrap_future(job)
 
 
 class Service:
@@ -39,7 +66,7 @@ class Service:
 
     def __init__(self, settings: ServerOptions) -> None:
         self.settings = settings
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None
         self.draining = False
         self.failed: EngineError | None = None  # why the engine can't continue
         self.on_failure: Callable[[], None] = lambda: None
@@ -48,34 +75,40 @@ class Service:
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._trial: asyncio.Task[None] | None = None  # of the engine, after a failed step
 
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
         self.model = self.settings.served_model_name or engine.manifest.model.name
         self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
-        self.engine = engine
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ApiError while it is being loaded."""
+        if self._engine is None:
+            raise ApiError(503, "the engine is being loaded")
+        return self._engine
 
     @property
     def ready(self) -> bool:
-        return self.engine is not None and not self.draining and self.failed is None
+        return self._engine is not None and not self.draining and self.failed is None
 
     def admit(self, count: int) -> Engine:
         """Return the engine if it can take `count` more choices; raises ApiError if not."""
-        if self.engine is None:
-            raise ApiError(503, "the engine is being loaded")
+        engine = self.engine
         if self.failed is not None:
             raise ApiError(503, f"the engine has failed: {self.failed}")
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN)
-        slots = self.engine.manifest.build.slots
+        slots = engine.manifest.build.slots
         if count > (most := slots + self.settings.max_queue):
             much = f"the request has {count} choices, {most} may run and wait (--max-queue)"
             raise ApiError(429, much, retry=False)
         if self.open + count > most:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
-        return self.engine
+        return engine
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
@@ -83,30 +116,31 @@ class Service:
             raise ApiError(404, f"The model `{name}` does not exist.", "model")
 
     @contextlib.contextmanager
-    def admitted(self, count: int) -> Iterator[Engine]:
+    def admitted(self, count: int) -> Iterator[None]:
         """Count `count` choices as open while the block runs; raises ApiError as `admit` does."""
-        engine = self.admit(count)
+        self.admit(count)
         self.open += count
         try:
-            yield engine
+            yield
         finally:
             self.open -= count
 
-    async def stream(self, engine: Engine, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks; closing the stream aborts the request. Raises ApiError."""
         began, last = time.perf_counter(), 0.0
-        reason, m = "abort", self.metrics
+        reason, observe = "abort", self.metrics.observe
         try:
-            async with contextlib.aclosing(engine.astream(request)) as chunks:
+            async with contextlib.aclosing(self.engine.astream(request)) as chunks:
                 while (chunk := await self._next(chunks, began)) is not None:
                     now = time.perf_counter()
                     if chunk.token_ids:
-                        (m.between if last else m.first_token).observe(now - (last or began))
+                        what = "inter_token_latency" if last else "time_to_first_token"
+                        observe(f"{what}_seconds", now - (last or began))
                         last = now
                     if chunk.metrics is not None:
                         reason = chunk.finish_reason or reason
-                        m.e2e_latency.observe(now - began)
-                        self._observe(chunk)
+                        observe("e2e_request_latency_seconds", now - began)
+                        self.metrics.observe_request(chunk.metrics)
                     yield chunk
         except TimeoutError:
             if self._cut_off:
@@ -120,10 +154,11 @@ class Service:
             raise ApiError(500, str(error)) from None
         except EngineError as error:
             reason = "error"
-            self._probe(error)
+            if self.failed is None and (self._trial is None or self._trial.done()):
+                self._trial = asyncio.create_task(self._try_engine(error))
             raise ApiError(500, f"the engine failed: {error}") from None
         finally:
-            m.count_finished("abort" if reason == "cancelled" else reason)
+            self.metrics.count_finished("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
         """Return the next chunk, None after the last; TimeoutError after the request's time."""
@@ -159,31 +194,8 @@ class Service:
                 while self.open:
                     await asyncio.sleep(0.02)
 
-    def _observe(self, chunk: Chunk) -> None:
-        m, measured = self.metrics, chunk.metrics
-        assert measured is not None
-        m.prompt.observe(measured.prompt_tokens)
-        m.generated.observe(measured.output_tokens)
-        if measured.queue_s is None or measured.ttft_s is None:
-            return
-        decode = (measured.tpot_s or 0) * (measured.output_tokens - 1)
-        m.queued.observe(measured.queue_s)
-        m.prefill.observe(measured.ttft_s - measured.queue_s)
-        m.decode.observe(decode)
-        m.inference.observe(measured.ttft_s - measured.queue_s + decode)
-        if measured.tpot_s is not None:
-            m.per_token.observe(measured.tpot_s)
-
-    def _probe(self, failure: EngineError) -> None:
-        """Test the engine with a small request after a failed step, unless a test is running."""
-        if self._tasks or self.failed is not None:
-            return
-        task = asyncio.get_running_loop().create_task(self._probe_engine(failure))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe_engine(self, failure: EngineError) -> None:
-        assert self.engine is not None
+    async def _try_engine(self, failure: EngineError) -> None:
+        """Test the engine with a small request."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:
             async for _ in self.engine.astream([0], params):
@@ -197,7 +209,6 @@ class Service:
 
     async def watch(self, every: float = 1.0) -> None:
         """Check every `every` seconds whether the engine has failed while idle."""
-        assert self.engine is not None
         while self.failed is None:
             if reason := self.engine.failure:
                 self.fail(EngineError(reason))

@@ -3,51 +3,55 @@
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
+Part = Literal["reasoning", "content", "begin", "end"]  # begin, end: the marks of a thought
+
 
 class Span(NamedTuple):
-    """The text that one token completed.
+    """The text that one token completed, and the part of the answer that it belongs to.
 
-    mark: the token, if it is one of the stream's `marks`.
+    A thought's own marks, and the white space before its first one, are in neither part.
     """
 
     text: str
     from_draft: bool
-    mark: int | None = None
+    kind: Part = "content"
 
 
 @dataclass(slots=True)
 class Thought:
     """The state of an answer's thought, updated token by token.
 
-    marks: the tokens that begin and end a thought. thinking: whether the answer is inside the
-    thought; at first, whether the prompt opened it. tokens: the number of thought tokens so far,
-    with its marks.
+    A thought begins with the answer or `<think>`, and ends at `</think>`. marks: these two tokens;
+    the same text from other tokens is plain text. thinking: whether the answer is inside the
+    thought; at first, whether the prompt opened it. started: whether the answer has more than white
+    space. tokens: the number of thought tokens so far, with its marks.
     """
 
     marks: tuple[int, int]
     thinking: bool
+    started: bool = False
     tokens: int = 0
-    _started: bool = False
     _count: int = 0
 
-    def take(self, token: int, text: str) -> bool | None:
-        """Take a token and its text; return whether it belongs to the thought; None: unknown."""
+    def take(self, token: int, text: str) -> Part:
+        """Take a token and its text; return the kind of its span."""
         self._count += 1
         begin, end = self.marks
-        belongs = self.thinking
-        if token == begin and not self._started:
-            belongs = self.thinking = self._started = True
-        elif belongs and token == end:
-            self.thinking, self._started = False, True
-        elif text.strip():
-            self._started = True
-        if belongs:
-            self.tokens = self._count
-        return belongs if belongs or self._started else None
+        thinking, started = self.thinking, self.started
+        ends = thinking and token == end
+        self.started = started or token == begin or ends or bool(text.strip())
+        if token == begin and not started:
+            self.thinking, self.tokens = True, self._count
+            return "begin"
+        if not thinking:
+            return "content"
+        self.tokens = self._count
+        self.thinking = not ends
+        return "end" if ends else "reasoning"
 
 
 def marker_prefix_length(text: str, *markers: str) -> int:
@@ -65,7 +69,8 @@ class TextStream:
     tokens, including those of the stop string.
 
     A character may be spread over several tokens: the decoder keeps its first bytes until the rest
-    arrives. The possible beginning of a stop string is held back too.
+    arrives. The possible beginning of a stop string is held back too, as is white space that a
+    thought may follow.
     """
 
     def __init__(
@@ -75,18 +80,16 @@ class TextStream:
         shown: Sequence[int] = (),
         *,
         with_stop: bool = False,
-        marks: Sequence[int] = (),
         thought: Thought | None = None,
         stop_in_thought: bool = False,
     ) -> None:
         """Start an empty text; shown: special tokens whose names become part of the text.
 
-        with_stop: whether the stop string that ends the text is part of it. marks: tokens that get
-        spans of their own, to distinguish them from the same text of other tokens. thought: stop
-        strings in it do not count, unless `stop_in_thought`.
+        with_stop: whether the stop string that ends the text is part of it. thought: splits the
+        text; stop strings in a thought do not count, unless `stop_in_thought`.
         """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
-        self._stop, self._with_stop, self._marks = stop, with_stop, frozenset(marks)
+        self._stop, self._with_stop = stop, with_stop
         self.stopped_by: str | None = None
         self.length, self._thought = 0, thought
         self._stop_in_thought = stop_in_thought
@@ -101,58 +104,70 @@ class TextStream:
         raw = self._tokenizer.token_bytes(token)
         if token in self._shown:
             raw = (self._tokenizer.special_name(token) or "").encode() or raw
-        mark = token if token in self._marks else None
-        rest = "" if mark is None else self._utf8.decode(b"", final=True)
-        if rest:  # an incomplete character
-            self._pending.append(Span(rest, from_draft))
-        if text := self._utf8.decode(raw):
-            self._pending.append(Span(text, from_draft, mark))
-        self.length += len(rest) + len(text)
-        if self._thought is not None:
-            belongs = self._thought.take(token, text)
-            if belongs is not False and not self._stop_in_thought:
-                if belongs:
-                    self._free()
-                return False
-        if self._stop and may_stop:
-            return self._scan()
-        self._free()
+        thought = self._thought
+        if thought is not None and token in thought.marks:
+            self._end_character(from_draft)
+        text = self._utf8.decode(raw)
+        kind: Part = "content" if thought is None else thought.take(token, text)
+        self.length += len(text)
+        if kind == "begin":  # only white space can be before it
+            self._pending = [span._replace(kind=kind) for span in self._pending]
+        if text:
+            self._pending.append(Span(text, from_draft, kind))
+        in_answer = thought is None or (thought.started and kind == "content")
+        scans = bool(self._stop) and may_stop and (in_answer or self._stop_in_thought)
+        if scans and self._cut_at_stop():
+            return True
+        if thought is None or thought.started:
+            self._release(marker_prefix_length(self._tail, *self._stop) if scans else 0)
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
         """Return the text since the last call; with `everything` also the held-back text."""
         if everything:
-            self._free()
-            if rest := self._utf8.decode(b"", final=True):  # an incomplete character
-                self._ready.append(Span(rest, False))
+            self._end_character(from_draft=False)
+            self._release()
         spans = tuple(self._ready)
         self._ready.clear()
         return spans
 
-    def _free(self) -> None:
-        self._ready += self._pending
-        self._pending.clear()
+    @property
+    def _tail(self) -> str:
+        return "".join(span.text for span in self._pending)
 
-    def _scan(self) -> bool:
-        tail = "".join(span.text for span in self._pending)
-        if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
+    def _end_character(self, from_draft: bool) -> None:
+        """Replace an incomplete character, which no token will complete."""
+        if rest := self._utf8.decode(b"", final=True):
+            thinking = self._thought is not None and self._thought.thinking
+            self._pending.append(Span(rest, from_draft, "reasoning" if thinking else "content"))
+            self.length += len(rest)
+            if self._thought is not None:
+                self._thought.started = True
+
+    def _cut_at_stop(self) -> bool:
+        """Cut the pending text at a stop string; return False if there is none."""
+        tail = self._tail
+        found = [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]
+        if found:
             at, self.stopped_by = min(found)
-            self._release(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
+            self._move(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
             self._pending.clear()
             self._utf8.reset()
-            return True
-        self._release(len(tail) - marker_prefix_length(tail, *self._stop))
-        return False
+        return bool(found)
 
-    def _release(self, chars: int, *, cut_marks: bool = False) -> None:
-        """Release the first `chars` held characters; a mark stays whole or becomes plain text."""
+    def _release(self, held: int = 0) -> None:
+        """Release the pending text except its last `held` characters."""
+        self._move(len(self._tail) - held)
+
+    def _move(self, chars: int, *, cut_marks: bool = False) -> None:
+        """Release the first `chars` characters; a mark stays whole or becomes plain text."""
         while chars > 0:
             span = self._pending.pop(0)
-            if span.mark is not None and len(span.text) > chars:
+            if span.kind in ("begin", "end") and len(span.text) > chars:
                 if not cut_marks:
                     self._pending.insert(0, span)
                     return
-                span = span._replace(mark=None)
+                span = span._replace(kind="content" if span.kind == "begin" else "reasoning")
             self._ready.append(span._replace(text=span.text[:chars]))
             if len(span.text) > chars:
                 self._pending.insert(0, span._replace(text=span.text[chars:]))

@@ -1,14 +1,12 @@
-"""Splitting of an answer into thought and content while it is generated."""
+"""Where a thought begins in a prompt, and the pieces of an answer by kind."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from mtpbuild.runtime.text.detokenizer import Span
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
-Kind = Literal["reasoning", "content", "name", "arguments"]
+Kind = Literal["reasoning", "content", "begin", "end", "name", "arguments"]
 
 
 class AnswerPiece(NamedTuple):
@@ -44,40 +42,3 @@ def opens_thought(
     if not (head := tokenizer.answer_head):
         return not tokenizer.rstrip(after)
     return before[-len(head) :] == head and {*tokenizer.special_ids.values()}.isdisjoint(after)
-
-
-@dataclass(slots=True)
-class ThinkingSplitter:
-    """A splitter of one answer; a thought begins with the answer or `<think>`, ends at `</think>`.
-
-    marks: these two tokens. The same text from other tokens is plain text. thinking: whether the
-    prompt has opened a thought.
-    """
-
-    marks: tuple[int, int]
-    thinking: bool
-    _started: bool = field(default=False, init=False)
-    _space: list[AnswerPiece] = field(default_factory=list, init=False)  # white space at the start
-
-    def feed(self, span: Span) -> list[AnswerPiece]:
-        """Return the pieces whose kind is certain."""
-        begin, end = self.marks
-        if span.mark == begin and not self._started:
-            self._started = self.thinking = True
-            self._space.clear()
-            return []
-        if span.mark == end and self.thinking:
-            self.thinking = False
-            return self.finish()
-        kind: Kind = "reasoning" if self.thinking else "content"
-        piece = AnswerPiece(kind, span.text, from_draft=span.from_draft)
-        if not (self._started or span.text.strip()):
-            self._space.append(piece)
-            return []
-        return [*self.finish(), piece]
-
-    def finish(self) -> list[AnswerPiece]:
-        """Return the white space that was held back: no `<think>` follows it."""
-        self._started = True
-        pieces, self._space = self._space, []
-        return pieces

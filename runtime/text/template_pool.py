@@ -13,15 +13,7 @@ from typing import Any
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.text import template_process
-from mtpbuild.runtime.text.template_process import (
-    LIMIT,
-    MEMORY,
-    OUT_OF_MEMORY,
-    SECONDS,
-    Answer,
-    read_block,
-    write_block,
-)
+from mtpbuild.runtime.text.template_process import MEMORY, SECONDS, Answer
 
 MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
 
@@ -53,16 +45,16 @@ class TemplateProcess:
     def answer(self, request: bytes) -> Answer:
         """Return the rendered text of a request, or the limit that was exceeded."""
         with suppress(BrokenPipeError):
-            write_block(self._requests, request)
-            if answer := read_block(self._answers):
+            template_process.write_block(self._requests, request)
+            if answer := template_process.read_block(self._answers):
                 return answer[0], answer[1:].decode("utf-8", "surrogatepass")
-        match self._process.wait():
-            case code if code == -getattr(signal, "SIGALRM", 0):
-                return LIMIT, f"it takes more than {SECONDS:g} seconds"
-            case code if code == OUT_OF_MEMORY:
-                return LIMIT, f"it takes more than {MEMORY >> 20} MB of memory"
-            case code:
-                return LIMIT, f"its process ended (exit code {code})"
+        code = self._process.wait()
+        reasons = {
+            -getattr(signal, "SIGALRM", 0): f"it takes more than {SECONDS:g} seconds",
+            template_process.OUT_OF_MEMORY: f"it takes more than {MEMORY >> 20} MB of memory",
+        }
+        reason = reasons.get(code, f"its process ended (exit code {code})")
+        return template_process.LIMIT, reason
 
     def end(self) -> None:
         self._process.kill()

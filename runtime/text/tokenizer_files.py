@@ -4,9 +4,9 @@ The precedence is that of transformers: tokenizer_config.json overrides tokenize
 and a template in its own file overrides one in tokenizer_config.json.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken
@@ -25,6 +25,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 Config = dict[str, Any]
+T = TypeVar("T")
 
 
 def read_config(folder: Path, manifest: Manifest) -> Config | None:
@@ -78,7 +79,7 @@ def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tem
     for file in sorted(manifest.files):
         parent, _, name = file.rpartition("/")
         if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
-            text = read_text(folder / file)
+            text = _read(folder / file, files.read_text)
             yield name.removesuffix(".jinja") if parent else DEFAULT, TemplateText(file, text)
 
 
@@ -132,21 +133,17 @@ def _flags(token: AddedToken) -> tuple[bool, ...]:
 def _read_object(path: Path, manifest: Manifest) -> Config | None:
     if path.name not in manifest.files:
         return None
-    try:
-        config = files.read_json(path)
-    except OSError as error:
-        raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
-    except ValueError as error:
-        raise EngineFileError(f"{path}: not JSON ({error})") from None
+    config = _read(path, files.read_json)
     if not isinstance(config, dict):
         raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
     return config
 
 
-def read_text(path: Path) -> str:
+def _read(path: Path, read: Callable[[Path], T]) -> T:
     try:
-        return files.read_text(path)
-    except UnicodeDecodeError as error:
-        raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
+        return read(path)
     except OSError as error:
         raise EngineFileError(f"{path}: can't be read ({error.strerror})") from None
+    except ValueError as error:
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        raise EngineFileError(f"{path}: not {kind} ({error})") from None

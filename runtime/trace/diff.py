@@ -1,11 +1,15 @@
-"""Compare two traces of the same requests: the first difference, and whether it is a near-tie."""
+"""The comparison of two traces of the same requests, and the text output of `mtpbuild diff`."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling.params import SETTINGS
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
 # A margin counts as a near-tie if it is at most this many times the largest difference of
@@ -18,6 +22,7 @@ SAMPLING = [name for name, setting in SETTINGS.items() if setting.differs == "re
 # These may change tokens too, and that change may be what the user wants to see.
 NOTED = [name for name, setting in SETTINGS.items() if setting.differs == "noted"]
 
+Spell = Callable[[int], str]
 Verdict = Literal["equal", "different", "shorter", "missing"]
 
 
@@ -184,3 +189,75 @@ def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
     count = len(list(has.requests[task_id].rows()))
     tokens = (count, 0) if has is a else (0, count)
     return RequestDiff(task_id, "missing", *tokens, equal_tokens=0, largest_logprob_difference=None)
+
+
+def make_speller(engine: Path | None) -> Spell:
+    """Return a function that spells a token with the engine's tokenizer, if any, or as its id."""
+    if engine is None:
+        return str
+    tokenizer = load_tokenizer(engine, read_manifest(engine))
+    if tokenizer is None:
+        raise UsageError(f"--engine {engine}: it was built without a tokenizer")
+
+    def spell(token: int) -> str:
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        return f"{token} {tokenizer.special_name(token) or repr(text)}"
+
+    return spell
+
+
+def describe_diff(
+    found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell
+) -> Iterator[str]:
+    """Yield lines about equal and different requests of two traces."""
+    for name, trace in zip("ab", traces, strict=True):
+        first = next(iter(trace.requests.values())).request
+        drafter = f", {first.drafter}" if first.drafter else ""
+        yield f"{name}: {trace.path}: {first.model}, nextn {first.nextn}{drafter}, {first.target}"
+    yield from (f"note: {note}" for note in found.notes)
+    for request in found.requests:
+        yield from _describe_request(request, spell)
+    equal = sum(request.verdict == "equal" for request in found.requests)
+    yield f"{equal} of {len(found.requests)} requests are equal"
+
+
+def _describe_request(found: RequestDiff, spell: Spell) -> Iterator[str]:
+    name = f"request {found.task_id}"
+    if found.verdict == "missing":
+        yield f"{name}: only in {'a' if found.tokens_a else 'b'}"
+        return
+    measured = ""
+    if found.largest_logprob_difference is not None:
+        measured = f"; log-probabilities within {found.largest_logprob_difference:.2g}"
+    if token := found.token:
+        tie = "a near-tie" if token.near_tie else "no near-tie"
+        yield f"{name}: another token at position {token.position}, {tie}"
+        yield f"  a: {_describe_token(token.a, spell)}"
+        yield f"  b: {_describe_token(token.b, spell)}"
+        yield f"  {found.equal_tokens} tokens before it are equal{measured}"
+    elif found.verdict == "shorter":
+        shorter = "a" if found.tokens_a < found.tokens_b else "b"
+        yield f"{name}: {shorter} ends after {found.equal_tokens} tokens, equal so far{measured}"
+    else:
+        yield f"{name}: {found.equal_tokens} equal tokens{measured}"
+    drafts = found.drafts
+    if drafts and drafts.a != drafts.b:
+        yield f"  other drafts in step {drafts.step}, after position {drafts.position}"
+        yield f"  a: {', '.join(map(spell, drafts.a))}; {drafts.accepted_a} accepted"
+        yield f"  b: {', '.join(map(spell, drafts.b))}; {drafts.accepted_b} accepted"
+    elif drafts and not token:
+        yield (
+            f"  the same drafts in step {drafts.step}, after position {drafts.position}, but "
+            f"{drafts.accepted_a} accepted in a, {drafts.accepted_b} in b"
+        )
+
+
+def _describe_token(place: TracedToken, spell: Spell) -> str:
+    def number(value: float | None) -> str:
+        return "infinite" if value is None else f"{value:.3g}"
+
+    origin = "an accepted draft" if place.from_draft else "the model's own"
+    return (
+        f"{spell(place.token)}, {origin}, in step {place.step}: margin {number(place.margin)}, "
+        f"log-probability {number(place.logprob)}"
+    )

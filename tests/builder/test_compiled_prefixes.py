@@ -21,8 +21,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
 from mtpbuild.runtime.prefix_cache import files as prefix_files
-from mtpbuild.runtime.prefix_cache.built_in import prefix_file
-from mtpbuild.runtime.prefix_cache.files import PrefixFile, identity
+from mtpbuild.runtime.prefix_cache.files import PrefixFile, identity, prefix_file
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke

@@ -227,7 +227,7 @@ def states_stay_where_they_were(patch: pytest.MonkeyPatch) -> None:
 
 def states_are_those_of_the_next_border(patch: pytest.MonkeyPatch) -> None:
     """They are saved one chunk too late, under the rows of the one before."""
-    save = PrefixCache._save
+    save = PrefixCache.save
 
     def wrong(
         self: PrefixCache,
@@ -239,7 +239,7 @@ def states_are_those_of_the_next_border(patch: pytest.MonkeyPatch) -> None:
     ) -> None:
         save(self, slot, tokens, rows - CHUNK if states else rows, *given, states=states)
 
-    patch.setattr(PrefixCache, "_save", wrong)
+    patch.setattr(PrefixCache, "save", wrong)
 
 
 def a_saved_block_is_the_slots_own_memory(patch: pytest.MonkeyPatch) -> None:

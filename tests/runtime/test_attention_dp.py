@@ -23,7 +23,7 @@ from mtpbuild.runtime.contract.state import rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import inductor_ranks
-from mtpbuild.runtime.programs.inductor_dp import CpuAttentionDPPrograms, CudaAttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_ranks import CpuAttentionDPPrograms, CudaAttentionDPPrograms
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fakes import fake_manifest
 

@@ -8,7 +8,7 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.requests.step_controls import make_step_controls
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.text.detokenizer import Span, TextStream
+from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import opens_thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -81,9 +81,10 @@ def test_the_same_text_of_other_tokens_is_no_mark() -> None:
     ordinary = TINY.spell("a <think>é")
     assert not {*MARKS} & {*ordinary}
     assert TINY.text(ordinary) == "a <think>é"
-    stream = TextStream(TINY, ["ink>x"], marks=MARKS)
+    stream = TextStream(TINY, ["ink>x"], thought=Thought(MARKS, thinking=True))
     for token in (*ordinary, BEGIN, END):
         stream.push(token, False)
     spans = stream.take(everything=True)
-    assert "".join(span.text for span in spans if span.mark is None) == "a <think>é"
-    assert spans[-2:] == (Span("<think>", False, BEGIN), Span("</think>", False, END))
+    assert "".join(span.text for span in spans[:-1]) == "a <think>é<think>"
+    assert {span.kind for span in spans[:-1]} == {"reasoning"}
+    assert spans[-1] == Span("</think>", False, "end")

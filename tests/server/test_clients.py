@@ -6,10 +6,8 @@ import httpx2
 import pytest
 
 from mtpbuild.runtime.server.messages import MessagesBody
-from mtpbuild.runtime.server.messages import to_chat_body as chat_of_message
 from mtpbuild.runtime.server.protocol import NEUTRAL_VALUES, REFUSED
 from mtpbuild.runtime.server.responses import ResponsesBody
-from mtpbuild.runtime.server.responses import to_chat_body as chat_of_response
 from tests.support.fakes import TEMPLATE
 from tests.support.served import HELLO, TOOL_TEMPLATE, fails, saying, served
 
@@ -74,7 +72,7 @@ def test_an_effort_reaches_templates_that_ask_for_it(template: str, more: str) -
 def test_no_effort_is_no_thought() -> None:
     body = ResponsesBody.model_validate({"input": "hi", "reasoning": {"effort": "none"}})
     kwargs = {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}
-    assert chat_of_response(body).chat_template_kwargs == kwargs
+    assert body.chat_body().chat_template_kwargs == kwargs
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_no_effort_is_no_thought() -> None:
 def test_that_a_tool_failed_is_in_the_prompt(content: Any, failed: bool, given: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": failed}
     asked = {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
-    (message,) = chat_of_message(MessagesBody.model_validate(asked)).messages
+    (message,) = MessagesBody.model_validate(asked).chat_body().messages
     if isinstance(given, list):
         given = [given[0], *content]
     assert message == {"role": "tool", "tool_call_id": "a", "content": given}
@@ -118,7 +116,7 @@ def test_thoughts_and_a_text_are_one_message() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
     said = {"role": "assistant", "content": "b"}
     body = {"input": [thought, thought, said, thought]}
-    chat = chat_of_response(ResponsesBody.model_validate(body))
+    chat = ResponsesBody.model_validate(body).chat_body()
     assert chat.messages == [
         {"role": "assistant", "reasoning_content": "x\nx", "content": "b"},
         {"role": "assistant", "reasoning_content": "x"},

@@ -9,12 +9,14 @@ from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody
 from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer, scripted
 from tests.support.served import ASK, HELLO, events, saying, served
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
 THOUGHT = "<think>\nI think it.</think>"
+TEXT, CHAT = CompletionBody(prompt="", logprobs=0), ChatBody(messages=[])
 
 
 def thought_tokens() -> int:
@@ -126,7 +128,7 @@ def test_offsets_into_a_prompt_that_is_repeated(
     choice.take(
         Chunk((Span("ab", False),), (7, 8), (False, False), logprobs=told[:2], starts=(0, 1))
     )
-    answer = CompletionAnswer("m", [choice], 1, tokenizer, with_logprobs=True)
+    answer = CompletionAnswer("m", TEXT, [choice], tokenizer)
     (full_body,) = answer.full_body()["choices"]
     *offsets, one, two = full_body["logprobs"]["text_offset"]
     assert (one, two) == (len(echo), len(echo) + 1)
@@ -140,15 +142,17 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
     first = TokenLogprobs(71, -0.5, ((71, -0.5), (72, -1.0)))
     tokenizer = fake_tokenizer()
     name = {id: tokenizer.text([id]) for id in (70, 71, 72)}
-    chat = ChatAnswer("m", [], 1, tokenizer)._logprobs([chosen, first])["content"]
+    chat = ChatAnswer("m", CHAT, [], tokenizer)._logprobs([chosen, first])["content"]
     assert [top["token"] for top in chat[0]["top_logprobs"]] == [name[71], name[72], name[70]]
     assert [top["token"] for top in chat[1]["top_logprobs"]] == [name[71], name[72]]
-    told = CompletionAnswer("m", [], 1, tokenizer)._logprobs([chosen, first], [0, 1], 2)
+    told = CompletionAnswer("m", TEXT, [], tokenizer)._logprobs([chosen, first], [0, 1], 2)
     assert told["top_logprobs"] == [
         {name[70]: -5.0, name[71]: -0.5, name[72]: -1.0},
         {name[71]: -0.5, name[72]: -1.0},
     ]
     bare = TokenLogprobs(70, -5.0, ())
-    assert ChatAnswer("m", [], 1, tokenizer)._logprobs([bare])["content"][0]["top_logprobs"] == []
-    told = CompletionAnswer("m", [], 1, tokenizer)._logprobs([bare], [0], 1)
+    assert (
+        ChatAnswer("m", CHAT, [], tokenizer)._logprobs([bare])["content"][0]["top_logprobs"] == []
+    )
+    told = CompletionAnswer("m", TEXT, [], tokenizer)._logprobs([bare], [0], 1)
     assert told["top_logprobs"] == [{name[70]: -5.0}]

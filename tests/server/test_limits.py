@@ -27,7 +27,8 @@ from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, rea
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.pool import Pool
+from mtpbuild.runtime.server.protocol import CompletionBody
+from mtpbuild.runtime.server.service import Pool
 from mtpbuild.runtime.text.detokenizer import Span
 from mtpbuild.runtime.text.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
@@ -44,9 +45,9 @@ MEMORY = 200  # MB that a body may take
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b'{"a": NaN}', "NaN is no number in JSON"),
-        (b"[-Infinity]", "-Infinity is no number in JSON"),
-        (b"[1e999]", "the number 1e999 is too large"),
+        (b'{"a": NaN}', "NaN is not a finite number"),
+        (b"[-Infinity]", "-Infinity is not a finite number"),
+        (b"[1e999]", "1e999 is not a finite number"),
         (b"[" + b"1" * 310 + b"]", "a number has 310 digits, 309 at most"),
         (b"[1", "the body is not JSON: Expecting ',' delimiter: line 1 column 3 (char 2)"),
         (b"", "the body is not JSON: Expecting value"),
@@ -150,7 +151,7 @@ def test_an_event_costs_what_it_says() -> None:
             return "ab", None
 
     choice = AnswerChoice(0, [5], SamplingParams(logprobs=0))
-    answer = Answer("m", [choice], 1, None, with_logprobs=True)
+    answer = Answer("m", CompletionBody(prompt="", logprobs=0), [choice])
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in (7, 8))
     offsets = []
     for at in range(0, 1200, 4):

@@ -6,7 +6,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from mtpbuild.runtime.server.messages import MessagesBody, to_chat_body
+from mtpbuild.runtime.server.messages import MessagesBody
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
 from tests.support.served import TOOL_TEMPLATE, events, saying, served
@@ -125,7 +125,7 @@ def test_a_failure_in_a_stream() -> None:
 
 
 def test_what_a_conversation_becomes() -> None:
-    chat = to_chat_body(
+    chat = MessagesBody.chat_body(
         MessagesBody.model_validate(
             {
                 "model": "m",

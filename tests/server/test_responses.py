@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from mtpbuild.runtime.server.responses import ResponsesBody, to_chat_body
+from mtpbuild.runtime.server.responses import ResponsesBody
 from tests.support.live_server import Live
 from tests.support.served import TOOL_TEMPLATE, events, saying, served
 
@@ -149,7 +149,7 @@ def test_a_failure_in_a_stream() -> None:
 
 def test_what_a_conversation_becomes() -> None:
     form = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
-    chat = to_chat_body(
+    chat = ResponsesBody.chat_body(
         ResponsesBody.model_validate(
             {
                 "instructions": "be brief",

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls
-from mtpbuild.runtime.text.detokenizer import Span
-from mtpbuild.runtime.text.reasoning import AnswerPiece, ThinkingSplitter
+from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
+from mtpbuild.runtime.text.reasoning import AnswerPiece
 from tests.support.split_pieces import cut, fed, joined
 
 V3 = (
@@ -141,15 +141,36 @@ THOUGHTS = [
 MARKS = {"<think>": 2, "</think>": 3}
 
 
-def spans(text: str, data: st.DataObject) -> list[Span]:
-    """Cuts a text: its marks are tokens of their own, [think] is the same text of other tokens."""
+class Pieces:
+    """A tokenizer for one text: a token for each mark, and one for each other piece."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token in MARKS.values() else self.texts[token].encode()
+
+    def special_name(self, token: int) -> str:
+        return self.texts[token]
+
+
+def answer_spans(open_thought: bool, pieces: list[str | int]) -> list[tuple[Span, ...]]:
+    """What each piece of an answer becomes: a number is a mark, a text any other token."""
+    tokenizer = Pieces(["", "", *MARKS])
+    stream = TextStream(
+        tokenizer,  # type: ignore[arg-type]
+        (),
+        [*MARKS.values()],
+        thought=Thought((2, 3), open_thought),
+    )
     found = []
-    for part in re.split("(</?think>)", text):
-        if part in MARKS:
-            found.append(Span(part, False, MARKS[part]))
-        elif part := part.replace("[think]", "<think>").replace("[/think]", "</think>"):
-            found += [Span(piece, False) for piece in cut(part, data)]
-    return found
+    for piece in pieces:
+        if isinstance(piece, str):
+            tokenizer.texts.append(piece)
+            piece = len(tokenizer.texts) - 1
+        stream.push(piece, True)
+        found.append(stream.take())
+    return [*found, stream.take(everything=True)]
 
 
 @pytest.mark.parametrize(("open_thought", "text", "wanted"), THOUGHTS)
@@ -158,14 +179,20 @@ def spans(text: str, data: st.DataObject) -> list[Span]:
 def test_thoughts(
     open_thought: bool, text: str, wanted: tuple[str, str], data: st.DataObject
 ) -> None:
-    splitter = ThinkingSplitter((2, 3), open_thought)
-    pieces = [piece for span in spans(text, data) for piece in splitter.feed(span)]
-    texts, _ = joined([*pieces, *splitter.finish()])
-    assert (texts["reasoning"], texts["content"]) == wanted
+    pieces: list[str | int] = []
+    for part in re.split("(</?think>)", text):  # [think] is the same text of other tokens
+        plain = part.replace("[think]", "<think>").replace("[/think]", "</think>")
+        pieces += [MARKS[part]] if part in MARKS else cut(plain, data)
+    spans = [span for found in answer_spans(open_thought, pieces) for span in found]
+    thought, content = (
+        "".join(span.text for span in spans if span.kind == kind)
+        for kind in ("reasoning", "content")
+    )
+    assert (thought, content) == wanted
 
 
 def test_a_piece_is_there_as_soon_as_its_token() -> None:
-    splitter = ThinkingSplitter((2, 3), True)
-    assert splitter.feed(Span("it is 5.", True)) == [AnswerPiece("reasoning", "it is 5.", 0, True)]
-    assert splitter.feed(Span("</think>", True, 3)) == []
-    assert splitter.feed(Span("The ans", False)) == [AnswerPiece("content", "The ans")]
+    first, mark, second, _ = answer_spans(True, ["it is 5.", 3, "The ans"])
+    assert first == (Span("it is 5.", True, "reasoning"),)
+    assert mark == (Span("</think>", True, "end"),)
+    assert second == (Span("The ans", True),)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.server.tools.call import Call
-from mtpbuild.runtime.server.tools.forms import Form
+from mtpbuild.runtime.server.tools.forms import Call, Form
 from mtpbuild.runtime.server.tools.json_calls import JsonCall
 from mtpbuild.runtime.server.tools.tagged import TaggedCall
 from mtpbuild.runtime.text.detokenizer import marker_prefix_length
@@ -52,29 +51,23 @@ class ToolCalls:
 
     def _in_text(self, last: bool) -> list[AnswerPiece]:
         """Parse the text up to the next call; the markers around all calls are dropped."""
-        found = min(
-            ((at, m) for m in self._markers if (at := self._pending.find(m)) >= 0), default=None
-        )
-        if found is None:
-            kept = 0 if last else marker_prefix_length(self._pending, *self._markers)
-            certain = self._pending[: len(self._pending) - kept]
-            parts = self._content(certain)
-            self._pending = (
-                ""
-                if last
-                else certain[len(self._trimmed(certain)) :] + self._pending[len(certain) :]
-            )
-            return parts
-        at, marker = found
-        text, self._pending = self._pending[:at], self._pending[at + len(marker) :]
-        parts = self._content(text)
-        if marker not in self.form.outer:
-            self._space = text[len(self._trimmed(text)) :]
+        text, marker = self._pending, ""
+        found = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+        else:  # the end of the text may begin a marker
+            at = len(text) - (0 if last else marker_prefix_length(text, *self._markers))
+        text, self._pending = text[:at], text[at + len(marker) :]
+        space = text[len(self._trimmed(text)) :]
+        if not found:
+            self._pending = "" if last else space + self._pending
+        elif marker not in self.form.outer:
+            self._space = space
             tagged = self.form.tags is not None
             self._call = (
                 TaggedCall(self.form, self.tools, marker) if tagged else JsonCall(self.form)
             )
-        return parts
+        return self._content(text)
 
     def _trimmed(self, text: str) -> str:
         """Drop the white space between and after calls, which is not part of the answer."""

@@ -1,11 +1,14 @@
 """The formats in which models write tool calls, under the names of vLLM's parsers."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 SEPARATOR = "<｜tool▁sep｜>"
 DSML = "｜DSML｜"
 INDEX_OF_CALL = "{index}"  # placeholder for the call's number
+CallPart = tuple[Literal["content", "name", "arguments"], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,26 @@ class Form:
     def tokens(self) -> tuple[str, ...]:
         """The parts of a call that may be special tokens."""
         return (*self.markers, self.end, *self.inner)
+
+
+class Call:
+    """A parser of one call, or of several within the same markers.
+
+    rest: the text after the call; None until the call is over.
+    """
+
+    rest: str | None = None
+    truncated = False  # the text was not a call only because it ended too early
+
+    def feed(self, text: str, *, last: bool) -> list[CallPart]:
+        """Parse more text and return what is final. last: no text follows."""
+        raise NotImplementedError
+
+
+def call_parts(calls: Iterable[tuple[str, str]]) -> list[CallPart]:
+    """Return the parts of complete calls, given as names and arguments."""
+    pairs: list[list[CallPart]] = [[("name", name), ("arguments", text)] for name, text in calls]
+    return [part for pair in pairs for part in pair]
 
 
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")

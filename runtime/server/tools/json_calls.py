@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mtpbuild.runtime.server.tools.call import Call, CallPart
-from mtpbuild.runtime.server.tools.forms import Form
+from mtpbuild.runtime.server.tools.forms import Call, CallPart, Form, call_parts
 from mtpbuild.runtime.server.tools.json_reader import JsonReader, parse_strictly, repair_json
 
 LEAD = re.compile(r"\s*(?:```(?:json)?\s*)?")
@@ -112,8 +111,7 @@ class JsonCall(Call):
             self.rest = self._text
             return [("content", self._form.begin + "".join(self._raw))]
         self._next = self._tail
-        pairs: list[list[CallPart]] = [[("name", n), ("arguments", a)] for n, a in calls]
-        return [each for pair in pairs for each in pair]
+        return call_parts(calls)
 
     def _arguments(self, last: bool) -> list[CallPart]:
         count, text = self._value.take(self._text, last=last)

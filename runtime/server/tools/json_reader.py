@@ -13,6 +13,12 @@ SPACE = re.compile(r"[ \t\n\r]*")
 PLAIN = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
 BARE = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+HEX, HIGH, LOW = "[0-9a-fA-F]", "[dD][89abAB][0-9a-fA-F]{2}", "[dD][c-fC-F][0-9a-fA-F]{2}"
+SURROGATE = re.compile(rf"\\u(?:{HIGH}|{LOW})")
+ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|u{HIGH}\\u{LOW}|u(?!{HIGH}|{LOW}){HEX}{{4}})')
+UNFINISHED_ESCAPE = re.compile(
+    rf"\\(?:u(?:{HEX}{{0,3}}|{HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F]{HEX}?)?)?)?)?))?"
+)
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
 NULLS = ("None", "NaN", "Infinity", "-Infinity", "undefined")
 CLOSERS = {"{": "}", "[": "]"}
@@ -214,37 +220,19 @@ def _strict_word(word: str) -> str:
 
 
 def _escape(text: str, at: int, last: bool) -> tuple[int, str] | None:
-    r"""Read an escape in a string; a backslash without a valid escape is kept as a backslash."""
-    kind = text[at + 1 : at + 2]
-    if kind == "u":
-        return _unicode(text, at, last)
-    if not kind:
-        return (at + 1, "") if last else None
-    if kind in '"\\/bfnrt':
-        return at + 2, text[at : at + 2]
-    return (at + 2, "'") if kind == "'" else (at + 1, "\\\\")
+    """Read an escape in a string; a backslash without a valid escape is kept as a backslash.
 
-
-def _unicode(text: str, at: int, last: bool) -> tuple[int, str] | None:
-    r"""Read \uXXXX; a lone surrogate, which UTF-8 can't encode, becomes U+FFFD."""
-    digits = text[at + 2 : at + 6]
-    if not re.fullmatch(r"[0-9a-fA-F]*", digits):
-        return at + 1, "\\\\"
-    if len(digits) < 4:
-        return (at + 1, "\\\\") if last else None
-    if not 0xD800 <= int(digits, 16) < 0xE000:
-        return at + 6, text[at : at + 6]
-    if int(digits, 16) < 0xDC00:
-        second = text[at + 6 : at + 12]
-        if re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", second):
-            return at + 12, text[at : at + 12]
-        if not last and _begins_second_half(second):
-            return None
-    return at + 6, "\\ufffd"
-
-
-def _begins_second_half(text: str) -> bool:
-    return len(text) < 6 and re.fullmatch(r"(\\(u([dD]([c-fC-F]\w?)?)?)?)?", text) is not None
+    A lone surrogate, which UTF-8 can't encode, becomes U+FFFD. Returns None if more text is needed.
+    """
+    if escape := ESCAPE.match(text, at):
+        return escape.end(), escape[0]
+    if not last and UNFINISHED_ESCAPE.fullmatch(text, at):
+        return None
+    if surrogate := SURROGATE.match(text, at):
+        return surrogate.end(), "\\ufffd"
+    if text.startswith("\\'", at):
+        return at + 2, "'"
+    return at + 1, "\\\\" if at + 1 < len(text) else ""
 
 
 def repair_json(text: str) -> Any:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtpbuild.runtime.server.tools.call import Call, CallPart
-from mtpbuild.runtime.server.tools.forms import Form, Tags
+from mtpbuild.runtime.server.tools.forms import Call, CallPart, Form, Tags, call_parts
 from mtpbuild.runtime.server.tools.values import convert_argument, find_schema
 
 LONGEST_NAME = 256  # characters
@@ -44,7 +43,7 @@ class TaggedCall(Call):
         self._later = []
         reader = Functions(self._form, self._tools, self._text, last)
         try:
-            parts = [each for name, arguments in reader.read() for each in _said(name, arguments)]
+            calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
         except MoreTextError:
             return []
         except NoCallError:
@@ -52,11 +51,7 @@ class TaggedCall(Call):
             self.truncated = last
             return [("content", self._begin)]
         self.rest = self._text[reader.at :]
-        return parts
-
-
-def _said(name: str, arguments: dict[str, Any]) -> tuple[CallPart, CallPart]:
-    return ("name", name), ("arguments", json.dumps(arguments, ensure_ascii=False))
+        return call_parts(calls)
 
 
 class Functions:
@@ -90,8 +85,8 @@ class Functions:
             self.at = self._after_space()
         return found
 
-    def _after_space(self) -> int:
-        space = SPACE.match(self._text, self.at)
+    def _after_space(self, at: int | None = None) -> int:
+        space = SPACE.match(self._text, self.at if at is None else at)
         assert space is not None
         return space.end()
 
@@ -100,12 +95,11 @@ class Functions:
 
         Raises MoreTextError if the text ends before this is known.
         """
-        space = SPACE.match(self._text, self.at if at is None else at)
-        assert space is not None
-        if self._text.startswith(mark, space.end()):
-            return space.end() + len(mark)
-        rest = self._text[space.end() : space.end() + len(mark)]
-        if not self._last and mark.startswith(rest):
+        start = self._after_space(at)
+        end = start + len(mark)
+        if self._text.startswith(mark, start):
+            return end
+        if not self._last and mark.startswith(self._text[start:end]):
             raise MoreTextError
         return None
 
@@ -121,8 +115,7 @@ class Functions:
         root = self._tools.get(name)
         arguments: dict[str, Any] = {}
         while (start := self._at_mark(self._tags.key)) is not None:
-            opening = self._opening(start)
-            key = self._text[start : opening.start()].strip()
+            key, opening = self._text_before(_value_begins(self._tags), start)
             end, self.at = self._value_end(opening.end(), {*arguments, key}, root)
             kind = opening.groupdict().get("string")
             arguments[key] = convert_argument(
@@ -137,28 +130,24 @@ class Functions:
         return name, arguments
 
     def _named(self) -> str:
-        """Parse the function's name and what ends it."""
+        """Parse the function's name and what ends it; both are on one line."""
         close, self.at = self._tags.name[1].strip(), self._after_space()
-        found = re.compile(re.escape(close) if close else r"(?=[\n<])").search(
-            self._text, self.at, self.at + LONGEST_NAME
-        )
-        name = self._text[self.at : found.start() if found else self.at + LONGEST_NAME]
-        if found is None and not self._last and len(name) < LONGEST_NAME and "\n" not in name:
-            raise MoreTextError
-        if found is None or not name.strip() or "\n" in name:
+        ends = re.compile(rf"{re.escape(close)}|\n" if close else r"(?=[\n<])")
+        name, found = self._text_before(ends, self.at)
+        if found[0] == NEWLINE:
             raise NoCallError
         self.at = found.end()
-        return name.strip()
+        return name
 
-    def _opening(self, start: int) -> re.Match[str]:
-        """Find the markup between a key and its value."""
-        found = _value_begins(self._tags).search(self._text, start)
-        key = self._text[start : found.start() if found else start + LONGEST_NAME]
-        if found is None and not self._last and len(key) < LONGEST_NAME:
+    def _text_before(self, ends: re.Pattern[str], start: int) -> tuple[str, re.Match[str]]:
+        """Return a name or a key, and the markup after it."""
+        found = ends.search(self._text, start)
+        text = self._text[start : found.start() if found else start + LONGEST_NAME]
+        if found is None and not self._last and len(text) < LONGEST_NAME:
             raise MoreTextError
-        if found is None or len(key) >= LONGEST_NAME or not key.strip():
+        if found is None or len(text) >= LONGEST_NAME or not text.strip():
             raise NoCallError
-        return found
+        return text.strip(), found
 
     def _follows(self, marks: tuple[str, ...], at: int | None = None) -> bool:
         return any(self._at_mark(mark, at) is not None for mark in marks if mark)
@@ -188,10 +177,10 @@ class Functions:
         """Return whether a closing tag is followed by another part of the call, or by nothing."""
         if (start := self._at_mark(self._tags.key, at)) is not None:
             try:
-                opening = self._opening(start)
+                key, _ = self._text_before(_value_begins(self._tags), start)
             except NoCallError:
                 return False
-            return self._text[start : opening.start()].strip() not in given
+            return key not in given
         if self._follows((self._end, self._form.end, self._name, self._form.begin), at):
             return True
         return self._last and not self._text[at:].strip()
@@ -204,15 +193,12 @@ def _spaced(mark: str) -> str:
 
 @cache
 def _value_begins(tags: Tags) -> re.Pattern[str]:
-    patterns = [("string", tags.value), ("other", tags.other)]
-    return re.compile(
-        "|".join(
-            f"(?P<{name}>{_spaced(value[0].removesuffix(NEWLINE))}"
-            f"{NEWLINE + '?' if value[0].endswith(NEWLINE) else ''})"
-            for name, value in patterns
-            if value
-        )
-    )
+    patterns = list[str]()
+    for name, value in (("string", tags.value), ("other", tags.other)):
+        if value:
+            last = "\n?" if value[0].endswith(NEWLINE) else ""
+            patterns.append(f"(?P<{name}>{_spaced(value[0].removesuffix(NEWLINE))}{last})")
+    return re.compile("|".join(patterns))
 
 
 @cache

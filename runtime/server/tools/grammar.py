@@ -1,70 +1,23 @@
-"""Structured output of a request: response_format, structured_outputs, or forced tool calls."""
+"""Lark grammars for answers that must be tool calls, as JSON or with their arguments in tags."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mtpbuild.runtime.constraints.json_rules import json_rules
 from mtpbuild.runtime.constraints.json_schema import object_schema, prepare_schema
-from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import ChatBody, GenerationBody, Tool
-from mtpbuild.runtime.server.tools import Form
-from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL
-from mtpbuild.runtime.server.tools.tagged_grammar import tagged_rules
+from mtpbuild.runtime.server.protocol import ChatBody, Tool
+from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL, Form, Tags
+from mtpbuild.runtime.server.tools.values import allowed_types, as_text
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
 INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
-    """Return the field that asks for structured output, and its value; None if there is none.
-
-    Raises ApiError.
-    """
-    given = {"structured_outputs": body.structured_outputs}
-    if body.response_format is not None:
-        given["response_format"] = _response_format(body.response_format)
-    forms = {name: form for name, form in given.items() if form is not None}
-    if len(forms) > 1:
-        raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
-    for field, form in forms.items():
-        if unknown := sorted(form.keys() - {*KINDS, "disable_any_whitespace"}):
-            message = f"{field}: {unknown[0]} is not supported; known: {', '.join(KINDS)}"
-            raise ApiError(400, message, field)
-        try:
-            return field, StructuredOutputs(**{k: form[k] for k in KINDS if k in form})
-        except RequestError as error:
-            raise ApiError(400, str(error), field) from None
-    return None
-
-
-def form_field(body: GenerationBody) -> str:
-    """Return the name of the field that asks for structured output."""
-    given = (name for name in ("response_format", "structured_outputs") if getattr(body, name))
-    return next(given, "tool_choice")
-
-
-def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Translate OpenAI's response_format into vLLM's structured_outputs."""
-    kind, field = given.get("type"), "response_format"
-    if kind in ("text", "json_object"):
-        for name in ("schema", "json_schema"):
-            if given.get(name) is not None:
-                message = f"{field}.{name} is not supported: type json_schema has it"
-                raise ApiError(400, message, field)
-        return {"json_object": True} if kind == "json_object" else None
-    if kind != "json_schema":
-        message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
-        raise ApiError(400, message, field)
-    match given.get("json_schema"):
-        case {"schema": dict() | bool() as schema}:
-            return {"json": schema}
-    raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
+PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comment", "strict"}
 
 
 def forced_calls(
@@ -154,3 +107,70 @@ def _parts(text: str, added: dict[str, int]) -> Iterator[str]:
         if token:
             yield f"<[{added[token]}]>"
         text = text[at + len(token) :]
+
+
+def tagged_rules(
+    rule: str, form: Form, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
+) -> list[str]:
+    """Write the rules for a call of one function, with its arguments in the schema's order.
+
+    literal: writes a text in Lark's syntax. Raises ValueError for a schema that the grammar can't
+    express in tags.
+    """
+    tags = form.tags
+    assert tags is not None
+    if others := sorted(schema.keys() - PLAIN_KEYS - NOTES):
+        raise ValueError(f"{others[0]} of a function's parameters")
+    properties = schema.get("properties")
+    parts = dict(properties) if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    parts |= {key: {} for key in needed if key not in parts}
+    rules, members = [], []
+    for number, (key, part) in enumerate(parts.items()):
+        member = f"{rule}_{number}"
+        members.append(member if key in needed else f"{member}?")
+        rules += _member_rules(member, tags, key, part, schema, literal)
+    opening = literal(form.begin + tags.name[0] + name + tags.name[1])
+    closing = literal(tags.end + form.end)
+    return [f"{rule}: {opening} {' '.join(members)} {closing}", *rules]
+
+
+def _member_rules(
+    rule: str, tags: Tags, key: str, part: Any, root: Mapping[str, Any], literal: Callable[..., str]
+) -> list[str]:
+    """Write the rules for one argument with its tags."""
+
+    def tagged(value: str, *, string: bool) -> str:
+        before, after = tags.value if string or tags.other is None else tags.other
+        return f"{literal(tags.key + key + before)} {value} {literal(after)}"
+
+    part = part if isinstance(part, Mapping) else {}
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list) and values:
+        each = [tagged(literal(as_text(v)), string=isinstance(v, str)) for v in values]
+        return [f"{rule}: {' | '.join(each)}"]
+    if "string" in allowed_types(part, root, {}):
+        return _text_rules(rule, tags, key, part, literal)
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    schema = prepare_schema(json.dumps({**shared, **part}))
+    return [f"{rule}: {tagged(f'{rule}_value', string=False)}", json_rules(schema, f"{rule}_value")]
+
+
+def _text_rules(
+    rule: str, tags: Tags, key: str, part: Mapping[str, Any], literal: Callable[[str], str]
+) -> list[str]:
+    """Write the rules for a string argument, which ends where its closing tag begins."""
+    if "pattern" in part:
+        raise ValueError(f"a pattern of {key!r:.60}")
+    least, most = part.get("minLength", 0), part.get("maxLength", "")
+    length = f"{{{least},{most}}}" if least or most != "" else "*"
+    opening, close = literal(tags.key + key + tags.value[0]), tags.value[1]
+    line = close.endswith("\n")
+    end = literal(close.removesuffix("\n"))
+    text, after = f"{rule}_text", literal("\n") if line else ""
+    if end.startswith("<["):  # a special token, which can't occur in the text
+        return [f"{rule}: {opening} {text} {end} {after}", f"{text}: /(?s:.){length}/"]
+    if "<[" in end:
+        raise ValueError("a closing tag that is a token in part")
+    return [f"{rule}: {opening} {text} {after}", f"{text}[suffix={end}]: /(?s:.){length}/"]
