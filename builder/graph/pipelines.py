@@ -79,8 +79,8 @@ INDUCTOR = Pipeline(
     lowered_passes=("in_place.update_in_place",),
 )
 
-# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. Ops that write
-# a cache are PyTorch's, as the operand of a kernel would be copied.
+# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. Ops that
+# write a cache are PyTorch's, as the operand of a kernel would be copied.
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (

@@ -91,7 +91,7 @@ def _add_generation(
     """Add a route whose response reads the body's prompts and runs them when it is sent."""
 
     @bodies.post(path, name=path, description=about, responses={200: EVENTS, **ERRORS})
-    async def generate(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
+    async def generate(body: kind, request: Request) -> Response:
         service.admit(body.count)
         response = EventStream if body.stream else AnswerResponse
         return response(service, read, body, long=request.state.long)
@@ -101,7 +101,7 @@ def _add_tokens(
     bodies: APIRouter, service: Service, path: str, kind: Any, convert: Convert, about: str
 ) -> None:
     @bodies.post(path, name=path, description=about, responses=ERRORS)
-    async def convert_tokens(body: kind, request: Request) -> Response:  # type: ignore[valid-type]
+    async def convert_tokens(body: kind, request: Request) -> Response:
         return JsonResponse(await service.reading.run(object(), convert, service, body))
 
 

@@ -159,7 +159,9 @@ def _with_objects(message: Json) -> Json:
 
 def _object_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    text = (function.get("arguments") or "{}") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        return call
+    text = function.get("arguments") or "{}"
     if isinstance(text, str):
         with contextlib.suppress(ValueError, RecursionError):
             return call | {"function": function | {"arguments": json.loads(text)}}
