@@ -52,15 +52,7 @@ OUTSIDE = {
     "builder": {"onnx_ir", "onnxscript", "pydantic", "rich", "safetensors", "torch", "typer"},
     "plugins": {"numpy", "onnx", "onnxscript", "torch", "triton"},
     "recipes": set[str](),
-    "runtime": {
-        "jinja2",
-        "numpy",
-        "onnxruntime",
-        "pydantic",
-        "rich",
-        "tokenizers",
-        "typer",
-    },
+    "runtime": {"jinja2", "numpy", "onnxruntime", "pydantic", "rich", "tokenizers", "typer"},
 }
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {

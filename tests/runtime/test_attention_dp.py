@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import (
-    Dimension,
-    Manifest,
-    ProgramSpec,
-    TensorSpec,
-)
+from mtpbuild.runtime.contract.manifest import Dimension, Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.contract.state import rows_spec, step_spec
 from mtpbuild.runtime.group import nccl

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
-from mtpbuild.runtime.programs.host_slots import (
-    GROWTH,
-    ROW_STEP,
-    HostMemory,
-    PackedCaches,
-    rounded,
-)
+from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, HostMemory, PackedCaches, rounded
 from mtpbuild.runtime.programs.slots import Caches, Memory, finite
 from tests.support.fake_gpu import FakeGpu
 

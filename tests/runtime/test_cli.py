@@ -311,10 +311,7 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"prompt": "\\ud800"}', r"in\.jsonl:2: .*not valid Unicode"),
         ('{"prompt": "a", "tools": []}', r"in\.jsonl:2: tools goes with messages"),
         ('{"messages": [], "tools": []}', r"in\.jsonl:2: messages is empty"),
-        (
-            '{"messages": [{"role": "user"}], "tools": [5]}',
-            r":2: tools 0 is not a JSON object",
-        ),
+        ('{"messages": [{"role": "user"}], "tools": [5]}', r":2: tools 0 is not a JSON object"),
         (
             '{"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": []}}',
             r"in\.jsonl:2: messages can't be one of chat_template_kwargs",

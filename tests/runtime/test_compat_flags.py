@@ -216,10 +216,7 @@ def test_vllm_ascend_as_printed(built: list[BuildRequest]) -> None:
     [
         ("--nextn 2 --config blog.yaml", "nextn: --nextn says 2, --config blog.yaml says 3"),
         ("--nextn 0,3 --config blog.yaml", "nextn: --nextn says 0,3, --config blog.yaml says 3"),
-        (
-            "--nextn 2 --spec-decode-nextn 3",
-            "nextn: --nextn says 2, --spec-decode-nextn says 3",
-        ),
+        ("--nextn 2 --spec-decode-nextn 3", "nextn: --nextn says 2, --spec-decode-nextn says 3"),
         (
             "--spec-decode-nextn 2 --spec-decode-max-draft-len 3",
             "nextn: --spec-decode-nextn says 2, --spec-decode-max-draft-len says 3",

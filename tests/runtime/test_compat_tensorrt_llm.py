@@ -128,10 +128,7 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
             "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
             "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp",
         ),
-        (
-            "tensor_parallel_size: 0",
-            "tensor_parallel_size must be a whole number in 1..64, not 0",
-        ),
+        ("tensor_parallel_size: 0", "tensor_parallel_size must be a whole number in 1..64, not 0"),
         (
             "moe_expert_parallel_size: -2",
             "moe_expert_parallel_size must be a whole number in 1..64, not -2",
@@ -142,14 +139,8 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
             "pipeline_parallel_size 2 is not supported by this version; ranks share a model by "
             "--tp, --ep and --attention-dp alone: leave it out",
         ),
-        (
-            "decoding_type: MTP",
-            "unknown key 'decoding_type'; it belongs under speculative_config",
-        ),
-        (
-            "max_draft_len: 3",
-            "unknown key 'max_draft_len'; it belongs under speculative_config",
-        ),
+        ("decoding_type: MTP", "unknown key 'decoding_type'; it belongs under speculative_config"),
+        ("max_draft_len: 3", "unknown key 'max_draft_len'; it belongs under speculative_config"),
         ("speculative_config: MTP", ": speculative_config: must be an object of keys and values"),
         (
             "speculative_config: {max_draft_len: 3}",

@@ -210,13 +210,7 @@ def test_synthetic_rates_and_nextn_of_one_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("length", "wanted"),
-    [
-        (1, (0, 0, 0)),
-        (1.25, (0.25, 0, 0)),
-        (2, (1, 0, 0)),
-        (3.5, (1, 1, 0.5)),
-        (4, (1, 1, 1)),
-    ],
+    [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2, (1, 0, 0)), (3.5, (1, 1, 0.5)), (4, (1, 1, 1))],
 )
 def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ...]) -> None:
     assert synthetic_rates(None, length, 3) == wanted

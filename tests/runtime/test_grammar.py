@@ -265,10 +265,7 @@ def test_engines_that_cant(backend: tokenizers.Tokenizer) -> None:
     for grammars, says in (
         (Grammars(manifest(), tokenizer, frozenset()), "this engine's steps take no grammar"),
         (Grammars(manifest(), None, ABLE), "built without a tokenizer"),
-        (
-            Grammars(endless, tokenizer, ABLE),
-            "no token that ends an answer",
-        ),
+        (Grammars(endless, tokenizer, ABLE), "no token that ends an answer"),
     ):
         with pytest.raises(RequestError, match=says):
             grammars.matcher(JSON, GREEDY)

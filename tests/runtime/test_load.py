@@ -103,10 +103,7 @@ def test_foreign_files_and_dangling_links_are_refused(engine_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [
-        *((version, "build it again") for version in (0, 2, 3, "4", None)),
-        (5, "upgrade mtpbuild"),
-    ],
+    [*((version, "build it again") for version in (0, 2, 3, "4", None)), (5, "upgrade mtpbuild")],
 )
 def test_other_format_versions_are_refused(engine_dir: Path, version: object, advice: str) -> None:
     edit(engine_dir, lambda raw: raw.update(format_version=version))
@@ -170,9 +167,7 @@ def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:
         Engine.load(engine_dir).chat_prompt([{"role": "user", "content": "hi"}])
 
 
-def test_programs_that_fail_to_load_are_a_typed_error(
-    engine_dir: Path,
-) -> None:
+def test_programs_that_fail_to_load_are_a_typed_error(engine_dir: Path) -> None:
     def broken(manifest: Manifest) -> FakePrograms:
         raise IndexError("no caches")
 

@@ -25,9 +25,7 @@ def tokenizer(template: Path | None) -> Tokenizer:
         return Tokenizer(backend, bos_token=SPECIAL["bos_token"])
     sources = {"default": TemplateText(template.name, template.read_text(encoding="utf-8"))}
     return Tokenizer(
-        backend,
-        chat_template=ChatTemplates(sources, SPECIAL),
-        bos_token=SPECIAL["bos_token"],
+        backend, chat_template=ChatTemplates(sources, SPECIAL), bos_token=SPECIAL["bos_token"]
     )
 
 

@@ -12,16 +12,7 @@ from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer
 from tests.support.model_tokenizers import TEMPLATES
-from tests.support.served import (
-    ASK,
-    HELLO,
-    TOOL_TEMPLATE,
-    TOOLS,
-    events,
-    fails,
-    saying,
-    served,
-)
+from tests.support.served import ASK, HELLO, TOOL_TEMPLATE, TOOLS, events, fails, saying, served
 
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 TEMPLATE_FILES = sorted(path.name for path in TEMPLATES.glob("*_like.jinja"))

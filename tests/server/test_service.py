@@ -16,10 +16,7 @@ from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
 from mtpbuild.runtime.server.options import ServerOptions
-from tests.support.fakes import (
-    backend_tokenizer,
-    fake_tokenizer,
-)
+from tests.support.fakes import backend_tokenizer, fake_tokenizer
 from tests.support.live_server import live, until
 from tests.support.served import (
     ASK,

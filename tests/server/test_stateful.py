@@ -15,12 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Stream
 from mtpbuild.runtime.sampling.params import DEFAULTS, http_settings

@@ -302,11 +302,7 @@ def test_vllms_names(
     form: dict[str, Any], matches: Callable[[str], bool], client: openai.OpenAI
 ) -> None:
     answer = client.completions.create(
-        model=MODEL,
-        prompt=CODE,
-        max_tokens=100,
-        seed=1,
-        extra_body={"structured_outputs": form},
+        model=MODEL, prompt=CODE, max_tokens=100, seed=1, extra_body={"structured_outputs": form}
     )
     assert matches(answer.choices[0].text)
 

@@ -93,12 +93,7 @@ RELAXED = {
         [BEGIN], [[0.4, 0.1, 0.1, 0.1, 0.3, 0.0], SURE], [A], 3, 0.2, thinking=False
     ),
     "</think> and <think> in one step": Case(
-        [END, BEGIN, B],
-        [ENDING, BEGINNING, CLOSE, SURE],
-        [END, BEGIN, B, A],
-        3,
-        0.1,
-        after=True,
+        [END, BEGIN, B], [ENDING, BEGINNING, CLOSE, SURE], [END, BEGIN, B, A], 3, 0.1, after=True
     ),
     "outside the phase it is strict": Case([B], [CLOSE, SURE], [A], 3, 1.0, thinking=False),
     "outside the phase ties are strict": Case([B], [TIE, SURE], [A], 3, 1.0, thinking=False),

@@ -6,10 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.figures import (
-    NextnRow,
-    make_rows,
-)
+from mtpbuild.builder.bench.figures import NextnRow, make_rows
 from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.host import describe_machine

@@ -63,12 +63,7 @@ UNKNOWN = {
     + DONE,
     "python": CALLED + EACH + "[{{ c.name }}({{ c.arguments }})]{% endfor %}" + DONE,
 }
-LIKE = {
-    "deepseek_v3": "deepseek",
-    "glm45": "glm",
-    "hermes": "qwen",
-    "qwen3_coder": "qwen3_5",
-}
+LIKE = {"deepseek_v3": "deepseek", "glm45": "glm", "hermes": "qwen", "qwen3_coder": "qwen3_5"}
 
 
 def templates_of(text: str) -> ChatTemplates:

@@ -349,11 +349,7 @@ with contextlib.suppress(RuntimeError):  # as in the real package
     torch.library.impl(FUSED, "CompositeExplicitAutograd")(_fused)
 
 # What a plugin's converter makes of weights.
-OPERANDS = {
-    torch.bfloat16: DataType.BF16,
-    torch.float32: DataType.FLOAT,
-    torch.uint8: DataType.FP8,
-}
+OPERANDS = {torch.bfloat16: DataType.BF16, torch.float32: DataType.FLOAT, torch.uint8: DataType.FP8}
 
 # The ops whose launches are plugins.
 PLUGINS = {op._opoverload for op, file in TENSORRT.items() if file == "plugins"}

@@ -123,10 +123,7 @@ def qwen3_5() -> Files:
     files = qwen("<tool_response>", "</tool_response>", "<|image_pad|>")
     config = dict(files["tokenizer_config.json"])
     del config["chat_template"]
-    return files | {
-        "tokenizer_config.json": config,
-        "chat_template.jinja": template("qwen3_5"),
-    }
+    return files | {"tokenizer_config.json": config, "chat_template.jinja": template("qwen3_5")}
 
 
 def qwen(*more: str) -> Files:

@@ -20,11 +20,7 @@ CHUNK = 4
 
 
 def eager(
-    shape: str,
-    nextn: int,
-    drafter: DrafterName | None,
-    batch: int = 1,
-    adaptive: bool = False,
+    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1, adaptive: bool = False
 ) -> tuple[EagerPrograms, PlainDeepseek]:
     reference = make_predictable(**SHAPES[shape])
     plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK, adaptive=adaptive)

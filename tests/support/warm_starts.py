@@ -119,12 +119,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        programs: Any,
-        chunk: int = 4,
-        *,
-        pool: int = 0,
-        state: Sequence[StateSpec] = (),
+        self, programs: Any, chunk: int = 4, *, pool: int = 0, state: Sequence[StateSpec] = ()
     ) -> None:
         self.programs = Counted(programs)
         nextn = NEXTN if programs.lookahead else 0

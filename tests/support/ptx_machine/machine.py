@@ -7,14 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.ptx_machine.arithmetic import function_of, json_type, unsigned
-from tests.support.ptx_machine.memory import (
-    UNKNOWN,
-    Memory,
-    PtxError,
-    Shared,
-    Tensors,
-    Watch,
-)
+from tests.support.ptx_machine.memory import UNKNOWN, Memory, PtxError, Shared, Tensors, Watch
 from tests.support.ptx_machine.program import (
     Address,
     Immediate,
@@ -28,12 +21,7 @@ from tests.support.ptx_machine.program import (
     parse,
 )
 from tests.support.ptx_machine.traffic import Traffic
-from tests.support.ptx_machine.warp import (
-    matrices_of_rows,
-    product,
-    rows_of_matrices,
-    shuffled,
-)
+from tests.support.ptx_machine.warp import matrices_of_rows, product, rows_of_matrices, shuffled
 
 Array = NDArray[Any]
 WARP = 32
