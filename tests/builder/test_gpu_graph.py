@@ -41,7 +41,7 @@ from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
-from tests.support.families import CHOOSERS, lower_family, make_family
+from tests.support.families import CHOOSERS, make_family
 from tests.support.styles import style_of
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -82,7 +82,7 @@ for case, slots, dtype, experts in CASES:
     sizes = {{"num_hidden_layers": {LAYERS}, "num_nextn_predict_layers": {MODULES}}} | experts
     family, nextn = case.removesuffix("-batch"), {NEXTN}
     if family in CHOOSERS:
-        model, lower, nextn = make_family(family), lower_family, 2
+        model, nextn = make_family(family), 2
     else:
         model = make_model(**sizes)
     tp = 2 if "ranks" in case else 1

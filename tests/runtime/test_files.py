@@ -52,10 +52,10 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 def _limit() -> Iterator[None]:
     """End a test that waits for a FIFO."""
 
-    def import_lazily(number: int, frame: FrameType | None) -> None:
+    def hang(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("it hangs")
 
-    before = signal.signal(signal.SIGALRM, import_lazily)
+    before = signal.signal(signal.SIGALRM, hang)
     signal.alarm(60)
     yield
     signal.alarm(0)

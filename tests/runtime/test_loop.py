@@ -185,10 +185,10 @@ def test_chunks_and_steps_take_turns() -> None:
     engine = Engine(programs, manifest)
     running = engine.stream([5], SamplingParams(max_tokens=30))
     next(running)
-    import_lazily = [engine.stream([n] * 15, SamplingParams(max_tokens=3)) for n in (6, 7)]
+    late = [engine.stream([n] * 15, SamplingParams(max_tokens=3)) for n in (6, 7)]
     assert running.result().token_ids == continuation([5], 30)
     assert turns(programs).startswith("s" + "cs" * 8 + "ss")
-    for n, stream in zip((6, 7), import_lazily, strict=True):
+    for n, stream in zip((6, 7), late, strict=True):
         assert stream.result().token_ids == continuation([n] * 15, 3)
 
 
@@ -216,14 +216,14 @@ def test_a_prompt_that_is_cancelled_takes_no_more_turns() -> None:
     engine = Engine(programs, manifest)
     running = engine.stream([5], SamplingParams(max_tokens=30))
     next(running)
-    import_lazily = engine.stream([6] * 40, SamplingParams(max_tokens=3))
+    late = engine.stream([6] * 40, SamplingParams(max_tokens=3))
     next(running)
     next(running)
-    import_lazily.cancel()
+    late.cancel()
     assert engine.stats.requests_running == 1
     running.result()
     assert turns(programs) == "s" + "cs" * 2 + "s" * 27
-    assert [chunk.finish_reason for chunk in import_lazily] == ["cancelled"]
+    assert [chunk.finish_reason for chunk in late] == ["cancelled"]
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

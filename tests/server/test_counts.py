@@ -91,20 +91,20 @@ def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
     body = {"prompt": [5], "max_tokens": len(tokens), "temperature": 0, "logprobs": 1}
     body |= {"ignore_eos": True, "return_token_ids": True} | more
     with served(scripted(1, tokens)) as (server, _), server.client() as client:
-        (full_body,) = client.post("/v1/completions", json=body).json()["choices"]
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
         *told, _ = events(client.post("/v1/completions", json=body | {"stream": True}))
-    text, offsets = full_body["text"], full_body["logprobs"]["text_offset"]
+    text, offsets = whole["text"], whole["logprobs"]["text_offset"]
     assert offsets == sorted(offsets)
     raw = b""
-    for id, offset in zip(full_body["token_ids"], offsets, strict=True):
+    for id, offset in zip(whole["token_ids"], offsets, strict=True):
         shown = [id] if more.get("skip_special_tokens") is False else []
         assert offset == min(len(text), len(raw.decode("utf-8", "ignore")))
         raw += tokenizer.token_bytes(id)
         raw += (tokenizer.special_name(id) or "").encode() if shown else b""
     parts = [e["choices"][0]["logprobs"] for e in told if e["choices"][0]["logprobs"]]
-    for name, values in full_body["logprobs"].items():
+    for name, values in whole["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values, name
-    by_ids = [text.startswith("token_id:") for text in full_body["logprobs"]["tokens"]]
+    by_ids = [text.startswith("token_id:") for text in whole["logprobs"]["tokens"]]
     assert by_ids == ["return_tokens_as_token_ids" in more] * len(by_ids)
 
 
@@ -127,8 +127,8 @@ def test_offsets_into_a_prompt_that_is_repeated(
         Chunk((Span("ab", False),), (7, 8), (False, False), logprobs=told[:2], starts=(0, 1))
     )
     answer = CompletionAnswer("m", [choice], 1, tokenizer, with_logprobs=True)
-    (full_body,) = answer.full_body()["choices"]
-    *offsets, one, two = full_body["logprobs"]["text_offset"]
+    (whole,) = answer.full_body()["choices"]
+    *offsets, one, two = whole["logprobs"]["text_offset"]
     assert (one, two) == (len(echo), len(echo) + 1)
     assert offsets[: len(starts or ())] == (starts or [])
     for id, offset in zip(ids, offsets, strict=True):

@@ -23,7 +23,7 @@ def ask(url: str) -> tuple[tuple[int, ...], int, int]:
     return tuple(told["choices"][0]["token_ids"]), cached, usage["prompt_tokens"]
 
 
-def as_text(kept: Path, since: int) -> list[Path]:
+def row_files(kept: Path, since: int) -> list[Path]:
     """Wait until all rows of the prompt are in files: they are written behind the answer's back."""
     end = time.monotonic() + 60
     while len(files := sorted(kept.glob("*.rows"))) < since and time.monotonic() < end:
@@ -45,7 +45,7 @@ def test_a_killed_server_starts_with_what_was_on_disk(
             line = next(line for line in process.stderr if line.startswith("serving"))
             url = line.split()[-1]
             answers.append(ask(url))
-            files = as_text(kept, answers[0][2] // 64)
+            files = row_files(kept, answers[0][2] // 64)
             if life == 1:
                 body = {"prompt": PROMPT * 2, "max_tokens": 500, "stream": True}
                 with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as told:

@@ -320,9 +320,9 @@ def test_every_event_of_a_stream_has_a_choice() -> None:
 def test_a_request_that_takes_too_long() -> None:
     settings = ServerOptions(request_timeout=0.1)
     with served(settings=settings, step_s=0.01) as (server, programs), server.client() as client:
-        import_lazily = client.post("/v1/completions", json=LONG)
-        fails(import_lazily, 408, "took too long")
-        assert import_lazily.headers["x-should-retry"] == "false", "clients would ask twice more"
+        late = client.post("/v1/completions", json=LONG)
+        fails(late, 408, "took too long")
+        assert late.headers["x-should-retry"] == "false", "clients would ask twice more"
         told = events(client.post("/v1/completions", json=LONG | {"stream": True}))
         assert "took too long" in told[-2]["error"]["message"]
         assert told[-1] == "[DONE]"

@@ -9,15 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.models.common.plain import PlainMTPModule
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.plain import PlainLM, PlainMTPModule
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 
 BASE: dict[str, Any] = {
@@ -103,22 +102,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
-    """Makes a plain model with random weights that spread the logits: near-ties are rare."""
-    config = {k: v for k, v in (BASE | overrides).items() if v is not None}
-    if overrides.get("q_lora_rank", 1) is None:
-        config["q_lora_rank"] = None
+    """Makes a plain model with random weights (`randomise`)."""
     torch.manual_seed(seed)
-    model = PlainDeepseek(parse_config(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.35)
-            else:
-                parameter.uniform_(0.5, 1.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.3, 0.3)
+    model = PlainDeepseek(parse_config(without_nulls(BASE | overrides))).eval()
+    randomise(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3)
     return model
+
+
+def without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the keys whose value is None, but for `q_lora_rank`, where None has a meaning."""
+    return {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draws random weights that spread the logits, so that near-ties are rare."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.35)
+        else:
+            parameter.uniform_(0.5, 1.5)
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> PlainDeepseek:
@@ -143,9 +149,12 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
 
 
 def save_checkpoint(folder: Path, model: PlainDeepseek, **overrides: Any) -> Path:
-    """Writes config.json and model.safetensors as DeepSeek's repositories have them."""
+    return write_checkpoint(folder, without_nulls(BASE | overrides), model)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
+    """Writes config.json and model.safetensors as repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {k: v for k, v in (BASE | overrides).items() if v is not None or k == "q_lora_rank"}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -165,24 +174,22 @@ def load_config(folder: Path) -> DeepseekV3Config:
 
 def load_reference(folder: Path) -> PlainDeepseek:
     """Loads the plain model with a checkpoint's weights in fp32."""
-    from safetensors.torch import load_file
-
     model = PlainDeepseek(load_config(folder)).eval()
-    weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    weights = {k: v.float() for k, v in load_file(folder / SINGLE).items()}
     model.load_state_dict(weights)
     return model
 
 
-def lower(reference: PlainDeepseek, share: Share = WHOLE) -> DeepseekV3:
+def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
     """Makes the program's model with the plain model's weights, through the table of weights."""
-    tensors = reference.state_dict()
-    model = DeepseekV3(reference.config, share.ranks)
+    tensors, family = reference.state_dict(), models.family_of(reference.config)
+    model = family.make_model(reference.config, share.ranks)
     weights = {
         name: torch.tensor([share.rank])
         for name, _ in model.named_parameters()
         if name.rpartition(".")[2] == "rank"
     }
-    for weight in weight_table(reference.config, share):
+    for weight in family.weight_table(reference.config, share):
         cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
         weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)

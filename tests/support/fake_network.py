@@ -311,12 +311,12 @@ class Compiled:
 
 def compiled(network: Network, strip: bool) -> Compiled:
     """Compiles a network; raises ValueError where TensorRT would refuse it."""
-    as_text = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
+    producers = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
     calls, collectives = list[Any](), list[str]()
     constants, stripped = dict[int, Tensor](), dict[str, Any]()
     aliases = dict[str, str]()
     for output in network.outputs:
-        layer = as_text.get(id(output))
+        layer = producers.get(id(output))
         if layer is not None and layer.type is LayerType.KV_CACHE_UPDATE:
             aliases[output.name] = layer.args[0].name
     for layer in network.layers:

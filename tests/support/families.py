@@ -1,19 +1,15 @@
 """Makes random checkpoints of every family, in odd shapes that show differences to DeepSeek-V3."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from mtpbuild.builder.models import family_of, find_family
-from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
+from mtpbuild.builder.models import find_family
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from mtpbuild.builder.weights.made import WHOLE, Share
-from tests.support.checkpoints import BASE, made_of
+from tests.support.checkpoints import BASE, randomise, without_nulls, write_checkpoint
 
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
@@ -278,13 +274,9 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
 
 @torch.no_grad()
 def spread(model: PlainCausalLM) -> None:
-    """Draws random weights that spread the logits, so that near-ties are rare."""
+    """Draws such weights."""
     c = model.config
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.35)
-        else:
-            parameter.uniform_(0.5, 1.5)
+    randomise(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith((".bias", "e_score_correction_bias")):
             tensor.uniform_(-0.3, 0.3)
@@ -311,33 +303,9 @@ def spread(model: PlainCausalLM) -> None:
 
 
 def config_of(name: str, **overrides: Any) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in (FAMILIES[name] | overrides).items()
-        if value is not None or key == "q_lora_rank"
-    }
+    return without_nulls(FAMILIES[name] | overrides)
 
 
 def save_family(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
-    """Writes config.json and model.safetensors as the family's repositories have them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(name, **overrides)))
-    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def lower_family(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
-    """Makes the program's model with the plain model's weights, through the table of weights."""
-    tensors, family = reference.state_dict(), family_of(reference.config)
-    model = family.make_model(reference.config, share.ranks)
-    weights = {
-        name: torch.tensor([share.rank])
-        for name, _ in model.named_parameters()
-        if name.rpartition(".")[2] == "rank"
-    }
-    for weight in family.weight_table(reference.config, share):
-        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
-        weights[weight.name] = made_of(weight, cut)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    """Writes a checkpoint as the family's repositories have it."""
+    return write_checkpoint(folder, config_of(name, **overrides), model)

@@ -130,8 +130,8 @@ def _products(ops: Mapping[str, int]) -> int:
 
 def _iterations(loop: Mapping[str, int], ptx: str) -> int:
     """Counts how often the assembler unrolled a loop, by its products: PTX has each only once."""
-    as_text = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
-    return max(1, _products(loop) // max(1, as_text))
+    products = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
+    return max(1, _products(loop) // max(1, products))
 
 
 def streamed_bytes(launch: Launch) -> int:

@@ -104,15 +104,15 @@ def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any)
     from triton.runtime import interpreter
 
     wrong, ranks, peers = 0, len(memory.addresses), memory.seen_by(rank)
-    import_lazily = [False]
+    late = [False]
 
     def barrier(self: Any) -> None:
-        if import_lazily[0]:
+        if late[0]:
             time.sleep(pause)
 
     interpreter.InterpreterBuilder.create_barrier = barrier
     for call in range(calls):
-        import_lazily[0] = call % ranks == rank
+        late[0] = call % ranks == rank
         got = launches(given(rank, call), peers).run()
         wrong += not torch.equal(got, expected(ranks, call))
     return wrong

@@ -3,15 +3,12 @@
 Two key-value heads serve four query heads. A cache row holds both heads' keys, then their values.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -29,6 +26,7 @@ from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.builder.weights.made import Share, Stored, Weight, mlp, product, vector
 from mtpbuild.runtime.ranks import Ranks
+from tests.support.checkpoints import randomise
 
 CONFIG: dict[str, Any] = {
     "architectures": ["ToyForCausalLM"],
@@ -269,12 +267,8 @@ def make_toy(seed: int = 0) -> PlainToy:
 
 def fill_toy(model: AnyToy) -> AnyToy:
     """Give a model such weights."""
+    randomise(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.35)
-            else:
-                parameter.uniform_(0.5, 1.5)
         embedding = model.model["embed_tokens"].weight
         assert isinstance(embedding, Tensor)
         embedding.normal_()
@@ -286,12 +280,3 @@ def fill_toy(model: AnyToy) -> AnyToy:
         module.eh_proj.weight.normal_(std=0.1)
         module.eh_proj.weight[:, :E] += torch.eye(E)
     return model
-
-
-def save_toy(folder: Path, model: PlainToy) -> Path:
-    """Writes a checkpoint in Hugging Face's layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

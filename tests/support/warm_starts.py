@@ -240,11 +240,11 @@ def a_prompt_is_cancelled(traffic: Traffic) -> None:
     """It is cancelled between its chunks, as others run; what it had filled in is used."""
     running = traffic.ask(tokens(5, 6), 60)
     traffic.steps(2)
-    import_lazily = traffic.ask(tokens(6, 40), 5)
+    late = traffic.ask(tokens(6, 40), 5)
     traffic.steps(5)
-    traffic.service.loop.scheduler.cancel(import_lazily)
+    traffic.service.loop.scheduler.cancel(late)
     traffic.steps(1)
-    traffic.ended(traffic.ask(import_lazily.prompt, 8))
+    traffic.ended(traffic.ask(late.prompt, 8))
     traffic.ended(running)
 
 

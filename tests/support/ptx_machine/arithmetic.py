@@ -14,7 +14,7 @@ FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": ml_dt
 IGNORED = {"rn", "ftz", "lo", "approx", "full", "sync"}  # don't change the result
 
 
-def json_type(name: str) -> Any:
+def numpy_type(name: str) -> Any:
     """Returns the NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
     if name == "pred":
         return np.bool_
@@ -173,9 +173,9 @@ def converted(how: str, to: str, kind: str, a: Array, *more: Array) -> Array:
     if to == "tf32":  # to the nearest, ties away from zero
         bits: Array = a.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)
         return bits
-    if a.dtype.kind == "f" and json_type(to)(0).dtype.kind in "iu":
+    if a.dtype.kind == "f" and numpy_type(to)(0).dtype.kind in "iu":
         a = ROUNDED[how](a)
-    return a.astype(json_type(to))
+    return a.astype(numpy_type(to))
 
 
 ARITHMETIC: dict[str, Callable[..., Array]] = {
@@ -214,7 +214,7 @@ def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]
     Raises KeyError for an unknown instruction.
     """
     verb, *how = name[0], *(part for part in name[1:] if part not in IGNORED)
-    kind = json_type(how[-1])
+    kind = numpy_type(how[-1])
     if verb == "setp":
         return [kind] * 2, lambda a, b: compared(how[0], a, b)
     if verb == "selp":
