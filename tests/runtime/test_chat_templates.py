@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from mtpbuild.runtime import Engine, RequestError, SamplingParams, Tokenizer
+from mtpbuild.runtime import RequestError, SamplingParams, Tokenizer
 from mtpbuild.runtime.contract.manifest import FileSpec
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.detokenizer import Span, TextStream
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
-from tests.support.fakes import FakePrograms, fake_manifest, scripted
+from tests.support.fakes import fake_engine, fake_manifest, scripted
 from tests.support.model_tokenizers import (
     FAMILIES,
     TEMPLATES,
@@ -448,11 +448,10 @@ def test_tokens_that_can_not_be(tmp_path: Path, token: Any) -> None:
 @pytest.mark.parametrize("end", [151, 152, 153])
 def test_generation_ends_at_each_end(end: int, wrong: bool) -> None:
     """GLM has three; the end may be an accepted draft in the middle of a window."""
-    manifest = fake_manifest(eos=(151, 152, 153))
-    tokens = [20, 21, end, 22, 23]
-    programs = FakePrograms(
-        manifest, next_token=scripted(1, tokens), draft_is_right=lambda position: not wrong
+    says = scripted(1, [20, 21, end, 22, 23])
+    engine, _ = fake_engine(
+        eos=(151, 152, 153), next_token=says, draft_is_right=lambda position: not wrong
     )
-    with Engine(programs, manifest) as engine:
+    with engine:
         result = engine.generate([5], SamplingParams(max_tokens=9))
     assert (result.token_ids, result.finish_reason) == ([20, 21, end], "stop")

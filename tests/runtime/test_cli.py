@@ -20,7 +20,12 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.sampling.params import SETTINGS, http_settings
 from tests.support.engines import write_engine, write_manifest
-from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
+from tests.support.fakes import (
+    FakePrograms,
+    continuation,
+    fake_engine,
+    fake_manifest,
+)
 from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 from tests.support.run_command import Terminal, call, type_in
@@ -462,8 +467,7 @@ def test_accepted_drafts_stand_out(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     screen = Terminal()
-    manifest = fake_manifest()
-    engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    engine, _ = fake_engine()
     with contextlib.redirect_stdout(screen):
         result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9), echo=True)
     text = screen.getvalue()

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed.py"
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    manifest = fake_manifest(max_batch=2, max_seq_len=4000)
-    with Engine(FakePrograms(manifest, step_s=0.001), manifest, fake_tokenizer()) as engine:
+    engine, _ = fake_engine(max_batch=2, max_seq_len=4000, step_s=0.001)
+    with engine:
         yield engine
 
 

@@ -14,17 +14,23 @@ from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
-from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
+from tests.support.fakes import (
+    FakePrograms,
+    continuation,
+    fake_engine,
+    fake_manifest,
+    mixed,
+)
 from tests.support.run_command import call, type_in
 
 PROMPT = [5, 6, 7]
 
 
-def fake_engine(*, nextn: int = 2, max_batch: int = 1) -> Engine:
+def make_engine(*, nextn: int = 2, max_batch: int = 1) -> Engine:
     """Every fourth position's draft is wrong."""
-    manifest = fake_manifest(nextn=nextn, max_batch=max_batch)
-    programs = FakePrograms(manifest, draft_is_right=lambda position: position % 4 != 0)
-    return Engine(programs, manifest, fake_tokenizer())
+    return fake_engine(
+        nextn=nextn, max_batch=max_batch, draft_is_right=lambda position: position % 4 != 0
+    )[0]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +41,7 @@ def test_every_line(tmp_path: Path) -> None:
     """Lines agree with plain decoding at positions 3 to 9; the drafts for 4 and 8 are wrong."""
     path, params = tmp_path / "out.jsonl", SamplingParams(max_tokens=7)
     t = [*PROMPT, *continuation(PROMPT, 9)]
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         result = engine.stream(PROMPT, params, observer=trace.request("a")).result()
     begin, *steps, end, summary = lines_of(path)
     assert begin == {
@@ -90,7 +96,7 @@ def test_every_line(tmp_path: Path) -> None:
 def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
     """The output is cut within the last step; the trace has the whole step and says where."""
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         streams = [
             engine.stream(PROMPT, SamplingParams(max_tokens=n), observer=trace.request())
             for n in (6, 1)
@@ -108,7 +114,7 @@ def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
 def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
     """The numbers of the positions that each row decides, exactly, and the seed that was drawn."""
     path, params = tmp_path / "out.jsonl", SamplingParams(max_tokens=12, temperature=0.7)
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         result = engine.stream(PROMPT, params, observer=trace.request()).result()
     (traced,) = read_trace(path).requests.values()
     seed = traced.request.params["seed"]
@@ -124,7 +130,7 @@ def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
 
 def test_equal_runs_give_equal_traces(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        with fake_engine() as engine, Trace(engine, tmp_path / f"{name}.jsonl") as trace:
+        with make_engine() as engine, Trace(engine, tmp_path / f"{name}.jsonl") as trace:
             engine.stream(PROMPT, observer=trace.request()).result()
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
@@ -149,7 +155,7 @@ def test_the_end_is_recorded_before_the_request_has_ended(tmp_path: Path) -> Non
 def test_a_request_that_nobody_waited_for(tmp_path: Path) -> None:
     """Cancelled while it runs: an end that says so. While it waits: nothing has happened."""
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         running = engine.stream(PROMPT, observer=trace.request("running"))
         waiting = engine.stream(PROMPT, observer=trace.request("waiting"))
         next(running)
@@ -166,7 +172,7 @@ def test_a_request_that_nobody_waited_for(tmp_path: Path) -> None:
 def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
     """All steps so far, no summary: it doesn't look whole. Nothing comes after closing."""
     jsonl, html = tmp_path / "out.jsonl", tmp_path / "out.html"
-    engine = fake_engine()
+    engine = make_engine()
     with contextlib.suppress(KeyboardInterrupt), Trace(engine, jsonl, html) as trace:
         stream = engine.stream(PROMPT, observer=trace.request())
         next(stream)
@@ -184,7 +190,7 @@ def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
 
 def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine:
+    with make_engine() as engine:
         with Trace(engine, path) as trace:
             stream = engine.stream(PROMPT, observer=trace.request())
             next(stream)
@@ -194,7 +200,7 @@ def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
 
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with fake_engine(max_batch=3) as engine, Trace(engine, path) as trace:
+    with make_engine(max_batch=3) as engine, Trace(engine, path) as trace:
         threads = [
             threading.Thread(target=engine.stream(PROMPT, observer=trace.request()).result)
             for _ in range(7)
@@ -213,7 +219,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
 def test_a_file_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "out.jsonl"
     path.parent.mkdir()
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         path.parent.rmdir()
         stream = engine.stream(PROMPT, observer=trace.request())
         with pytest.raises(EngineError, match=r"out\.jsonl: can't be written"):
@@ -222,7 +228,7 @@ def test_a_file_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
 
 
 def test_two_requests_of_one_name(tmp_path: Path) -> None:
-    with fake_engine() as engine, Trace(engine, tmp_path / "out.jsonl") as trace:
+    with make_engine() as engine, Trace(engine, tmp_path / "out.jsonl") as trace:
         trace.request("a")
         with pytest.raises(UsageError, match="two requests have task_id a"):
             trace.request("a")

@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
-from mtpbuild.runtime import Engine, SamplingParams, Trace
+from mtpbuild.runtime import SamplingParams, Trace
 from mtpbuild.runtime.cli.commands import diff
 from tests.support.engines import write_engine
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine, fake_manifest
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=9)
@@ -30,9 +30,8 @@ def call(*args: object) -> CliResult:
 
 def trace(path: Path, *, nextn: int = 2, params: SamplingParams = PARAMS, wrong: int = 8) -> Path:
     """Two requests; the draft for position `wrong` is rejected. Margins 1, log-probabilities -1."""
-    manifest = fake_manifest(nextn=nextn)
-    programs = FakePrograms(manifest, draft_is_right=lambda position: position != wrong)
-    with Engine(programs, manifest, fake_tokenizer()) as engine, Trace(engine, path) as recorder:
+    engine, _ = fake_engine(nextn=nextn, draft_is_right=lambda position: position != wrong)
+    with engine, Trace(engine, path) as recorder:
         for prompt in (PROMPT, [9]):
             engine.stream(prompt, params, observer=recorder.request()).result()
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.text.detokenizer import Span
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer, scripted
+from tests.support.fakes import fake_engine, fake_tokenizer, scripted
 from tests.support.served import ASK, HELLO, events, saying, served
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
@@ -25,12 +25,10 @@ def thought_tokens() -> int:
 @pytest.mark.parametrize("stop", [[], ["</think>\n\nIt is 6"], ["it.</think>\n\nQ", "\nQ"]])
 def test_the_tokens_of_a_thought(nextn: int, stop: list[str]) -> None:
     """They are counted token by token, however many come at once and whatever is held back."""
-    tokenizer = fake_tokenizer()
-    tokens = tokenizer.encode(SAID, add_special_tokens=False)
-    manifest = fake_manifest(nextn=nextn, max_seq_len=300)
-    programs = FakePrograms(manifest, next_token=scripted(1, tokens))
+    tokens = fake_tokenizer().encode(SAID, add_special_tokens=False)
+    engine, _ = fake_engine(nextn=nextn, max_seq_len=300, next_token=scripted(1, tokens))
     params = SamplingParams(max_tokens=len(tokens), stop=stop, split_thought=True)
-    with Engine(programs, manifest, tokenizer) as engine:
+    with engine:
         chunks = [*engine.stream([5], params)]
         counts = [chunk.reasoning_tokens for chunk in chunks]
         assert counts == sorted(counts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
 from mtpbuild.runtime.server.app import make_app
-from tests.support.fakes import FakePrograms, caching_engine, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
 from tests.support.live_server import Live, live, until
 
 CASES = [pytest.param(200), pytest.param(2000, marks=pytest.mark.full)]
@@ -19,11 +19,8 @@ MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    manifest = fake_manifest(max_batch=2, max_seq_len=64)
-    with (
-        caching_engine(FakePrograms(manifest), manifest, fake_tokenizer()) as engine,
-        live(engine) as running,
-    ):
+    engine, _ = fake_engine(limit=1 << 20, max_batch=2, max_seq_len=64)
+    with engine, live(engine) as running:
         yield running
 
 

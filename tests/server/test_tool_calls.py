@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from hypothesis import strategies as st
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls, detect_form
 from mtpbuild.runtime.server.tools.json_reader import JsonReader
-from tests.support.call_templates import FILES, UNKNOWN, template_of, templates_of
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from tests.support.model_tokenizers import TEMPLATES
 from tests.support.split_pieces import cut, fed, joined
 
+# Chat templates that write calls, as published ones do: a file for each form, or another model's.
+WRITTEN = TEMPLATES.with_name("call_templates")
+LIKE = {"deepseek_v3": "deepseek", "glm45": "glm", "hermes": "qwen", "qwen3_coder": "qwen3_5"}
+UNKNOWN = [*sorted((WRITTEN / "unknown").iterdir()), TEMPLATES / "gigachat_like.jinja"]
 ASKED = "what is asked"
 MARKS = sorted(
     {mark for form in FORMS.values() for mark in form.tokens}
@@ -38,6 +44,17 @@ VALUES: Any = {
     "array": st.lists(st.recursive(st.none() | TEXTS, st.lists, max_leaves=3), max_size=3),
     "object": st.dictionaries(TEXTS, st.none() | st.booleans() | TEXTS, max_size=3),
 }
+
+
+def template(path: Path) -> ChatTemplates:
+    text = TemplateText("template", path.read_text(encoding="utf-8"))
+    return ChatTemplates({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def template_of(form: str) -> ChatTemplates:
+    """Return a template that writes calls in a form."""
+    like = TEMPLATES / f"{LIKE.get(form)}_like.jinja"
+    return template(like if form in LIKE else WRITTEN / f"{form}.jinja")
 
 
 def found(form: str, text: str, tools: Any = None, parts: list[str] | None = None) -> Any:
@@ -153,10 +170,9 @@ def test_the_form_is_what_the_template_writes(form: str) -> None:
     assert detect_form(template_of(form)) == form
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_form_that_is_not_known_is_not_taken_for_another(name: str) -> None:
-    assert detect_form(templates_of(UNKNOWN[name])) is None
-    assert detect_form(templates_of((FILES / "gigachat_like.jinja").read_text())) is None
+@pytest.mark.parametrize("path", UNKNOWN, ids=lambda path: path.stem)
+def test_a_form_that_is_not_known_is_not_taken_for_another(path: Path) -> None:
+    assert detect_form(template(path)) is None
 
 
 F = ("f", {"a": 1})

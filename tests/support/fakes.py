@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -250,17 +251,6 @@ class FakePrograms:
         return emitted
 
 
-def caching_engine(
-    programs: FakePrograms,
-    manifest: Manifest,
-    tokenizer: Tokenizer | None = None,
-    limit: int = 1 << 20,
-) -> Engine:
-    """Return an engine with a prefix cache of so many bytes."""
-    cache = PrefixCache(programs, manifest, limit)
-    return Engine(programs, manifest, tokenizer, prefix_cache=cache)
-
-
 class LaggingPrograms(FakePrograms):
     """Acts like a device: a step changes the slots at its launch; its tokens can be read later.
 
@@ -327,3 +317,29 @@ def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
         ),
         bos_token="<s>",
     )
+
+
+@cache
+def shared_tokenizer() -> Tokenizer:
+    return fake_tokenizer()
+
+
+def fake_engine(
+    tokenizer: Tokenizer | None = None,
+    *,
+    limit: int | None = None,
+    next_token: NextToken = mixed,
+    draft_is_right: Callable[[int], bool] = lambda position: True,
+    step_s: float = 0.0,
+    **sizes: Any,
+) -> tuple[Engine, FakePrograms]:
+    """Make an engine over fake programs; returns them too. `sizes` are those of its manifest.
+
+    limit: bytes of its prefix cache; None: it has none.
+    """
+    manifest = fake_manifest(**sizes)
+    programs = FakePrograms(
+        manifest, next_token=next_token, draft_is_right=draft_is_right, step_s=step_s
+    )
+    pool = None if limit is None else PrefixCache(programs, manifest, limit)
+    return Engine(programs, manifest, tokenizer or shared_tokenizer(), prefix_cache=pool), programs

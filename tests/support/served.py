@@ -8,7 +8,6 @@ from typing import Any
 import httpx2
 import tokenizers
 
-from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -17,9 +16,7 @@ from tests.support.fakes import (
     FakePrograms,
     NextToken,
     backend_tokenizer,
-    caching_engine,
-    fake_manifest,
-    fake_tokenizer,
+    fake_engine,
     mixed,
     scripted,
 )
@@ -37,24 +34,12 @@ LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": T
 HELLO = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
 
 
-def fake_engine(
-    next_token: NextToken = mixed,
-    *,
-    tokenizer: Tokenizer | None = None,
-    step_s: float = 0.0,
-    max_batch: int = 2,
-    max_seq_len: int = 5000,
-) -> tuple[Engine, FakePrograms]:
-    manifest = fake_manifest(max_batch=max_batch, max_seq_len=max_seq_len, prefill_chunk=64)
-    programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
-    return caching_engine(programs, manifest, tokenizer or fake_tokenizer()), programs
-
-
 @contextlib.contextmanager
 def served(
     next_token: NextToken = mixed, settings: ServerOptions | None = None, **flags: Any
 ) -> Iterator[tuple[Live, FakePrograms]]:
-    engine, programs = fake_engine(next_token, **flags)
+    sizes = {"max_batch": 2, "max_seq_len": 5000, "prefill_chunk": 64}
+    engine, programs = fake_engine(next_token=next_token, limit=1 << 20, **sizes | flags)
     with engine, live(engine, settings) as server:
         yield server, programs
 
