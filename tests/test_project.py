@@ -340,21 +340,14 @@ def is_a_target(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize(
     ("code", "seen"),
-    [
-        ("x = 1 if plan.target == 'other' else 2", 1),
-        ("if request.target.name != name: pass", 1),
-        ("if kind in ('tensorrt', 'x'): pass", 1),
-        ("if 'inductor' in names: pass", 1),
-        ("while target not in names: pass", 1),
-        ("def f(): return manifest.target.name.startswith('tensorrt')", 1),
-        ("match name:\n    case 'onnxruntime': pass", 1),
-        ("match plan.target:\n    case _: pass", 1),
-        ("if target is None: pass", 0),
-        ("if node.target in PLAIN: pass", 0),
-        ("use('tensorrt', target.options)", 0),
-        ("table = {'inductor': 1}[request.target]", 0),
-    ],
-)
+    [("x = 1 if plan.target == 'other' else 2", 1), ("if request.target.name != name: pass", 1),
+     ("if kind in ('tensorrt', 'x'): pass", 1), ("if 'inductor' in names: pass", 1),
+     ("while target not in names: pass", 1),
+     ("def f(): return manifest.target.name.startswith('tensorrt')", 1),
+     ("match name:\n    case 'onnxruntime': pass", 1), ("match plan.target:\n    case _: pass", 1),
+     ("if target is None: pass", 0), ("if node.target in PLAIN: pass", 0),
+     ("use('tensorrt', target.options)", 0), ("table = {'inductor': 1}[request.target]", 0)],
+)  # fmt: skip
 def test_comparisons_of_a_target_are_found(code: str, seen: int) -> None:
     assert len(list(comparisons_of_a_target(ast.parse(code)))) == seen
 

@@ -28,29 +28,18 @@ from tests.support.requests import build_request
 pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 WIDTHS = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2,
     "vocab_size": 512,
-}
+}  # fmt: skip
 MOE = WIDTHS | {
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 24,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-}
+    "moe_intermediate_size": 128, "n_routed_experts": 24, "num_key_value_heads": 2,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 DENSE = WIDTHS | {"num_key_value_heads": 1, "head_dim": 128}
 HYBRID = DENSE | {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
 ARCHITECTURES = {"moe": "deepseek2", "dense": "qwen2", "hybrid": "qwen35"}
 
 
@@ -293,15 +282,8 @@ def test_ratios_stand_beside_their_aims() -> None:
     reached = report.Row("step", "ms", (3.0, 2.0)).judge(1.5, report.Aim(1.6), 1.4)
     missed = report.Row("prompt", "tokens/s", (3.0, None, 9.0)).judge(0.5, report.Aim(1, True))
     assert reached.cells() == [
-        "step, ms",
-        "3",
-        "-",
-        "2",
-        "-",
-        "[green]1.50[/green]",
-        "1.40",
-        "<= 1.6",
-    ]
+        "step, ms", "3", "-", "2", "-", "[green]1.50[/green]", "1.40", "<= 1.6",
+    ]  # fmt: skip
     assert missed.cells()[1:] == ["3", "9", "-", "-", "[red]0.50[/red]", "-", ">= 1"]
 
 
@@ -387,15 +369,10 @@ def test_tables_of_a_section_that_nobody_answered() -> None:
     cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}
     names = ("nextn 0", "nextn 1", "nextn 3", "drafting", "drafting, a quarter")
     data: dict[str, Any] = {
-        "whole": True,
-        "layers": 26,
-        "bits": 4.4,
-        "most_on_disk": 0,
-        "sizes": dict.fromkeys(names, 10**9),
-        "row_bytes": dict.fromkeys(names, 4),
-        "costs": dict.fromkeys(names, cost),
-        "rounds": {},
-    }
+        "whole": True, "layers": 26, "bits": 4.4, "most_on_disk": 0,
+        "sizes": dict.fromkeys(names, 10**9), "row_bytes": dict.fromkeys(names, 4),
+        "costs": dict.fromkeys(names, cost), "rounds": {},
+    }  # fmt: skip
     console = Console(width=200)
     with console.capture() as captured:
         for name, one in script.SECTIONS.items():

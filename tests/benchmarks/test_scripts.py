@@ -113,31 +113,17 @@ def test_ratios_name_what_they_divide(peers: ModuleType) -> None:
 def test_what_got_worse() -> None:
     check = script("check")
     then = {
-        "reasoning": 2.0,
-        "code": 1.5,
-        "v": 1.5,
-        "d": 0.4,
-        "host": 2.0,
-        "load": 0.4,
-        "build": 40,
-        "step": 1.9,
-        "memory": 1.4,
-    }
+        "reasoning": 2.0, "code": 1.5, "v": 1.5, "d": 0.4, "host": 2.0, "load": 0.4, "build": 40,
+        "step": 1.9, "memory": 1.4,
+    }  # fmt: skip
     recorded = {"figures": then}
     assert set(then) == set(check.FIGURES)
     _, worse = check.report(then, recorded)
     assert worse == []
     better = {
-        "reasoning": 2.5,
-        "code": 1.9,
-        "v": 1.1,
-        "d": 0.2,
-        "host": 1.0,
-        "load": 0.2,
-        "build": 9,
-        "step": 1.6,
-        "memory": 1.2,
-    }
+        "reasoning": 2.5, "code": 1.9, "v": 1.1, "d": 0.2, "host": 1.0, "load": 0.2, "build": 9,
+        "step": 1.6, "memory": 1.2,
+    }  # fmt: skip
     assert check.report(better, recorded)[1] == []
     _, worse = check.report(then | {"code": 1.2, "v": 1.8}, recorded)
     assert worse == ["nextn 3 over nextn 0, code", "v: a step of 4 tokens over one of 1"]

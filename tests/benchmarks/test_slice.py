@@ -199,15 +199,11 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
     expert_layer = sorted(attention + experts)
     judging = ["best", "tokens num_tokens new_lengths logprobs margins"]
     assert found == {
-        "dense layer": attention,
-        "MoE layer": expert_layer,
-        "head": head,
-        "acceptance": judging,
-        "first draft": expert_layer,
-        "head of a draft": ["best", *head],
+        "dense layer": attention, "MoE layer": expert_layer, "head": head, "acceptance": judging,
+        "first draft": expert_layer, "head of a draft": ["best", *head],
         "further draft": expert_layer,
         "step": sorted(attention * 4 + experts * 3 + head * 3 + judging + ["best"] * 2),
-    }
+    }  # fmt: skip
 
 
 def test_what_is_refused() -> None:

@@ -81,11 +81,8 @@ class Recorded:
         emitted = torch.where(active, window[:, 0], -1)
         zeros = torch.zeros(window.shape)
         outputs = [
-            torch.stack([emitted, -torch.ones_like(emitted)], 1),
-            active.long(),
-            zeros,
-            zeros,
-        ]
+            torch.stack([emitted, -torch.ones_like(emitted)], 1), active.long(), zeros, zeros,
+        ]  # fmt: skip
         tops = torch.zeros(len(window), WINDOW, 5)
         return [*outputs, tops.long(), tops] if self.name == "decode_mixed" else outputs
 

@@ -96,17 +96,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 TEXTS = [
-    "plain words, don't you'd 12345678",
-    "  leading \n\n\n and   trailing \t\r\n ",
-    "🦊👩‍👩‍👧 你好，世界 ｜ ▁ Ġ é ñ ÿ \u00ad",
-    unicodedata.normalize("NFD", "größer é Å Привет й"),
+    "plain words, don't you'd 12345678", "  leading \n\n\n and   trailing \t\r\n ",
+    "🦊👩‍👩‍👧 你好，世界 ｜ ▁ Ġ é ñ ÿ \u00ad", unicodedata.normalize("NFD", "größer é Å Привет й"),
     "Å ﬁ ① \u1e9b\u0323 \ufeff \u200d \x00 \x7f",
     "a<|role_sep|>\nb<|message_sep|>\n\nc<|role_sep|> d<|im_end|>e</s>",
     "<think>x</think><tool_call>{}</tool_call> <s> <s>",
     "<｜User｜>q<｜Assistant｜><think>\n<｜tool▁call▁begin｜>",
-    "[gMASK]<sop><|user|>\nx<|observation|><|endoftext|>",
-    "",
-]
+    "[gMASK]<sop><|user|>\nx<|observation|><|endoftext|>", "",
+]  # fmt: skip
 
 
 @dataclass
@@ -252,13 +249,10 @@ def all_features() -> str:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": None},
-        {"eos_token": "<user>", "image_token": "<image>", "role": "x"},
-        {"eos_token": "</s>", "extra_special_tokens": {"role_token": "<|role|>\n"}},
-        {},
-    ],
-)
+    [{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": None},
+     {"eos_token": "<user>", "image_token": "<image>", "role": "x"},
+     {"eos_token": "</s>", "extra_special_tokens": {"role_token": "<|role|>\n"}}, {}],
+)  # fmt: skip
 @pytest.mark.parametrize("options", OPTIONS)
 def test_all_features(tmp_path: Path, config: dict[str, Any], options: str) -> None:
     files = features(**config, add_bos_token=True)

@@ -21,14 +21,11 @@ from tests.support.fakes import fake_manifest
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "{}",
-        '{"method": "deepseek_mtp", "num_speculative_tokens": 3}',
-        '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
-        '{"draft_sample_method": "probabilistic"}',
-        '{"rejection_sample_method": "block", "draft_tensor_parallel_size": 1}',
-    ],
-)
+    ["{}", '{"method": "deepseek_mtp", "num_speculative_tokens": 3}',
+     '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
+     '{"draft_sample_method": "probabilistic"}',
+     '{"rejection_sample_method": "block", "draft_tensor_parallel_size": 1}'],
+)  # fmt: skip
 def test_what_this_version_supports(text: str) -> None:
     parse_speculative_config(text)
 
@@ -44,25 +41,20 @@ def test_the_first_key_that_is_not_supported_is_named() -> None:
     [
         ({"nextn": 3}, {}),
         ({"relaxed_topk": 10, "relaxed_delta": 0.6}, {}),
-        (
-            {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
-            {"relaxed_topk": 10, "relaxed_delta": 0.6},
-        ),
-        (
-            {"rejection_sample_method": "standard"},
-            {"acceptance": "rejection", "rejection_sample_method": "standard"},
-        ),
+        ({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
+         {"relaxed_topk": 10, "relaxed_delta": 0.6}),
+        ({"rejection_sample_method": "standard"},
+         {"acceptance": "rejection", "rejection_sample_method": "standard"}),
         (
             {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)},
             {
-                "acceptance": "rejection",
-                "rejection_sample_method": "synthetic",
+                "acceptance": "rejection", "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": (1.0, 0.5),
             },
         ),
         ({"draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
     ],
-)
+)  # fmt: skip
 def test_what_a_request_is_told(settings: Configuration, keywords: dict[str, object]) -> None:
     assert sampling_settings(settings) == keywords
 
@@ -83,18 +75,13 @@ def test_sources_are_joined() -> None:
     ("one", "two", "line"),
     [
         ({"nextn": 0}, {"nextn": 3}, "nextn: --one says 0, --two says 3; drop one"),
-        (
-            {"drafter": "mtp-eagle"},
-            {"drafter": "mtp-vanilla"},
-            "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one",
-        ),
-        (
-            {"use_relaxed_acceptance_for_thinking": False},
-            {"use_relaxed_acceptance_for_thinking": True},
-            "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one",
-        ),
+        ({"drafter": "mtp-eagle"}, {"drafter": "mtp-vanilla"},
+         "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one"),
+        ({"use_relaxed_acceptance_for_thinking": False},
+         {"use_relaxed_acceptance_for_thinking": True},
+         "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_name_both(one: Configuration, two: Configuration, line: str) -> None:
     with pytest.raises(UsageError) as caught:
         join([*name_source(one, "--one"), *name_source({}, "--none"), *name_source(two, "--two")])
@@ -126,14 +113,11 @@ def test_an_engine_is_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "ranks"),
-    [
-        ({}, Ranks()),
-        ({"tp": 8}, Ranks(8)),
-        ({"tp": 8, "ep": 4, "attention_dp": True}, Ranks(8, 4, True)),
-        ({"tp": 8, "moe_tp": 2}, Ranks(8, 4)),
-        ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4)),
-    ],
-)
+    [({}, Ranks()), ({"tp": 8}, Ranks(8)),
+     ({"tp": 8, "ep": 4, "attention_dp": True}, Ranks(8, 4, True)),
+     ({"tp": 8, "moe_tp": 2}, Ranks(8, 4)),
+     ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4))],
+)  # fmt: skip
 def test_ranks(settings: Configuration, ranks: Ranks) -> None:
     assert requested_ranks(settings) == ranks
 

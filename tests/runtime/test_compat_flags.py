@@ -217,20 +217,14 @@ def test_vllm_ascend_as_printed(built: list[BuildRequest]) -> None:
         ("--nextn 2 --config blog.yaml", "nextn: --nextn says 2, --config blog.yaml says 3"),
         ("--nextn 0,3 --config blog.yaml", "nextn: --nextn says 0,3, --config blog.yaml says 3"),
         ("--nextn 2 --spec-decode-nextn 3", "nextn: --nextn says 2, --spec-decode-nextn says 3"),
-        (
-            "--spec-decode-nextn 2 --spec-decode-max-draft-len 3",
-            "nextn: --spec-decode-nextn says 2, --spec-decode-max-draft-len says 3",
-        ),
-        (
-            '--config blog.yaml --speculative-config {"num_speculative_tokens":2}',
-            "nextn: --speculative-config says 2, --config blog.yaml says 3",
-        ),
-        (
-            "--drafter mtp-eagle --config vanilla.yaml",
-            "drafter: --drafter says mtp-eagle, --config vanilla.yaml says mtp-vanilla",
-        ),
+        ("--spec-decode-nextn 2 --spec-decode-max-draft-len 3",
+         "nextn: --spec-decode-nextn says 2, --spec-decode-max-draft-len says 3"),
+        ('--config blog.yaml --speculative-config {"num_speculative_tokens":2}',
+         "nextn: --speculative-config says 2, --config blog.yaml says 3"),
+        ("--drafter mtp-eagle --config vanilla.yaml",
+         "drafter: --drafter says mtp-eagle, --config vanilla.yaml says mtp-vanilla"),
     ],
-)
+)  # fmt: skip
 def test_contradictions(flags: str, line: str, blog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(blog.parent)
     vanilla = BLOG + "    use_mtp_vanilla: true\n"
@@ -270,18 +264,12 @@ def test_ranks_of_a_file(flags: str, tmp_path: Path, built: list[BuildRequest]) 
         ("--tp 4", SPLIT, "tp: --tp says 4, --config split.yaml says 8; drop one"),
         ("--tp 1", SPLIT, "tp: --tp says 1, --config split.yaml says 8; drop one"),
         ("--ep 2", SPLIT, "ep: --ep says 2, --config split.yaml says 4; drop one"),
-        (
-            "--tp 2 --attention-dp",
-            "enable_attention_dp: false",
-            "attention_dp: --attention-dp says true, --config split.yaml says false; drop one",
-        ),
-        (
-            "--tp 8 --ep 2",
-            "moe_tensor_parallel_size: 2",
-            "moe_tensor_parallel_size 2 times --ep 2 must be --tp, which is 8",
-        ),
+        ("--tp 2 --attention-dp", "enable_attention_dp: false",
+         "attention_dp: --attention-dp says true, --config split.yaml says false; drop one"),
+        ("--tp 8 --ep 2", "moe_tensor_parallel_size: 2",
+         "moe_tensor_parallel_size 2 times --ep 2 must be --tp, which is 8"),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_contradict(
     flags: str, text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,21 +290,15 @@ def test_an_engines_ranks_are_fixed(engine_dir: Path, tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--spec-decode-nextn 16", "--spec-decode-nextn must be a whole number in 0..15, not 16"),
-        (
-            "--spec-decode-max-draft-len -1",
-            "--spec-decode-max-draft-len must be a whole number in 0..15, not -1",
-        ),
-        (
-            "--spec-decode-algo EAGLE3",
-            "--spec-decode-algo: 'EAGLE3' is not supported by mtpbuild; supported: MTP",
-        ),
-        (
-            "--spec-decode-algo MPT",
-            "--spec-decode-algo: unknown method 'MPT', known: MTP, AUTO, DFlash, Draft_Target, "
-            "Eagle, Eagle3, Lookahead, Medusa, NGram, PARD, SA, SaveState, User_Provided",
-        ),
+        ("--spec-decode-max-draft-len -1",
+         "--spec-decode-max-draft-len must be a whole number in 0..15, not -1"),
+        ("--spec-decode-algo EAGLE3",
+         "--spec-decode-algo: 'EAGLE3' is not supported by mtpbuild; supported: MTP"),
+        ("--spec-decode-algo MPT",
+         "--spec-decode-algo: unknown method 'MPT', known: MTP, AUTO, DFlash, Draft_Target, "
+         "Eagle, Eagle3, Lookahead, Medusa, NGram, PARD, SA, SaveState, User_Provided"),
     ],
-)
+)  # fmt: skip
 def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
     assert refused("build", "--model", "x", *flags.split()) == f"error: {line}\n"
     args = ("run", "--engine", engine_dir, "--prompt", "a")

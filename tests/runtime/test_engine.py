@@ -105,25 +105,20 @@ def test_a_chats_thought_and_text_are_apart(
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [
-        ("", "the prompt is empty"),
-        ((), "the prompt is empty"),
-        ([5, 320], "token id 320 is outside the vocabulary 0..319"),
-        ([-1], "token id -1 is outside"),
-        ([5] * 64, "64 tokens, this engine takes at most 63"),
-        ("hello " * 90, "tokens, this engine takes at most 63"),
-        ("\ud800", "not valid Unicode"),
-        ([5, "a"], "a prompt is a text or a list of token ids"),
-        (b"abc", "a prompt is a text or a list of token ids"),
-        (7, "a prompt is a text or a list of token ids"),
-        ([5.0], "a prompt is a text or a list of token ids"),
-        ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
-        ([5, 10**5000], "token id a number of thousands of digits is outside"),
-        ([True], "a prompt is a text or a list of token ids, not .True."),
-        ({5: 6}, "a prompt is a text or a list of token ids"),
-        (np.array([[5, 6]]), "a prompt is a text or a list of token ids"),
-    ],
-)
+    [("", "the prompt is empty"), ((), "the prompt is empty"),
+     ([5, 320], "token id 320 is outside the vocabulary 0..319"), ([-1], "token id -1 is outside"),
+     ([5] * 64, "64 tokens, this engine takes at most 63"),
+     ("hello " * 90, "tokens, this engine takes at most 63"), ("\ud800", "not valid Unicode"),
+     ([5, "a"], "a prompt is a text or a list of token ids"),
+     (b"abc", "a prompt is a text or a list of token ids"),
+     (7, "a prompt is a text or a list of token ids"),
+     ([5.0], "a prompt is a text or a list of token ids"),
+     ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
+     ([5, 10**5000], "token id a number of thousands of digits is outside"),
+     ([True], "a prompt is a text or a list of token ids, not .True."),
+     ({5: 6}, "a prompt is a text or a list of token ids"),
+     (np.array([[5, 6]]), "a prompt is a text or a list of token ids")],
+)  # fmt: skip
 def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
     engine, programs = fake_engine()
     with pytest.raises(RequestError, match=message):

@@ -98,13 +98,10 @@ def test_an_engine_of_links(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        (b" " * (MOST_MANIFEST + 1), "bytes, of which"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON"),
-    ],
+    [(b" " * (MOST_MANIFEST + 1), "bytes, of which"), (b"[" * 100_000, "nested too deeply"),
+     (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON")],
     ids=["large", "deep", "a long number"],
-)
+)  # fmt: skip
 def test_a_manifest_that_takes_too_much(content: bytes, says: str, engine_dir: Path) -> None:
     (engine_dir / MANIFEST).write_bytes(content)
     with pytest.raises(EngineError, match=says):

@@ -221,17 +221,13 @@ def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [
-        ({}, "give one of json, regex, choice, grammar, json_object, not 0"),
-        ({"regex": "a", "json_object": True}, "not 2"),
-        ({"json_object": False}, "not 0"),
-        ({"regex": 7}, "regex must be a text"),
-        ({"choice": []}, "choice must be a list of texts"),
-        ({"choice": "ab"}, "choice must be a list of texts"),
-        ({"choice": [1]}, "choice must be a list of texts"),
-        ({"json": {"a": {1}}}, "json is no schema"),
-    ],
-)
+    [({}, "give one of json, regex, choice, grammar, json_object, not 0"),
+     ({"regex": "a", "json_object": True}, "not 2"), ({"json_object": False}, "not 0"),
+     ({"regex": 7}, "regex must be a text"), ({"choice": []}, "choice must be a list of texts"),
+     ({"choice": "ab"}, "choice must be a list of texts"),
+     ({"choice": [1]}, "choice must be a list of texts"),
+     ({"json": {"a": {1}}}, "json is no schema")],
+)  # fmt: skip
 def test_forms_that_are_none(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         StructuredOutputs(**asked)
@@ -242,13 +238,10 @@ def test_forms_that_are_none(asked: dict[str, Any], says: str) -> None:
     [
         ({"min_tokens": 1}, "min_tokens"),
         ({"ignore_eos": True}, "ignore_eos"),
-        (
-            {"acceptance": "rejection", "rejection_sample_method": "synthetic"}
-            | {"synthetic_acceptance_length": 1.5},
-            "synthetic acceptance",
-        ),
+        ({"acceptance": "rejection", "rejection_sample_method": "synthetic"}
+         | {"synthetic_acceptance_length": 1.5}, "synthetic acceptance"),
     ],
-)
+)  # fmt: skip
 def test_what_would_go_beyond_the_form(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=f"structured_outputs can't go with {says}"):
         SamplingParams(structured_outputs=JSON, **settings)

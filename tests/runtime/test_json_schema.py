@@ -157,23 +157,19 @@ def test_what_a_schema_takes(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("schema", "says"),
-    [
-        (False, "nothing fits the schema false"),
-        ({"maximum": float("inf")}, "Infinity is not a finite number"),
-        (INT | {"multipleOf": BIG}, "a number beyond 2^53 is not supported beside multipleOf"),
-        ({"allOf": [{"const": BIG}]}, "a number beyond 2^53 is not supported beside allOf"),
-        (INT | {"minimum": BIG + 1, "maximum": BIG}, "no whole number is between"),
-        ({"type": "thing", "const": BIG}, 'type can\'t be "thing"'),
-        ({"properties": [], "const": BIG}, "properties can't be []"),
-        (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
-        ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"),
-        ({"if": {}, "const": 1}, '"if"'),
-        ({"contains": {}}, '"contains"'),
-        ({"dependentRequired": {}}, '"dependentRequired"'),
-        ({"propertyNames": {}}, '"propertyNames"'),
-        ({"unevaluatedProperties": False}, '"unevaluatedProperties"'),
-    ],
-)
+    [(False, "nothing fits the schema false"),
+     ({"maximum": float("inf")}, "Infinity is not a finite number"),
+     (INT | {"multipleOf": BIG}, "a number beyond 2^53 is not supported beside multipleOf"),
+     ({"allOf": [{"const": BIG}]}, "a number beyond 2^53 is not supported beside allOf"),
+     (INT | {"minimum": BIG + 1, "maximum": BIG}, "no whole number is between"),
+     ({"type": "thing", "const": BIG}, 'type can\'t be "thing"'),
+     ({"properties": [], "const": BIG}, "properties can't be []"),
+     (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
+     ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"), ({"if": {}, "const": 1}, '"if"'),
+     ({"contains": {}}, '"contains"'), ({"dependentRequired": {}}, '"dependentRequired"'),
+     ({"propertyNames": {}}, '"propertyNames"'),
+     ({"unevaluatedProperties": False}, '"unevaluatedProperties"')],
+)  # fmt: skip
 def test_what_is_refused_by_name(schema: Any, says: str) -> None:
     with pytest.raises((RequestError, AssertionError), match=re.escape(says)):
         matcher(schema)

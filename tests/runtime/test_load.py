@@ -113,14 +113,11 @@ def test_other_format_versions_are_refused(engine_dir: Path, version: object, ad
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
-        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
-        ("tokenizer_config.json", "{", "not JSON"),
-        ("tokenizer_config.json", "[]", "not a JSON object"),
-    ],
-)
+    [("tokenizer.json", "{}", "not a tokenizer"),
+     ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
+     ("chat_template.jinja", b"\xff\xfe", "not UTF-8"), ("tokenizer_config.json", "{", "not JSON"),
+     ("tokenizer_config.json", "[]", "not a JSON object")],
+)  # fmt: skip
 def test_damage_with_the_right_hash(
     engine_dir: Path, name: str, content: str | bytes, message: str
 ) -> None:

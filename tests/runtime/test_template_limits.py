@@ -25,20 +25,17 @@ TOO_LONG = {
     "words": "{{ lipsum(n=10 ** 7) }}",
 }
 TOO_LARGE = {
-    "a text": "{{ 'x' * 10 ** 9 }}",
-    "a list": "{{ [0] * 10 ** 9 }}",
+    "a text": "{{ 'x' * 10 ** 9 }}", "a list": "{{ [0] * 10 ** 9 }}",
     "a text that is doubled": "{% set n = namespace(x='ab') %}"
     "{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "a list that is doubled": "{% set n = namespace(x=[1]) %}"
     "{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "percent": "{{ '%0999999999d' % 1 }}",
-    "format": "{{ '{:>999999999}'.format(1) }}",
-    "center": "{{ 'x' | center(10 ** 9) }}",
-    "ljust": "{{ 'x'.ljust(10 ** 9) }}",
+    "percent": "{{ '%0999999999d' % 1 }}", "format": "{{ '{:>999999999}'.format(1) }}",
+    "center": "{{ 'x' | center(10 ** 9) }}", "ljust": "{{ 'x'.ljust(10 ** 9) }}",
     "tojson": "{{ [[1]] | tojson(indent=10 ** 9) }}",
     "join": "{% set n = messages | length * 10 ** 6 %}{{ (['x' * n] * 1000) | join }}",
     "output": "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
-}
+}  # fmt: skip
 TOO_MUCH = {"output": "{{ 'x' * 20000000 }}"}
 
 

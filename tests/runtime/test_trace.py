@@ -45,19 +45,10 @@ def test_every_line(tmp_path: Path) -> None:
         result = engine.stream(PROMPT, params, observer=trace.request("a")).result()
     begin, *steps, end, summary = lines_of(path)
     assert begin == {
-        "kind": "request",
-        "version": 1,
-        "task_id": "a",
-        "model": "fake",
-        "nextn": 2,
-        "drafter": "mtp-eagle",
-        "target": "onnxruntime",
-        "hardware": "cpu",
-        "fingerprint": "0",
-        "weights": None,
-        "prompt": PROMPT,
-        "params": json.loads(json.dumps(asdict(params))),
-    }
+        "kind": "request", "version": 1, "task_id": "a", "model": "fake", "nextn": 2,
+        "drafter": "mtp-eagle", "target": "onnxruntime", "hardware": "cpu", "fingerprint": "0",
+        "weights": None, "prompt": PROMPT, "params": json.loads(json.dumps(asdict(params))),
+    }  # fmt: skip
     wrong = [(mixed(t[:i]) + 1) % 250 for i in range(len(t))]
     behind = mixed([*t[:4], wrong[4]])  # the fake drafts on behind its wrong draft
     expected = [
@@ -70,26 +61,15 @@ def test_every_line(tmp_path: Path) -> None:
     assert [(s["position"], s["window"], s["tokens"]) for s in steps] == expected
     for number, step in enumerate(steps):
         assert step == {
-            "kind": "step",
-            "task_id": "a",
-            "step": number,
-            "position": step["position"],
-            "num_drafts": len(step["window"]) - 1,
-            "window": step["window"],
-            "n": len(step["tokens"]),
-            "tokens": step["tokens"],
-            "logprobs": [0.0] * step["n"],
-            "margins": [0.0] * step["n"],
-            "entropies": None,
-            "uniforms": None,
-        }
+            "kind": "step", "task_id": "a", "step": number, "position": step["position"],
+            "num_drafts": len(step["window"]) - 1, "window": step["window"],
+            "n": len(step["tokens"]), "tokens": step["tokens"], "logprobs": [0.0] * step["n"],
+            "margins": [0.0] * step["n"], "entropies": None, "uniforms": None,
+        }  # fmt: skip
     assert end == {
-        "kind": "end",
-        "task_id": "a",
-        "finish_reason": "length",
-        "output_tokens": 7,
+        "kind": "end", "task_id": "a", "finish_reason": "length", "output_tokens": 7,
         "speculative_decoding": asdict(result.metrics.speculative_decoding),
-    }
+    }  # fmt: skip
     assert summary == {"kind": "summary", "requests": 1, "steps": 5, "output_tokens": 7}
 
 
@@ -271,14 +251,10 @@ def test_a_file_of_requests(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [
-        ("out.txt", "must end in .jsonl or .html"),
-        ("out", "must end in .jsonl or .html"),
-        ("no/out.jsonl", "can't be written (no folder "),
-        (".html", "must end in .jsonl or .html"),
-        ("folder.html", "can't be written (it is a folder)"),
-    ],
-)
+    [("out.txt", "must end in .jsonl or .html"), ("out", "must end in .jsonl or .html"),
+     ("no/out.jsonl", "can't be written (no folder "), (".html", "must end in .jsonl or .html"),
+     ("folder.html", "can't be written (it is a folder)")],
+)  # fmt: skip
 def test_refused_files(engine_dir: Path, tmp_path: Path, file: str, message: str) -> None:
     (tmp_path / "folder.html").mkdir()
     before = sorted(tmp_path.rglob("*"))

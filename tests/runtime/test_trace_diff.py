@@ -208,12 +208,9 @@ def test_an_interrupted_run(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "notes"),
-    [
-        ({"acceptance": "rejection"}, ["acceptance: strict | rejection"]),
-        ({"relaxed_topk": 4}, ["relaxed_topk: 1 | 4"]),
-        ({"max_tokens": 10, "stop": ["x"]}, []),
-    ],
-)
+    [({"acceptance": "rejection"}, ["acceptance: strict | rejection"]),
+     ({"relaxed_topk": 4}, ["relaxed_topk: 1 | 4"]), ({"max_tokens": 10, "stop": ["x"]}, [])],
+)  # fmt: skip
 def test_what_may_differ_is_noted(
     a: Path, b: Path, changed: dict[str, object], notes: list[str]
 ) -> None:
@@ -258,15 +255,11 @@ def test_other_prompts(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", ": no requests in it"),
-        ("no newline", ": no requests in it"),
-        ("x\n", ":1: not a line of a trace (Invalid JSON"),
-        ("[]\n", ":1: not a line of a trace ("),
-        ('{"kind": "step"}\n', ":1: not a line of a trace (task_id: Field required)"),
-        ('{"kind": "other"}\n', ":1: not a line of a trace (Input tag 'other'"),
-    ],
-)
+    [("", ": no requests in it"), ("no newline", ": no requests in it"),
+     ("x\n", ":1: not a line of a trace (Invalid JSON"), ("[]\n", ":1: not a line of a trace ("),
+     ('{"kind": "step"}\n', ":1: not a line of a trace (task_id: Field required)"),
+     ('{"kind": "other"}\n', ":1: not a line of a trace (Input tag 'other'")],
+)  # fmt: skip
 def test_damaged_files(a: Path, b: Path, text: str, message: str) -> None:
     b.write_text(text, encoding="utf-8")
     refused(f"{b}{message}", a, b)

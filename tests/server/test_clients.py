@@ -79,13 +79,10 @@ def test_no_effort_is_no_thought() -> None:
 
 @pytest.mark.parametrize(
     ("content", "failed", "given"),
-    [
-        ("no such file", True, "Error: no such file"),
-        ("no such file", False, "no such file"),
-        (None, True, "Error"),
-        ([{"type": "text", "text": "x"}], True, [{"type": "text", "text": "Error:"}, "..."]),
-    ],
-)
+    [("no such file", True, "Error: no such file"), ("no such file", False, "no such file"),
+     (None, True, "Error"),
+     ([{"type": "text", "text": "x"}], True, [{"type": "text", "text": "Error:"}, "..."])],
+)  # fmt: skip
 def test_that_a_tool_failed_is_in_the_prompt(content: Any, failed: bool, given: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": failed}
     asked = {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
@@ -177,14 +174,9 @@ def test_a_refused_field_that_asks_for_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"guided_json": {}},
-        {"enable_thinking": False},
-        {"thinking_token_budget": 0},
-        {"regex": ""},
-        {"separate_reasoning": False},
-    ],
-)
+    [{"guided_json": {}}, {"enable_thinking": False}, {"thinking_token_budget": 0}, {"regex": ""},
+     {"separate_reasoning": False}],
+)  # fmt: skip
 def test_values_that_look_like_nothing(field: dict[str, Any]) -> None:
     (name,) = field
     with served() as (server, _), server.client() as client:

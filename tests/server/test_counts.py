@@ -74,14 +74,9 @@ def test_generated_tokens_are_those_that_somebody_got() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"stop": "is 5 größ"},
-        {"stop": "It is 5 grüner"},
-        {"skip_special_tokens": False},
-        {"return_tokens_as_token_ids": True},
-    ],
-)
+    [{}, {"stop": "is 5 größ"}, {"stop": "It is 5 grüner"}, {"skip_special_tokens": False},
+     {"return_tokens_as_token_ids": True}],
+)  # fmt: skip
 def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
     """Whole and streamed: where a token's text begins, or at the end if it was cut off."""
     tokenizer = fake_tokenizer()
@@ -108,12 +103,9 @@ def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("echo", "prompt", "starts"),
-    [
-        ("def größer", "def größer", None),
-        ("<s>def", "<s>def", [0, 3]),
-        ("def", [0, *fake_tokenizer().encode("def", add_special_tokens=False)], [0, 0]),
-    ],
-)
+    [("def größer", "def größer", None), ("<s>def", "<s>def", [0, 3]),
+     ("def", [0, *fake_tokenizer().encode("def", add_special_tokens=False)], [0, 0])],
+)  # fmt: skip
 def test_offsets_into_a_prompt_that_is_repeated(
     echo: str, prompt: str | list[int], starts: list[int] | None
 ) -> None:

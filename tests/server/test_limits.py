@@ -67,15 +67,10 @@ def test_bodies_that_are_refused(raw: bytes, says: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "[" * 200_000,
-        '\\"[{' * 100_000,
-        ['"' * 300, "\\", "[" * 600_000, "\ud800"],
-        {"a": 10**308, "b": [1.5e300, -0.0, True, None]},
-        [[0]] * (MOST_LISTS - 1),
-    ],
+    ["[" * 200_000, '\\"[{' * 100_000, ['"' * 300, "\\", "[" * 600_000, "\ud800"],
+     {"a": 10**308, "b": [1.5e300, -0.0, True, None]}, [[0]] * (MOST_LISTS - 1)],
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_bodies_that_are_read(value: Any) -> None:
     """Text is no structure, whatever is in it."""
     assert read_json(json.dumps(value).encode()) == value

@@ -63,8 +63,5 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     assert cached[0] == cached[3] == 0
     assert min(cached[1:3]) > 100
     assert [each.count("damaged, so its tokens are filled in anew") for each in said] == [
-        0,
-        0,
-        0,
-        1,
-    ]
+        0, 0, 0, 1,
+    ]  # fmt: skip

@@ -62,15 +62,10 @@ def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) ->
 
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
-    [
-        (ODD[0], ODD[0], []),
-        (ODD[1], ODD[1], []),
-        (ODD[2], ODD[2], []),
-        (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
-        (ODD[5], "   said  behind", [("f", "{}")]),
-        (ODD[6], "", [("f", "{}")]),
-    ],
-)
+    [(ODD[0], ODD[0], []), (ODD[1], ODD[1], []), (ODD[2], ODD[2], []),
+     (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
+     (ODD[5], "   said  behind", [("f", "{}")]), (ODD[6], "", [("f", "{}")])],
+)  # fmt: skip
 def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> None:
     texts, found = joined(fed(ToolCalls(FORMS["hermes"]), [text]))
     assert (texts["content"], found) == (content, calls)
@@ -89,15 +84,12 @@ SCHEMA = {
 
 @pytest.mark.parametrize(
     ("written", "arguments"),
-    [
-        ([("city", "12")], {"city": "12"}),
-        ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
-        ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
-        ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
-        ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}),
-        ([("other", "5")], {"other": "5"}),
-    ],
-)
+    [([("city", "12")], {"city": "12"}),
+     ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
+     ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
+     ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
+     ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}), ([("other", "5")], {"other": "5"})],
+)  # fmt: skip
 def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, object]) -> None:
     """They get the types of the function's schema; without one they are strings."""
     tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)

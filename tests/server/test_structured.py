@@ -290,14 +290,11 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(
     ("form", "matches"),
-    [
-        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
-        ({"regex": "[0-9]{3}"}, str.isdigit),
-        ({"json": SCHEMA}, fits),
-        ({"json": json.dumps(SCHEMA)}, fits),
-        ({"grammar": 'start: "a" "b"+'}, lambda text: text.startswith("ab")),
-    ],
-)
+    [({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+     ({"regex": "[0-9]{3}"}, str.isdigit), ({"json": SCHEMA}, fits),
+     ({"json": json.dumps(SCHEMA)}, fits),
+     ({"grammar": 'start: "a" "b"+'}, lambda text: text.startswith("ab"))],
+)  # fmt: skip
 def test_vllms_names(
     form: dict[str, Any], matches: Callable[[str], bool], client: openai.OpenAI
 ) -> None:
@@ -366,33 +363,23 @@ def test_forced_calls(parser: str, engine: Engine) -> None:
                     "json_schema": {"name": "x", "schema": {"not": {}}},
                 }
             },
-            'response_format: Unimplemented keys: ["not"]',
-            "response_format",
+            'response_format: Unimplemented keys: ["not"]', "response_format",
         ),
         ({"structured_outputs": {"regex": "(?=a)"}}, "look-around", "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "not 2", "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "not supp", "structured_outputs"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "can't go with structured_outputs",
-            "response_format",
-        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "can't go with structured_outputs", "response_format"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_t", "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
         ({"tool_choice": "some", "tools": TOOLS}, "tool_choice must be", "tool_choice"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
-            "no tool 'g'",
-            "tool_choice",
-        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+         "no tool 'g'", "tool_choice"),
         ({"tool_choice": NAMED, "tools": TEXTUAL}, "must be of type object", "tools"),
-        (
-            {"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "can't go with a forced tool call",
-            "response_format",
-        ),
+        ({"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
+         "can't go with a forced tool call", "response_format"),
     ],
-)
+)  # fmt: skip
 def test_refusals(body: dict[str, Any], says: str, param: str, client: openai.OpenAI) -> None:
     extra: Any = body
     with pytest.raises(openai.BadRequestError, match="400") as refused:

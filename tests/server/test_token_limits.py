@@ -203,16 +203,12 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
         ({"bad_words": [""]}, "bad_words: a text is empty"),
         ({"bad_words": [7]}, "bad_words must be a list of str"),
         ({"bad_words": ["a"] * 301}, "bad_words must be a list of 300 at most, not of 301"),
-        (
-            {"allowed_token_ids": [EOS], "min_tokens": 1},
-            "allowed_token_ids: no token is left that an answer could begin with",
-        ),
-        (
-            {"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}},
-            "structured_outputs can't go with bad_words",
-        ),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1},
+         "allowed_token_ids: no token is left that an answer could begin with"),
+        ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}},
+         "structured_outputs can't go with bad_words"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(asked: dict[str, Any], says: str, engine: Engine) -> None:
     """With 400 and the field's name by the server, and as a RequestError in Python."""
     field = says.partition(" ")[0].rstrip(":")

@@ -186,63 +186,33 @@ def hermes(*calls: str) -> str:
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (
-            OPEN + '{"name": "f", "arguments": {"a": 1}}\n' + hermes('{"name": "g"}'),
-            "",
-            [F, ("g", {})],
-        ),
-        (
-            "So <tool_call>: " + hermes('{"name": "f", "arguments": {"a": 1}}'),
-            "So <tool_call>: ",
-            [F],
-        ),
+        (OPEN + '{"name": "f", "arguments": {"a": 1}}\n' + hermes('{"name": "g"}'), "",
+         [F, ("g", {})]),
+        ("So <tool_call>: " + hermes('{"name": "f", "arguments": {"a": 1}}'), "So <tool_call>: ",
+         [F]),
         (hermes('{"arguments": {"a": 1}, "name": "f"}'), "", [F]),
         (hermes('{"id": "x", "name": "f", "parameters": {"a": 1}}'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}, "id": "</tool_call>"}'), "", [F]),
-        (
-            hermes('{"arguments": {"a": "x </tool_call>"}, "name": "f"}'),
-            "",
-            [("f", {"a": "x </tool_call>"})],
-        ),
+        (hermes('{"arguments": {"a": "x </tool_call>"}, "name": "f"}'), "",
+         [("f", {"a": "x </tool_call>"})]),
         (hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [F]),
-        (
-            hermes('{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'),
-            "",
-            [("f", {})] * 2,
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": 1}}', '{"name": " ", "arguments": {}}'),
-            "\n" + hermes('{"name": " ", "arguments": {}}'),
-            [F],
-        ),
+        (hermes('{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'), "",
+         [("f", {})] * 2),
+        (hermes('{"name": "f", "arguments": {"a": 1}}', '{"name": " ", "arguments": {}}'),
+         "\n" + hermes('{"name": " ", "arguments": {}}'), [F]),
         (hermes('{"name": "f", "arguments": [1]}'), hermes('{"name": "f", "arguments": [1]}'), []),
-        (
-            hermes('{"name": "f", "arguments": "no"}'),
-            hermes('{"name": "f", "arguments": "no"}'),
-            [],
-        ),
+        (hermes('{"name": "f", "arguments": "no"}'), hermes('{"name": "f", "arguments": "no"}'),
+         []),
         (hermes('{"name": "a\\qb\n", "arguments": {}}'), "", [("a\\qb", {})]),
-        (
-            hermes('{"name": "f", "arguments": {"a": NaN, "b": 1e400, "c": -Infinity}}'),
-            "",
-            [("f", dict.fromkeys("abc"))],
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": "line\nline\t"}}'),
-            "",
-            [("f", {"a": "line\nline\t"})],
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": "\\ud800 \\ud83d\\ude00"}}'),
-            "",
-            [("f", {"a": "\ufffd 😀"})],
-        ),
+        (hermes('{"name": "f", "arguments": {"a": NaN, "b": 1e400, "c": -Infinity}}'), "",
+         [("f", dict.fromkeys("abc"))]),
+        (hermes('{"name": "f", "arguments": {"a": "line\nline\t"}}'), "",
+         [("f", {"a": "line\nline\t"})]),
+        (hermes('{"name": "f", "arguments": {"a": "\\ud800 \\ud83d\\ude00"}}'), "",
+         [("f", {"a": "\ufffd 😀"})]),
         (hermes('[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'), "", [F, ("g", {})]),
-        (
-            hermes('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}'),
-            "",
-            [F],
-        ),
+        (hermes('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}'), "",
+         [F]),
         (hermes('```json\n{"name": "f", "arguments": {"a": 1}}\n```'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}}}'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}'), "", [F]),
@@ -251,7 +221,7 @@ def hermes(*calls: str) -> str:
         (OPEN + '{"name": "f", "arguments": {"a": "x', "", [("f", {"a": "x"})]),
         (OPEN + '{"arguments": {"a": 1}, "na', OPEN + '{"arguments": {"a": 1}, "na', []),
     ],
-)
+)  # fmt: skip
 def test_what_models_write_as_hermes_calls(text: str, content: str, calls: Any) -> None:
     whole, chars = found("hermes", text), found("hermes", text, None, list(text))
     assert whole == chars
@@ -268,26 +238,18 @@ END = "<｜tool▁call▁end｜>"
     [
         ("deepseek_v3", V3 + '{"a": 1}\n``', "", [F]),
         ("deepseek_v3", V3 + '{"a": 1}\n```' + V3 + '{"a": 1}```' + END, "", [F, F]),
-        (
-            "deepseek_v3",
-            V3 + '{"a": "```\n```json"}\n```' + END,
-            "",
-            [("f", {"a": "```\n```json"})],
-        ),
+        ("deepseek_v3", V3 + '{"a": "```\n```json"}\n```' + END, "",
+         [("f", {"a": "```\n```json"})]),
         ("deepseek_v3", V3 + "null\n```" + END, "", [("f", {})]),
         ("deepseek_v3", V3 + '"{\\"a\\": 1}"\n```' + END, "", [F]),
         ("deepseek_v3", V3 + "no\n```" + END + "so", V3 + "no\n```" + END + "so", []),
         ("deepseek_v31", V31 + '{"a": 1}' + V31 + '{"a": 1}<｜tool▁calls▁end｜>', "", [F, F]),
         ("deepseek_v31", V31 + END, "", [("f", {})]),
         ("deepseek_v31", V31, V31.removeprefix("<｜tool▁calls▁begin｜>"), []),
-        (
-            "kimi_k2",
-            "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
-            "",
-            [("f", {})],
-        ),
+        ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
+         [("f", {})]),
     ],
-)
+)  # fmt: skip
 def test_damaged_calls_of_other_forms(form: str, text: str, content: str, calls: Any) -> None:
     assert found(form, text) == found(form, text, None, list(text)) == (content, calls)
 
@@ -322,34 +284,15 @@ SCHEMA = {
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [
-        *((name, "12345", "12345") for name in ("s", "optional", "nullable", "ref", "all")),
-        ("s", "null", "null"),
-        ("all", "None", "None"),
-        ("optional", "true", "true"),
-        ("optional", "None", None),
-        ("nullable", "null", None),
-        ("object", '{"a": 1}', {"a": 1}),
-        ("object", "{'a': None}", {"a": None}),
-        ("enum", "1", "1"),
-        ("mixed", "1", 1),
-        ("mixed", "True", True),
-        ("const", "5", "5"),
-        ("maybe", "None", None),
-        ("maybe", "7", 7),
-        ("flag", "True", True),
-        ("flag", "False", False),
-        ("flag", "true", True),
-        ("n", "NaN", "NaN"),
-        ("n", "1e400", "1e400"),
-        ("n", "1.5", 1.5),
-        ("paths", '["a"]', ["a"]),
-        ("paths", "[a", "[a"),
-        ("odd", "1", 1),
-        ("none", "x", "x"),
-        ("loop", "x", "x"),
-    ],
-)
+    [*((name, "12345", "12345") for name in ("s", "optional", "nullable", "ref", "all")),
+     ("s", "null", "null"), ("all", "None", "None"), ("optional", "true", "true"),
+     ("optional", "None", None), ("nullable", "null", None), ("object", '{"a": 1}', {"a": 1}),
+     ("object", "{'a': None}", {"a": None}), ("enum", "1", "1"), ("mixed", "1", 1),
+     ("mixed", "True", True), ("const", "5", "5"), ("maybe", "None", None), ("maybe", "7", 7),
+     ("flag", "True", True), ("flag", "False", False), ("flag", "true", True), ("n", "NaN", "NaN"),
+     ("n", "1e400", "1e400"), ("n", "1.5", 1.5), ("paths", '["a"]', ["a"]), ("paths", "[a", "[a"),
+     ("odd", "1", 1), ("none", "x", "x"), ("loop", "x", "x")],
+)  # fmt: skip
 @pytest.mark.parametrize("form", ["glm45", "qwen3_coder", "minimax_m2"])
 def test_tagged_arguments_have_the_types_of_their_schema(
     form: str, name: str, text: str, value: Any
@@ -372,47 +315,24 @@ def function(name: str, **arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (
-            qwen(function("f", n="1"), function("g", flag="True")),
-            "",
-            [("f", {"n": 1}), ("g", {"flag": True})],
-        ),
-        (
-            qwen(function("f", s="re.sub('<parameter=n>x</parameter>', y)")),
-            "",
-            [("f", {"s": "re.sub('<parameter=n>x</parameter>', y)"})],
-        ),
-        (
-            qwen(function("f", s="</tool_call></function> <tool_call>")),
-            "",
-            [("f", {"s": "</tool_call></function> <tool_call>"})],
-        ),
-        (
-            OPEN
-            + "<function=f>\n<parameter=s>\nabc\n<parameter=n>\n5\n</parameter>\n</function>"
-            + CLOSE,
-            "",
-            [("f", {"s": "abc", "n": 5})],
-        ),
-        (
-            OPEN + "<function=f>\n<parameter=s>\nabc\n</function>" + CLOSE + qwen(function("g")),
-            "",
-            [("f", {"s": "abc"}), ("g", {})],
-        ),
+        (qwen(function("f", n="1"), function("g", flag="True")), "",
+         [("f", {"n": 1}), ("g", {"flag": True})]),
+        (qwen(function("f", s="re.sub('<parameter=n>x</parameter>', y)")), "",
+         [("f", {"s": "re.sub('<parameter=n>x</parameter>', y)"})]),
+        (qwen(function("f", s="</tool_call></function> <tool_call>")), "",
+         [("f", {"s": "</tool_call></function> <tool_call>"})]),
+        (OPEN + "<function=f>\n<parameter=s>\nabc\n<parameter=n>\n5\n</parameter>\n</function>"
+         + CLOSE, "", [("f", {"s": "abc", "n": 5})]),
+        (OPEN + "<function=f>\n<parameter=s>\nabc\n</function>" + CLOSE + qwen(function("g")), "",
+         [("f", {"s": "abc"}), ("g", {})]),
         (function("f", n="5") + " so", "so", [("f", {"n": 5})]),
         (function("f", n="5") + CLOSE, "", [("f", {"n": 5})]),
-        (
-            qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu",
-            OPEN.rstrip() + "\n<function=g>\n<parameter=s>\ncu",
-            [("f", {})],
-        ),
-        (
-            "Write <function=name> and <tool_call>, so.",
-            "Write <function=name> and <tool_call>, so.",
-            [],
-        ),
+        (qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu",
+         OPEN.rstrip() + "\n<function=g>\n<parameter=s>\ncu", [("f", {})]),
+        ("Write <function=name> and <tool_call>, so.", "Write <function=name> and <tool_call>, so.",
+         []),
     ],
-)
+)  # fmt: skip
 def test_what_models_write_as_tagged_calls(text: str, content: str, calls: Any) -> None:
     tools = {"f": SCHEMA, "g": SCHEMA}
     whole = found("qwen3_coder", text, tools)

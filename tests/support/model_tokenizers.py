@@ -87,15 +87,10 @@ def glm() -> Files:
     config = {
         "added_tokens_decoder": added_tokens_decoder(backend),
         "additional_special_tokens": ["<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", *roles],
-        "clean_up_tokenization_spaces": False,
-        "do_lower_case": False,
-        "eos_token": "<|endoftext|>",
-        "extra_special_tokens": {},
-        "pad_token": "<|endoftext|>",
-        "padding_side": "left",
-        "remove_space": False,
-        "tokenizer_class": "PreTrainedTokenizer",
-    }
+        "clean_up_tokenization_spaces": False, "do_lower_case": False, "eos_token": "<|endoftext|>",
+        "extra_special_tokens": {}, "pad_token": "<|endoftext|>", "padding_side": "left",
+        "remove_space": False, "tokenizer_class": "PreTrainedTokenizer",
+    }  # fmt: skip
     return folder_of(backend, config) | {"chat_template.jinja": template("glm")}
 
 
@@ -137,19 +132,13 @@ def qwen(*more: str) -> Files:
         post_processor=processors.ByteLevel(trim_offsets=False),
     )
     config = {
-        "add_bos_token": False,
-        "add_prefix_space": False,
+        "add_bos_token": False, "add_prefix_space": False,
         "added_tokens_decoder": added_tokens_decoder(backend),
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|vision_pad|>"],
-        "bos_token": None,
-        "chat_template": template("qwen"),
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }
+        "bos_token": None, "chat_template": template("qwen"), "eos_token": "<|im_end|>",
+        "errors": "replace", "pad_token": "<|endoftext|>", "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
+    }  # fmt: skip
     return folder_of(backend, config)
 
 
@@ -201,9 +190,5 @@ def write_files(folder: Path, files: Files) -> Path:
 
 
 FAMILIES: dict[str, Callable[[], Files]] = {
-    "glm": glm,
-    "gigachat": gigachat,
-    "qwen": qwen,
-    "qwen3.5": qwen3_5,
-    "deepseek": deepseek,
-}
+    "glm": glm, "gigachat": gigachat, "qwen": qwen, "qwen3.5": qwen3_5, "deepseek": deepseek,
+}  # fmt: skip

@@ -39,12 +39,8 @@ class Toy:
         self.numbers: list[NDArray[Any]] = [np.zeros((3, 0))] * B
         self.chunks = [0] * B
         self.slots: tuple[list[Any], ...] = (
-            self.history,
-            self.drafts,
-            self.controls,
-            self.numbers,
-            self.chunks,
-        )
+            self.history, self.drafts, self.controls, self.numbers, self.chunks,
+        )  # fmt: skip
         self.running = 0
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:

@@ -29,19 +29,11 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import randomise
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["ToyForCausalLM"],
-    "model_type": "toy",
-    "vocab_size": 53,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 256,
-    "rope_theta": 1000.0,
-}
+    "architectures": ["ToyForCausalLM"], "model_type": "toy", "vocab_size": 53, "hidden_size": 32,
+    "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256, "rope_theta": 1000.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

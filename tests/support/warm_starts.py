@@ -243,12 +243,9 @@ def some_share_their_beginning(traffic: Traffic) -> None:
 
 
 STORIES = (
-    a_gap_is_closed,
-    the_layout_grows,
-    a_prompt_is_cancelled,
-    a_prompt_comes_where_two_ended,
+    a_gap_is_closed, the_layout_grows, a_prompt_is_cancelled, a_prompt_comes_where_two_ended,
     some_share_their_beginning,
-)
+)  # fmt: skip
 
 
 def check_traffic(programs: Any, **options: Any) -> None:

@@ -127,13 +127,9 @@ def permuted(a: Array, b: Array, selector: Array) -> Array:
 
 
 COMPARED: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
     "ge": operator.ge,
-}
+}  # fmt: skip
 OPPOSITE = {"ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt", "neu": "eq"}  # true for NaN too
 
 
@@ -179,33 +175,14 @@ def converted(how: str, to: str, kind: str, a: Array, *more: Array) -> Array:
 
 
 ARITHMETIC: dict[str, Callable[..., Array]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "mad": lambda a, b, c: a * b + c,
-    "fma": fused,
-    "div": quotient,
-    "rem": lambda a, b: a - quotient(a, b) * b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "neg": operator.neg,
-    "abs": np.abs,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "not": operator.invert,
-    "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
-    "bfe": bits_of,
-    "prmt": permuted,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda a: 1 / np.sqrt(a),
-    "rcp": lambda a: 1 / a,
-    "tanh": np.tanh,
-    "cvta": lambda a: a,
-    "mov": lambda a: a,
-}
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mad": lambda a, b, c: a * b + c,
+    "fma": fused, "div": quotient, "rem": lambda a, b: a - quotient(a, b) * b, "min": np.minimum,
+    "max": np.maximum, "neg": operator.neg, "abs": np.abs, "and": operator.and_, "or": operator.or_,
+    "xor": operator.xor, "not": operator.invert,
+    "popc": lambda a: np.bitwise_count(a).astype(np.uint32), "bfe": bits_of, "prmt": permuted,
+    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "rcp": lambda a: 1 / a, "tanh": np.tanh, "cvta": lambda a: a, "mov": lambda a: a,
+}  # fmt: skip
 
 
 def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]:
