@@ -44,18 +44,6 @@ def test_chunks_make_up_the_result() -> None:
     assert chunks[-1].metrics.output_tokens == 40
 
 
-@pytest.mark.parametrize("stop", ["world", "lo(wor", ["zzz", "(w"], "):"])
-def test_stop_strings(stop: str | list[str]) -> None:
-    result = saying("x", "def hello(world): return").generate("x", SamplingParams(stop=stop))
-    first = min(
-        i
-        for s in ([stop] if isinstance(stop, str) else stop)
-        if (i := "def hello(world):".find(s)) >= 0
-    )
-    assert result.text == "def hello(world):"[:first]
-    assert result.finish_reason == "stop"
-
-
 def test_text_and_ids_and_arrays_are_prompts() -> None:
     engine, _ = fake_engine()
     ids = engine.encode("hello")
@@ -231,17 +219,6 @@ def test_settings_that_are_none(params: Any) -> None:
     ):
         with pytest.raises(RequestError, match="settings are given as SamplingParams, not "):
             ask()
-
-
-def test_threads_share_the_engine() -> None:
-    engine, _ = fake_engine(step_s=0.0005, max_batch=3)
-    prompts = [[5 + i] * (1 + i % 9) for i in range(40)]
-    with ThreadPoolExecutor(10) as pool:
-        results = list(
-            pool.map(lambda p: engine.generate(p, SamplingParams(max_tokens=9)), prompts)
-        )
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == continuation(prompt, 9)
 
 
 def test_a_stream_that_nobody_reads_blocks_nobody() -> None:

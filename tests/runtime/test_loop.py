@@ -71,26 +71,6 @@ def test_a_prompt_of_one_token_needs_no_prefill() -> None:
     assert programs.chunks == []
 
 
-@pytest.mark.parametrize("nextn", [0, 3])
-@pytest.mark.parametrize("length", [1, 30, 31])
-def test_capacity_ends_a_request(nextn: int, length: int) -> None:
-    engine, _ = fake_engine(nextn=nextn, max_seq_len=32)
-    prompt = [5] * length
-    result = engine.generate(prompt, SamplingParams(max_tokens=1000))
-    assert result.token_ids == continuation(prompt, 32 - length)
-    assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("place", range(1, 10))
-def test_the_end_of_sequence_may_be_anywhere_in_a_step(place: int) -> None:
-    tokens = [*range(100, 100 + place), EOS, *range(200, 220)]
-    engine, _ = fake_engine(next_token=scripted(2, tokens))
-    result = engine.generate([8, 9])
-    assert result.token_ids == tokens[: place + 1]
-    assert result.finish_reason == "stop"
-    assert len(result.from_draft) == place + 1
-
-
 def test_ignore_eos_stop_tokens_and_min_tokens() -> None:
     tokens = [50, EOS, 51, 52, EOS, 53, 54, 55]
     engine, _ = fake_engine(next_token=scripted(1, tokens))

@@ -11,7 +11,7 @@ from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import fake_engine, fake_tokenizer, scripted
-from tests.support.served import ASK, HELLO, events, saying, served
+from tests.support.served import ASK, HELLO, chat, events, saying, served
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
 THOUGHT = "<think>\nI think it.</think>"
@@ -42,8 +42,7 @@ def test_stop_strings_are_for_the_answer() -> None:
     with served(**saying(SAID)) as (server, _), server.client() as client:
 
         def ask(**more: Any) -> tuple[Any, Any, Any]:
-            told = client.post("/v1/chat/completions", json=body | more).json()
-            (choice,) = told["choices"]
+            choice = chat(client, body | more)
             message = choice["message"]
             return message.get("reasoning"), message["content"], choice["stop_reason"]
 
@@ -51,9 +50,7 @@ def test_stop_strings_are_for_the_answer() -> None:
         assert ask(stop=["I thi", " is"], stop_in_thought=True) == ("\n", None, "I thi")
         assert ask(stop="</think>\n\nIt is", max_tokens=30)[2] is None
     with served(**saying(SAID.removeprefix(THOUGHT))) as (server, _), server.client() as client:
-        (choice,) = client.post("/v1/chat/completions", json=body | {"stop": "\n\n"}).json()[
-            "choices"
-        ]
+        choice = chat(client, body | {"stop": "\n\n"})
         assert (choice["message"]["content"], choice["stop_reason"]) == (None, "\n\n")
 
 

@@ -89,21 +89,20 @@ def test_choices_are_counted_before_they_are_made() -> None:
         assert client.post("/v1/completions", json=ASK | {"prompt": [1] * 13}).status_code == 200
 
 
-def test_the_first_error_is_all_that_is_told() -> None:
-    with served() as (server, _), server.client() as client:
-        wrong: tuple[list[Any], ...] = ([{}] * 9000, [[1], *[["a"]] * 9000])
-        for prompt in wrong:
-            response = client.post("/v1/completions", json={"prompt": prompt})
-            fails(response, 400, "prompt: ", "prompt")
-            assert len(response.content) < 300
-        messages = {"messages": [7] * 9000}
-        for path, more in (("messages", {"max_tokens": 1}), ("chat/completions", {})):
-            response = client.post(f"/v1/{path}", json=messages | more)
-            assert response.status_code == 400
-            assert "messages.0: Input should be " in response.text
+def test_the_first_error_is_all_that_is_told(client: httpx2.Client) -> None:
+    wrong: tuple[list[Any], ...] = ([{}] * 9000, [[1], *[["a"]] * 9000])
+    for prompt in wrong:
+        response = client.post("/v1/completions", json={"prompt": prompt})
+        fails(response, 400, "prompt: ", "prompt")
+        assert len(response.content) < 300
+    messages = {"messages": [7] * 9000}
+    for path, more in (("messages", {"max_tokens": 1}), ("chat/completions", {})):
+        response = client.post(f"/v1/{path}", json=messages | more)
+        assert response.status_code == 400
+        assert "messages.0: Input should be " in response.text
 
 
-def test_a_text_that_is_too_long_is_not_tokenised() -> None:
+def test_a_text_that_is_too_long_is_not_tokenised(client: httpx2.Client) -> None:
     told: list[int] = []
 
     class Counting(Tokenizer):
@@ -123,16 +122,15 @@ def test_a_text_that_is_too_long_is_not_tokenised() -> None:
             text = piece * (count // 3)
             many = len(fake_tokenizer().encode(text, add_special_tokens=False))
             assert not tokenizer.exceeds(text, many)
-    with served() as (server, _), server.client() as client:
-        text, says = "ab " * 60_000, "the prompt has more than 5000 tokens"
-        fails(client.post("/v1/completions", json={"prompt": text}), 400, says, "prompt")
-        chat = {"messages": [{"role": "user", "content": text}]}
-        fails(client.post("/v1/chat/completions", json=chat), 400, says, "messages")
-        says = "the text has more than 20000 tokens"
-        fails(client.post("/tokenize", json={"prompt": text}), 400, says, "prompt")
-        for name in ("stop", "bad_words"):
-            body = ASK | {name: ["a" * 1025]}
-            fails(client.post("/v1/completions", json=body), 400, " characters", name)
+    text, says = "ab " * 60_000, "the prompt has more than 5000 tokens"
+    fails(client.post("/v1/completions", json={"prompt": text}), 400, says, "prompt")
+    chat = {"messages": [{"role": "user", "content": text}]}
+    fails(client.post("/v1/chat/completions", json=chat), 400, says, "messages")
+    says = "the text has more than 20000 tokens"
+    fails(client.post("/tokenize", json={"prompt": text}), 400, says, "prompt")
+    for name in ("stop", "bad_words"):
+        body = ASK | {name: ["a" * 1025]}
+        fails(client.post("/v1/completions", json=body), 400, " characters", name)
 
 
 def test_an_event_costs_what_it_says() -> None:

@@ -44,6 +44,12 @@ def served(
         yield server, programs
 
 
+def chat(client: httpx2.Client, body: dict[str, Any]) -> Any:
+    """Return the only choice of a chat's answer."""
+    (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+    return choice
+
+
 def events(response: httpx2.Response) -> list[Any]:
     """Return what a stream said, [DONE] as a text."""
     data = (line for line in response.text.splitlines() if line.startswith("data: "))
