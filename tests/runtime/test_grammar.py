@@ -31,7 +31,6 @@ from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
 
-pytestmark = pytest.mark.xdist_group("tiny")  # it has the engine
 EOS, THINK, END_OF_THOUGHT, VOCABULARY = 1, 2, 3, 2048
 THINKING = replace(GREEDY, thinking=True, thinking_ids=(THINK, END_OF_THOUGHT), constrained=True)
 SCHEMA = {
@@ -277,6 +276,7 @@ with Engine.load(sys.argv[1]) as engine:
 """
 
 
+@pytest.mark.xdist_group("tiny")  # which has the engine
 def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
     """An engine runs without it; a request that needs it says what to install."""
     run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3))]

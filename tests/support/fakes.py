@@ -227,20 +227,21 @@ class FakePrograms:
             num_drafts[b] = len(self.drafts[b])
             window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.drafts[b]]
             emitted = self._accept(b)
-            counts[b] = len(emitted)
-            tokens[b, : len(emitted)] = emitted
+            counts[b] = n = len(emitted)
+            tokens[b, :n], logprobs[b, :n], margins[b, :n] = zip(*emitted, strict=True)
             if self.damage in self.history[b]:
                 logprobs[b] = np.nan
         top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and the ones after it
         top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
         return StepOutput(tokens, counts, window, num_drafts, logprobs, margins, top_ids, top)
 
-    def _accept(self, b: int) -> list[int]:
+    def _accept(self, b: int) -> list[tuple[int, float, float]]:
+        """Judges and makes a slot's drafts; returns tokens, log-probabilities and margins."""
         history, emitted = self.history[b], []
         for draft in [*self.drafts[b], None]:
-            emitted.append(self.next_token(history))
-            history.append(emitted[-1])
-            if emitted[-1] != draft:
+            emitted.append((self.next_token(history), 0.0, 0.0))
+            history.append(emitted[-1][0])
+            if history[-1] != draft:
                 break
         guess = list(history)
         for _ in range(self.window - 1):
