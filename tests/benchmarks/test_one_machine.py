@@ -3,9 +3,7 @@
 import json
 import struct
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,9 @@ from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import quick_target
 from tests.support.requests import build_request
+from tests.support.scripts import benchmark
 
 pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 WIDTHS = {
     "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2,
     "vocab_size": 512,
@@ -43,17 +41,9 @@ HYBRID = DENSE | {
 ARCHITECTURES = {"moe": "deepseek2", "dense": "qwen2", "hybrid": "qwen35"}
 
 
-def module(name: str) -> ModuleType:
-    """A module of the benchmarks, as the script imports it."""
-    for folder in (SCRIPTS, SCRIPTS / "peer"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    return import_module(name)
-
-
 def tiny(kind: str, weights: str = "int4") -> Any:
     """A published shape with small numbers."""
-    shapes = module("one.shapes")
+    shapes = benchmark("one.shapes")
     recipe, sizes = {
         "moe": (shapes.MOE, MOE),
         "dense": (shapes.DENSE, DENSE),
@@ -65,7 +55,7 @@ def tiny(kind: str, weights: str = "int4") -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of all shapes in int4, and of one in bf16."""
-    place, write = tmp_path_factory.mktemp("random"), module("one.random_checkpoint")
+    place, write = tmp_path_factory.mktemp("random"), benchmark("one.random_checkpoint")
     torch.set_num_threads(1)
     for name, shape in {
         "moe": tiny("moe"),
@@ -137,7 +127,7 @@ def test_an_engine_of_it_drafts(folders: dict[str, Path], engine: Path) -> None:
 @pytest.mark.full
 def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
-    sides = module("one.sides")
+    sides = benchmark("one.sides")
     asks = {
         "short": sides.decode(6, 16, filled=False),
         "prompt": sides.prompt(24),
@@ -160,7 +150,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
 
 def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
-    cost, engine = module("one.cost"), no_programs
+    cost, engine = benchmark("one.cost"), no_programs
     counted = cost.count(folders["moe"])
     held = cost.weight_groups(engine, counted.config)
     assert set(held) == {
@@ -178,9 +168,9 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
         assert step.bytes == pytest.approx(rest + routed + batch * 100 * 3 * 160 * 4)
     sizes = {"token_embd.weight": 10, "blk.1.ffn_up_exps.weight": 24, "output.weight": 3}
     assert counted.gguf(sizes, 0, 1).bytes == pytest.approx(3 + 4)
-    machine = module("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
+    machine = benchmark("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
     assert counted.gguf(sizes, 0, 1).seconds(machine, "int4") == pytest.approx(7)
-    slow = module("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
+    slow = benchmark("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
     one, whole = counted.gguf(sizes, 0, 1), counted.gguf_prompt(sizes, 16)
     assert one.seconds(slow, "int4") == pytest.approx(one.products / 2)
     heads = 2 * 512 * 256  # of the last token alone
@@ -190,7 +180,7 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
     """There are as many as in the checkpoint without its MTP modules."""
-    keys, shape = module("gguf_keys"), tiny(kind)
+    keys, shape = benchmark("gguf_keys"), tiny(kind)
     found = keys.shapes(dict(shape.raw))
     layers = tuple(f"model.layers.{i}." for i in range(shape.config.num_hidden_layers))
     head = () if shape.config.tie_word_embeddings else ("lm_head.",)  # else it is the embedding
@@ -203,7 +193,7 @@ def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> Non
 
 def test_gguf_of_a_hybrid_has_its_module(folders: dict[str, Path]) -> None:
     shape = tiny("hybrid")
-    found = module("gguf_keys").shapes(dict(shape.raw), module=True)
+    found = benchmark("gguf_keys").shapes(dict(shape.raw), module=True)
     plain = load_plain(folders["hybrid"]).state_dict()  # its head is the embedding
     wanted = sum(tensor.numel() for name, tensor in plain.items() if name != "lm_head.weight")
     assert sum(int(np.prod(size)) for size in found.values()) == wanted
@@ -214,9 +204,9 @@ def test_qwen_tiny_as_gguf() -> None:
     folder = find_model("qwen-tiny").folder
     c = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
-    made = module("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
+    made = benchmark("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
     found = dict(made)
-    shapes = module("gguf_keys").shapes(c, module=True)
+    shapes = benchmark("gguf_keys").shapes(c, module=True)
     assert {name: value.shape for name, value in found.items()} == shapes
     rate = stored["model.layers.0.linear_attn.A_log"].float().exp()
     torch.testing.assert_close(torch.tensor(found["blk.0.ssm_a"]), -rate)
@@ -234,7 +224,7 @@ def test_qwen_tiny_as_gguf() -> None:
 def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     """Names, shapes and types; dequantised, values are as large as products want them."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: tools/peers_env.sh has it")
-    keys, write = module("gguf_keys"), module("gguf_random")
+    keys, write = benchmark("gguf_keys"), benchmark("gguf_random")
     c = dict(tiny(kind).raw)
     sizes = write.write(c, tmp_path / "tiny.gguf", "q4_0")
     reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
@@ -258,7 +248,7 @@ def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
 
 def test_a_saved_sequence_is_lengthened() -> None:
     """Rows are repeated, positions go on, and other streams stay empty."""
-    lengthened = module("llama_cpp_model").lengthened
+    lengthened = benchmark("llama_cpp_model").lengthened
     rows = [np.arange(6, dtype=np.uint8).reshape(2, 3) + 10 * i for i in range(2)]
 
     def saved(count: int) -> bytes:
@@ -272,13 +262,13 @@ def test_a_saved_sequence_is_lengthened() -> None:
 
 def test_bandwidth_is_of_the_bytes_that_are_read() -> None:
     figures = {"reading": [[1e7, 60.0], [1e9, 20.0]], "fp32": 1.0, "int8": 1.0}
-    machine = module("one.machine").machine_of(figures)
+    machine = benchmark("one.machine").machine_of(figures)
     found = [machine.bandwidth(size) for size in (0, 1e7, 1e8, 1e9, 1e10)]
     assert found == pytest.approx([60, 60, 40, 20, 20])
 
 
 def test_ratios_stand_beside_their_aims() -> None:
-    report = module("one.report")
+    report = benchmark("one.report")
     reached = report.Row("step", "ms", (3.0, 2.0)).judge(1.5, report.Aim(1.6), 1.4)
     missed = report.Row("prompt", "tokens/s", (3.0, None, 9.0)).judge(0.5, report.Aim(1, True))
     assert reached.cells() == [
@@ -288,7 +278,7 @@ def test_ratios_stand_beside_their_aims() -> None:
 
 
 def test_a_side_that_died_leaves_the_others_figures() -> None:
-    measured = module("one.sides").Measured(
+    measured = benchmark("one.sides").Measured(
         {
             "a": [{"first": {"first_s": 3.0}, "error": {"message": "ended with -9"}}],
             "b": [{"x": {"steps": [9, 9, s, s]}} for s in (1.0, 5.0, 2.0)],
@@ -319,7 +309,7 @@ class Pretended:
 def test_a_section_that_fails_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = module("one_machine")
+    script = benchmark("one_machine")
     sections = {"good": Pretended(False), "bad": Pretended(True)}
     monkeypatch.setattr(script, "SECTIONS", sections)
     known = {
@@ -354,7 +344,7 @@ def test_a_mistake_is_one_line(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python ends with: it prints a text and gives exit code 1."""
-    script = module("one_machine")
+    script = benchmark("one_machine")
     monkeypatch.setattr(sys, "argv", ["one_machine.py", *flags])
     with pytest.raises(SystemExit) as end:
         script.run(script.main)
@@ -364,7 +354,7 @@ def test_a_mistake_is_one_line(
 
 def test_tables_of_a_section_that_nobody_answered() -> None:
     """What is known is printed."""
-    script, section, machine = (module(n) for n in ("one_machine", "one.section", "one.machine"))
+    script, section, machine = (benchmark(n) for n in ("one_machine", "one.section", "one.machine"))
     able = machine.Machine(((1e9, 1e9),), 1e9, 1e9)
     cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}
     names = ("nextn 0", "nextn 1", "nextn 3", "drafting", "drafting, a quarter")

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 
 from mtpbuild.runtime.errors import UsageError
+from tests.support.scripts import BENCHMARKS, benchmark
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 CONTEXT, BF16, FP32 = 4096, 2, 4
 LOWER = f"""
 import sys
@@ -28,7 +27,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-sys.path.insert(0, {str(SCRIPTS)!r})
+sys.path.insert(0, {str(BENCHMARKS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
@@ -71,10 +70,7 @@ for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1
 
 
 def on_gpu(name: str) -> ModuleType:
-    """A module of `benchmarks/on_gpu`, as the script imports it."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.insert(0, str(SCRIPTS))
-    return import_module(f"on_gpu.{name}")
+    return benchmark(f"on_gpu.{name}")
 
 
 @pytest.fixture

@@ -19,17 +19,6 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.fakes import fake_manifest
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{}", '{"method": "deepseek_mtp", "num_speculative_tokens": 3}',
-     '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
-     '{"draft_sample_method": "probabilistic"}',
-     '{"rejection_sample_method": "block", "draft_tensor_parallel_size": 1}'],
-)  # fmt: skip
-def test_what_this_version_supports(text: str) -> None:
-    parse_speculative_config(text)
-
-
 def test_the_first_key_that_is_not_supported_is_named() -> None:
     text = '{"disable_by_batch_size": 2, "speculative_token_tree": "x"}'
     with pytest.raises(UsageError, match=r"^--speculative-config: disable_by_batch_size 2 is"):

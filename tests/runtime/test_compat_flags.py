@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
@@ -14,6 +13,7 @@ from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
+from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 from tests.support.requests import noted
 
@@ -36,23 +36,16 @@ FLAGS = [*TRT_FLAGS, "--spec-decode-max-draft-len", "--speculative-config"]
 RELAXED_FLAGS = ["--relaxed-delta", "--relaxed-topk", "--use-relaxed-acceptance-for-thinking"]
 
 
-def call(*args: object) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    done = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
-
-
 def run(folder: Path, *flags: object) -> tuple[int, list[str], str]:
     """Run `run`; return exit code, lines on standard error but the summary, standard output."""
     prompt = ("--prompt-ids", "5,6", "--max-tokens", 3, "--json")
-    code, out, err = call("run", "--engine", folder, *prompt, *flags)
+    code, out, err = invoke("run", "--engine", folder, *prompt, *flags)
     return code, err.splitlines(), out
 
 
 def refused(*args: object) -> str:
     """The one line of a usage error."""
-    code, out, err = call(*args)
+    code, out, err = invoke(*args)
     assert (code, out) == (2, "")
     assert re.fullmatch("error: .*\n", err)
     return err
@@ -76,7 +69,7 @@ def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine
         f"note: --config {blog}: {key}: no effect" for key in ("use_cuda_graph", "moe_backend")
     ]
     for flag in ("--config", "--extra_llm_api_options", "--extra-llm-api-options"):
-        code, _, err = call("build", "--model", "x", flag, blog)
+        code, _, err = invoke("build", "--model", "x", flag, blog)
         assert (code, err.splitlines()) == (0, notes)
         code, lines, out = run(engine_dir, flag, blog)
         assert (code, lines) == (0, notes)
@@ -104,7 +97,7 @@ def test_the_blog_s_second_file(
     blog: Path, built: list[BuildRequest], engine_dir: Path, asked: list[StepControls]
 ) -> None:
     relaxed = blog.with_name("relaxed.yaml")
-    code, _, err = call("build", "--model", "x", "--config", relaxed)
+    code, _, err = invoke("build", "--model", "x", "--config", relaxed)
     assert (code, err.endswith(PER_REQUEST), built) == (0, True, [BuildRequest("x", nextn=(3,))])
     assert run(engine_dir, "--config", relaxed)[0] == 0
     assert (asked[0].relaxed_topk, asked[0].relaxed_delta) == (10, 0.6)
@@ -123,7 +116,7 @@ def test_the_blog_s_second_file(
     ],
 )
 def test_flags_on_build_and_run(flags: str, built: list[BuildRequest], engine_dir: Path) -> None:
-    code, _, err = call("build", "--model", "x", *flags.split())
+    code, _, err = invoke("build", "--model", "x", *flags.split())
     assert (code, err, built) == (0, "", [BuildRequest("x", nextn=(3,))])
     assert run(engine_dir, *flags.split())[:2] == (0, [])
 
@@ -185,7 +178,7 @@ def test_relaxed_flags_that_ask_for_nothing(engine_dir: Path) -> None:
 
 def test_vllm_ascend(built: list[BuildRequest], engine_dir: Path) -> None:
     note = "note: --speculative-config: method 'deepseek_mtp' is deprecated: write 'mtp'\n"
-    code, _, err = call("build", "--model", "x", "--speculative-config", ASCEND)
+    code, _, err = invoke("build", "--model", "x", "--speculative-config", ASCEND)
     assert (code, err) == (0, note)
     assert built == [BuildRequest("x", nextn=(1,))]
     write_engine(engine_dir.with_name("n1"), fake_manifest(nextn=1))
@@ -206,7 +199,9 @@ def test_vllm_ascend_as_printed(built: list[BuildRequest]) -> None:
         f"error: --speculative-config: not JSON at character {PRINTED.index('False') + 1}, "
         "'False} ': JSON writes false, not False\n"
     )
-    code, _, err = call("build", "--model", "x", "--speculative_config", PRINTED.replace("F", "f"))
+    code, _, err = invoke(
+        "build", "--model", "x", "--speculative_config", PRINTED.replace("F", "f")
+    )
     assert (code, built) == (0, [BuildRequest("x", nextn=(1,))])
     assert err == "note: --speculative-config: disable_padded_drafter_batch: no effect\n"
 
@@ -236,8 +231,8 @@ def test_agreement(blog: Path, built: list[BuildRequest]) -> None:
     vanilla = blog.with_name("vanilla.yaml")
     vanilla.write_text(BLOG + "    use_mtp_vanilla: true\n", encoding="utf-8")
     flags = ("--nextn", "3,3", "--spec-decode-nextn", 3, "--drafter", "mtp-vanilla")
-    assert call("build", "--model", "x", "--config", vanilla, *flags)[0] == 0
-    assert call("build", "--model", "x", "--nextn", "0,3", "--config", blog)[0] == 2
+    assert invoke("build", "--model", "x", "--config", vanilla, *flags)[0] == 0
+    assert invoke("build", "--model", "x", "--nextn", "0,3", "--config", blog)[0] == 2
     assert built == [BuildRequest("x", nextn=(3, 3), drafter="mtp-vanilla")]
 
 
@@ -251,7 +246,7 @@ enable_attention_dp: true
 def test_ranks_of_a_file(flags: str, tmp_path: Path, built: list[BuildRequest]) -> None:
     (tmp_path / "split.yaml").write_text(SPLIT, encoding="utf-8")
     config = ("--config", tmp_path / "split.yaml")
-    code, _, err = call("build", "--model", "x", *config, *flags.split())
+    code, _, err = invoke("build", "--model", "x", *config, *flags.split())
     assert (code, err) == (0, "")
     assert built == [BuildRequest("x", ranks=Ranks(8, 4, True))]
     says = refused("bench", "--model", "x", *config)
@@ -325,5 +320,5 @@ def test_frozen_flags() -> None:
 
 
 def test_underscores_in_every_flag(built: list[BuildRequest]) -> None:
-    assert call("build", "--model", "a_b", "--max_seq_len=99", "--spec_decode_nextn=2")[0] == 0
+    assert invoke("build", "--model", "a_b", "--max_seq_len=99", "--spec_decode_nextn=2")[0] == 0
     assert built == [BuildRequest("a_b", nextn=(2,), max_seq_len=99)]

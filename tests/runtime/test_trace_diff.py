@@ -3,29 +3,24 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
-from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import SamplingParams, Trace
-from mtpbuild.runtime.cli.commands import diff
+from tests.support import run_command
 from tests.support.engines import write_engine
 from tests.support.fakes import fake_engine, fake_manifest
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=9)
-app = typer.Typer()
-app.command("diff")(diff)
 
 Lines = list[dict[str, Any]]
 
 
-def call(*args: object) -> CliResult:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+call = partial(run_command.call, "diff")
 
 
 def trace(path: Path, *, nextn: int = 2, params: SamplingParams = PARAMS, wrong: int = 8) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from mtpbuild.runtime.server.messages import MessagesBody, to_chat_body
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
-from tests.support.served import TOOL_TEMPLATE, events, saying, served
+from tests.support.served import SAID, TOOL_TEMPLATE, events, saying, served
 
 HI: Any = [{"role": "user", "content": "hi"}]
 ASK: Any = {"model": "fake", "messages": HI, "max_tokens": 100, "stop_sequences": ["｜end｜"]}
@@ -17,10 +17,6 @@ WEATHER: Any = {
     "name": "weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-SAID = (
-    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
-    "</tool_call>｜end｜"
-)
 GREEDY = {"temperature": 0}
 
 

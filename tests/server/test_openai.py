@@ -42,9 +42,7 @@ def server(engine: Engine) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
-    ) as made:
+    with server.openai() as made:
         yield made
 
 

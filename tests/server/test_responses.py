@@ -9,7 +9,7 @@ import pytest
 
 from mtpbuild.runtime.server.responses import ResponsesBody, to_chat_body
 from tests.support.live_server import Live
-from tests.support.served import TOOL_TEMPLATE, events, saying, served
+from tests.support.served import SAID, TOOL_TEMPLATE, events, saying, served
 
 ASK: Any = {"model": "fake", "input": "hi", "temperature": 0, "max_output_tokens": 100}
 STOP = {"stop": "｜end｜"}
@@ -19,10 +19,6 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
-SAID = (
-    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
-    "</tool_call>｜end｜"
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +29,7 @@ def server() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
-    ) as made:
+    with server.openai() as made:
         yield made
 
 
@@ -138,12 +132,7 @@ def test_a_failure_in_a_stream() -> None:
         programs.fail = RuntimeError("broken")
         last = events(client.post("/v1/responses", json=ASK | {"stream": True}))[-1]
         assert (last["type"], last["code"]) == ("error", "500")
-        with (
-            openai.OpenAI(
-                base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=client
-            ) as caller,
-            pytest.raises(openai.APIError, match="engine"),
-        ):
+        with server.openai() as caller, pytest.raises(openai.APIError, match="engine"):
             list(caller.responses.create(**ASK, stream=True))
 
 

@@ -64,10 +64,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
     """A client of a server that writes tool calls in a form."""
-    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.client() as http:
-        yield openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=http
-        )
+    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.openai() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx2
 
@@ -14,6 +15,9 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
 from mtpbuild.runtime.server.service import Service
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class Live:
 
     def client(self, **settings: object) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **settings)  # type: ignore[arg-type]
+
+    def openai(self) -> "OpenAI":
+        """Make a client of OpenAI's package; its key is k."""
+        import openai
+
+        url, transport = f"{self.url}/v1", self.client()
+        return openai.OpenAI(base_url=url, api_key="k", max_retries=0, http_client=transport)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,11 @@ CALLS = (
     "\n</tool_call>{% endfor %}"
 )
 TOOL_TEMPLATE = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+# A thought, a text and a call, as models say them, and what ends them.
+SAID = (
+    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
+    "</tool_call>｜end｜"
+)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
