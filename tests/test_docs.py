@@ -243,11 +243,9 @@ def test_python_runs(document: str, used: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "kinds"),
-    [
-        ("engine-format.md", (Manifest, BuildInfo, TargetInfo)),
-        ("cli-json.md", (Result, RequestMetrics, SpeculativeDecoding)),
-    ],
-)
+    [("engine-format.md", (Manifest, BuildInfo, TargetInfo)),
+     ("cli-json.md", (Result, RequestMetrics, SpeculativeDecoding))],
+)  # fmt: skip
 def test_every_field_has_its_line(document: str, kinds: tuple[type[Any], ...]) -> None:
     """A table names each field; one is not printed, two are headings."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")

@@ -56,11 +56,9 @@ def test_what_the_build_requires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("own", "said"),
-    [
-        ({}, "error: there is no C++ compiler: install g++, or ziglang with pip"),
-        ({"CXX": "no-such"}, "error: the CPU kernels cannot be compiled: [Errno 2] No such file "),
-    ],
-)
+    [({}, "error: there is no C++ compiler: install g++, or ziglang with pip"),
+     ({"CXX": "no-such"}, "error: the CPU kernels cannot be compiled: [Errno 2] No such file ")],
+)  # fmt: skip
 def test_no_compiler_at_all(own: dict[str, str], said: str, tmp_path: Path) -> None:
     """The installation fails in a line."""
     environment = without_compilers(tmp_path / "bin") | own

@@ -129,11 +129,9 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
     sides = benchmark("one.sides")
     asks = {
-        "short": sides.decode(6, 16, filled=False),
-        "prompt": sides.prompt(24),
-        "two": sides.decode(6, 150, batch=2),
-        "all": sides.decode(6, 16, rates=[1.0]),
-    }
+        "short": sides.decode(6, 16, filled=False), "prompt": sides.prompt(24),
+        "two": sides.decode(6, 150, batch=2), "all": sides.decode(6, 16, rates=[1.0]),
+    }  # fmt: skip
     found = sides.ours("ours", engine, asks, 512).run(1, tmp_path)
     assert [*found] == ["first", *asks]
     assert found["first"]["first_s"] > 0
@@ -334,12 +332,10 @@ def test_a_section_that_fails_loses_no_other(
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
-        (["--layers", "0"], "--layers 0: expected at least 1"),
-        (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh"),
-    ],
-)
+    [(["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
+     (["--layers", "0"], "--layers 0: expected at least 1"),
+     (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh")],
+)  # fmt: skip
 def test_a_mistake_is_one_line(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,11 +61,9 @@ def test_peers_answer_in_turn_and_failures_are_told(peers: ModuleType) -> None:
     assert {length: len(seconds) for length, seconds in sound.first.items()} == {32: 2, 1024: 2}
     assert sound.extra == {"v": 1.5}
     assert [each.error for each in broken] == [
-        "RuntimeError: no such weights",
-        "ended with 1: killed by its allocator",
-        "ValueError: too long",
-        "no compiler",
-    ]
+        "RuntimeError: no such weights", "ended with 1: killed by its allocator",
+        "ValueError: too long", "no compiler",
+    ]  # fmt: skip
     kinds = {"code": [0], "reasoning": [1]}
     shown = text(peers.table(found, kinds))
     assert shown.count("failed") == 2 * len(broken)

@@ -26,11 +26,9 @@ AnyPrograms = CpuAttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
     rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 4)),  # 16 bytes, as compiled code wants
-    step_spec("lengths", "int64", (SLOTS,)),
-    step_spec("window", "int64", (SLOTS, WINDOW)),
-    step_spec("num_drafts", "int64", (SLOTS,)),
-    step_spec("thinking", "bool", (SLOTS,)),
-)
+    step_spec("lengths", "int64", (SLOTS,)), step_spec("window", "int64", (SLOTS, WINDOW)),
+    step_spec("num_drafts", "int64", (SLOTS,)), step_spec("thinking", "bool", (SLOTS,)),
+)  # fmt: skip
 
 
 def ints(name: str, *shape: Dimension) -> TensorSpec:

@@ -66,13 +66,11 @@ LONG: Messages = [
 CALLS: Messages = [
     {"role": "user", "content": "Weather in Köln?"},
     {
-        "role": "assistant",
-        "content": None,
-        "reasoning": "ask",
+        "role": "assistant", "content": None, "reasoning": "ask",
         "tool_calls": [call("a", city="Köln")],
     },
     {"role": "tool", "tool_call_id": "a", "name": "weather", "content": '{"t": 20}'},
-]
+]  # fmt: skip
 TWO_CALLS: Messages = [
     *CALLS[:1],
     {
@@ -264,13 +262,11 @@ def test_all_features(tmp_path: Path, config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"eos_token": "<user>", "additional_special_tokens": ["<think>", "<new>"]},
-        {"eos_token": "</s>", "pad_token": "<pad>", "think_token": "<think>"},
-        {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": "</s>"}},
-        {"split_special_tokens": True},
-    ],
-)
+    [{"eos_token": "<user>", "additional_special_tokens": ["<think>", "<new>"]},
+     {"eos_token": "</s>", "pad_token": "<pad>", "think_token": "<think>"},
+     {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": "</s>"}},
+     {"split_special_tokens": True}],
+)  # fmt: skip
 def test_the_configuration_has_a_word_about_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
     pair = load(tmp_path, features(**config))
     text = "a<s>b</s><think> <user>c<|role|>\nd<new>e<pad><image>"

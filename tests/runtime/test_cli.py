@@ -113,12 +113,10 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
         {"prompt": "hello", "task_id": "a"},
         {"input_ids": [5, 6], "output_tokens": 4},
         {
-            "messages": [{"role": "user", "content": "hi"}],
-            "seed": 3,
-            "stop": "zzz",
+            "messages": [{"role": "user", "content": "hi"}], "seed": 3, "stop": "zzz",
             "max_tokens": 5,
         },
-    ]
+    ]  # fmt: skip
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     result = call("run", "--engine", engine_dir, "--input", path, "--max-tokens", 6, "--json")

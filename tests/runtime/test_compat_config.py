@@ -53,11 +53,9 @@ def test_sources_are_joined() -> None:
     second = {"nextn": 3, "use_relaxed_acceptance_for_thinking": True, "notes": ("b",)}
     assert join([]) == {}
     assert join([*name_source(first, "--one"), *name_source(second, "--two")]) == {
-        "nextn": 3,
-        "use_relaxed_acceptance_for_thinking": True,
-        "relaxed_topk": 4,
+        "nextn": 3, "use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 4,
         "notes": ("a", "b"),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

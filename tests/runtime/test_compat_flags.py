@@ -123,12 +123,10 @@ def test_flags_on_build_and_run(flags: str, built: list[BuildRequest], engine_di
 
 @pytest.mark.parametrize(
     ("flags", "delta"),
-    [
-        ("--use_relaxed_acceptance_for_thinking --relaxed_topk 10 --relaxed_delta 0.6", 0.6),
-        ("--use-relaxed-acceptance-for-thinking --relaxed-topk 10 --relaxed-delta 0.6", 0.6),
-        ("--relaxed-topk 10", 0.0),
-    ],
-)
+    [("--use_relaxed_acceptance_for_thinking --relaxed_topk 10 --relaxed_delta 0.6", 0.6),
+     ("--use-relaxed-acceptance-for-thinking --relaxed-topk 10 --relaxed-delta 0.6", 0.6),
+     ("--relaxed-topk 10", 0.0)],
+)  # fmt: skip
 def test_relaxed_flags_of_run(
     flags: str, delta: float, engine_dir: Path, asked: list[StepControls]
 ) -> None:
@@ -185,13 +183,11 @@ def test_vllm_ascend(built: list[BuildRequest], engine_dir: Path) -> None:
     assert run(engine_dir.with_name("n1"), "--speculative-config", ASCEND)[:2] == (0, [note[:-1]])
     assert run(engine_dir, "--speculative-config", ASCEND) == (
         2,
-        [
-            note[:-1],
-            "error: the configuration asks for nextn 1, the engine was built with nextn 3: leave "
-            "it out, or build an engine with --nextn 1",
-        ],
+        [note[:-1],
+         "error: the configuration asks for nextn 1, the engine was built with nextn 3: leave "
+         "it out, or build an engine with --nextn 1"],
         "",
-    )
+    )  # fmt: skip
 
 
 def test_vllm_ascend_as_printed(built: list[BuildRequest]) -> None:
@@ -302,11 +298,9 @@ def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "line"),
-    [
-        ("--relaxed-topk 0", "--relaxed-topk must be a whole number from 1, not 0"),
-        ("--relaxed-delta 2", "--relaxed-delta must be a number in 0..1, not 2.0"),
-    ],
-)
+    [("--relaxed-topk 0", "--relaxed-topk must be a whole number from 1, not 0"),
+     ("--relaxed-delta 2", "--relaxed-delta must be a number in 0..1, not 2.0")],
+)  # fmt: skip
 def test_bad_relaxed_flags(flags: str, line: str, engine_dir: Path) -> None:
     args = ("run", "--engine", engine_dir, "--prompt", "a")
     assert refused(*args, *flags.split()) == f"error: {line}\n"

@@ -195,12 +195,10 @@ def test_chat_prompts_follow_the_template() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
-        ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
-        ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*"),
-    ],
-)
+    [({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
+     ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
+     ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*")],
+)  # fmt: skip
 def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> None:
     engine, _ = fake_engine()
     messages = [{"role": "user", "content": "hi"}]

@@ -361,10 +361,8 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
         listed | {"additionalProperties": True},
         listed | {"additionalProperties": {"type": "string"}},
         listed | {"anyOf": [{"properties": {"b": {}}}]},
-        {"allOf": [listed, {"properties": {"b": {}}}]},
-        {"type": "object"},
-        True,
-    ]
+        {"allOf": [listed, {"properties": {"b": {}}}]}, {"type": "object"}, True,
+    ]  # fmt: skip
     for other in others:
         assert json.loads(close_objects(json.dumps(other))) == other
     assert close_objects("no JSON") == "no JSON"

@@ -241,11 +241,9 @@ def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
         client.options("/v1/models?key=secret", headers=preflight)
     said = [record.getMessage() for record in caplog.records if record.name == "mtpbuild.access"]
     assert [line.split('"')[1] for line in said] == [
-        "GET /v1/models HTTP/1.1",
-        "GET /health HTTP/1.1",
-        "GET /none HTTP/1.1",
+        "GET /v1/models HTTP/1.1", "GET /health HTTP/1.1", "GET /none HTTP/1.1",
         "OPTIONS /v1/models HTTP/1.1",
-    ]
+    ]  # fmt: skip
     assert "secret" not in caplog.text
 
 

@@ -14,11 +14,9 @@ from tests.support.served import SAID, TOOL_TEMPLATE, events, saying, served
 ASK: Any = {"model": "fake", "input": "hi", "temperature": 0, "max_output_tokens": 100}
 STOP = {"stop": "｜end｜"}
 WEATHER: Any = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "strict": False,
-}
+    "type": "function", "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}, "strict": False,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

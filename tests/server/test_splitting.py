@@ -32,14 +32,12 @@ QWEN = (
 )
 TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES, "qwen3_coder": QWEN}
 ODD = (
-    "no call, 1 < 2 <tool",
-    "<tool_call>not JSON</tool_call> after",
-    '<tool_call>{"name": "f"',
+    "no call, 1 < 2 <tool", "<tool_call>not JSON</tool_call> after", '<tool_call>{"name": "f"',
     '<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "f"}</tool_call>',
     '<tool_call>{"name": "f", "arguments": {"x": "</tool_call> {\\"", "y": [1, {}]}}</tool_call>  ',
     '  <tool_call>{"name": "f", "arguments": null}</tool_call> said  behind  ',
     '<tool_call>{"name": "f"}</tool_call>',
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", TEXTS)

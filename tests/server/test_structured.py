@@ -115,11 +115,9 @@ def schemas(rng: np.random.Generator, depth: int) -> Any:
         some = [name for name in names if rng.random() < 0.6]
         properties = {name: schemas(rng, depth - 1) for name in names}
         return {
-            "type": "object",
-            "properties": properties,
-            "required": some,
+            "type": "object", "properties": properties, "required": some,
             "additionalProperties": False,
-        }
+        }  # fmt: skip
     return [
         {"type": "boolean"},
         {"type": "integer", "minimum": -20, "maximum": int(rng.integers(1, 2000))},
@@ -273,11 +271,9 @@ def test_a_schema_of_pydantic_ends(client: openai.OpenAI) -> None:
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     asked: Any = {
-        "model": MODEL,
-        "messages": SUM,
-        "temperature": 0,
+        "model": MODEL, "messages": SUM, "temperature": 0,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-    }
+    }  # fmt: skip
     whole = client.chat.completions.create(**asked).choices[0].message.content
     events = client.chat.completions.create(**asked, stream=True)
     told = [event.choices[0].delta.content or "" for event in events if event.choices]

@@ -36,14 +36,12 @@ MARKS = sorted(
 )
 TEXTS = st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=6).map("".join)
 VALUES: Any = {
-    "string": TEXTS,
-    "integer": st.integers(),
+    "string": TEXTS, "integer": st.integers(),
     "number": st.integers() | st.floats(allow_nan=False, allow_infinity=False),
-    "boolean": st.booleans(),
-    "null": st.none(),
+    "boolean": st.booleans(), "null": st.none(),
     "array": st.lists(st.recursive(st.none() | TEXTS, st.lists, max_leaves=3), max_size=3),
     "object": st.dictionaries(TEXTS, st.none() | st.booleans() | TEXTS, max_size=3),
-}
+}  # fmt: skip
 
 
 def template(path: Path) -> ChatTemplates:

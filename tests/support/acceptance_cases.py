@@ -294,12 +294,7 @@ def operands(case: Case) -> Operands:
     )
     probs = torch.tensor(case.draft_probs) if case.draft_probs else torch.zeros(K, V)
     return (
-        torch.tensor(case.rows).log()[None],
-        torch.tensor([[A, *case.drafts]]),
-        torch.tensor([drafts]),
-        torch.tensor([7]),
-        torch.tensor([case.active]),
-        torch.tensor([case.thinking]),
-        probs.reshape(1, K, V),
-        asked,
-    )
+        torch.tensor(case.rows).log()[None], torch.tensor([[A, *case.drafts]]),
+        torch.tensor([drafts]), torch.tensor([7]), torch.tensor([case.active]),
+        torch.tensor([case.thinking]), probs.reshape(1, K, V), asked,
+    )  # fmt: skip

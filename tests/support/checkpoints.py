@@ -165,10 +165,8 @@ def write_tokenizer(path: Path, size: int = 1) -> None:
 
 
 SMALLEST: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
+    "num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 
 
@@ -187,14 +185,9 @@ def shard(folder: Path, count: int = 3) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-QUANTIZABLE: dict[str, Any] = {  # all sizes split into blocks of 32
-    "hidden_size": 160,
-    "intermediate_size": 192,
-    "moe_intermediate_size": 64,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_hidden_layers": 2,
+# All sizes split into blocks of 32
+QUANTIZABLE: dict[str, Any] = {
+    "hidden_size": 160, "intermediate_size": 192, "moe_intermediate_size": 64, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
-}
+}  # fmt: skip

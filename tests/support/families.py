@@ -80,11 +80,9 @@ HYBRID: dict[str, Any] = {
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": [1, 2],
 }  # fmt: skip
 SPARSE: dict[str, Any] = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 6,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "num_experts": 6,
     "num_experts_per_tok": 2,
-}
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     # three layers of a delta rule to one of attention, as published
     "qwen3.5": HYBRID | {

@@ -105,11 +105,9 @@ def gigachat() -> Files:
     backend = train(by_regex(pattern), added, first=first, post_processor=bos)
     names = {"bos_token": "<s>", "eos_token": {"content": "</s>"} | flags(), "unk_token": "<unk>"}
     config = {
-        "add_bos_token": True,
-        "chat_template": template("gigachat"),
-        "model_max_length": 131072,
+        "add_bos_token": True, "chat_template": template("gigachat"), "model_max_length": 131072,
         "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    }  # fmt: skip
     return folder_of(backend, config) | {"special_tokens_map.json": names}
 
 

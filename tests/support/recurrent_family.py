@@ -30,10 +30,8 @@ from tests.support import toy_family
 from tests.support.toy_family import PlainNorm, PlainToy, ToyAttention, ToyConfig
 
 CONFIG = toy_family.CONFIG | {
-    "architectures": ["SummingForCausalLM"],
-    "model_type": "summing",
-    "num_hidden_layers": 3,
-}
+    "architectures": ["SummingForCausalLM"], "model_type": "summing", "num_hidden_layers": 3,
+}  # fmt: skip
 SUMMING = (0, 2)  # layers
 
 
