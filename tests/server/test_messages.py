@@ -121,38 +121,35 @@ def test_a_failure_in_a_stream() -> None:
 
 
 def test_what_a_conversation_becomes() -> None:
-    chat = to_chat_body(
-        MessagesBody.model_validate(
+    body: Any = {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "be brief"}],
+        "top_k": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "messages": [
+            {"role": "user", "content": "weather?"},
             {
-                "model": "m",
-                "max_tokens": 5,
-                "system": [{"type": "text", "text": "be brief"}],
-                "top_k": 3,
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-                "tools": [WEATHER],
-                "tool_choice": {"type": "tool", "name": "weather"},
-                "messages": [
-                    {"role": "user", "content": "weather?"},
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "so", "signature": ""},
-                            {"type": "text", "text": "I look."},
-                            {"type": "tool_use", "id": "a", "name": "weather", "input": {"x": 1}},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "a", "content": "20"},
-                            {"type": "text", "text": "well?"},
-                        ],
-                    },
-                    {"role": "assistant", "content": "It is"},
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "so", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "a", "name": "weather", "input": {"x": 1}},
                 ],
-            }
-        )
-    )
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": "20"},
+                    {"type": "text", "text": "well?"},
+                ],
+            },
+            {"role": "assistant", "content": "It is"},
+        ],
+    }
+    chat = to_chat_body(MessagesBody.model_validate(body))
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"x": 1}'}}
     assert chat.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be brief"}]},

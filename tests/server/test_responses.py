@@ -136,35 +136,32 @@ def test_a_failure_in_a_stream() -> None:
 
 def test_what_a_conversation_becomes() -> None:
     form = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
-    chat = to_chat_body(
-        ResponsesBody.model_validate(
+    body: Any = {
+        "instructions": "be brief",
+        "input": [
+            {"role": "developer", "content": "in German"},
+            {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
             {
-                "instructions": "be brief",
-                "input": [
-                    {"role": "developer", "content": "in German"},
-                    {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-                    {
-                        "type": "reasoning",
-                        "id": "rs_1",
-                        "summary": [],
-                        "content": [{"type": "reasoning_text", "text": "so"}],
-                    },
-                    {
-                        "type": "message",
-                        "role": "assistant",
-                        "content": [{"type": "output_text", "text": "I look."}],
-                    },
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "a", "output": "20"},
-                ],
-                "store": True,
-                "top_p": 0.5,
-                "text": {"format": form},
-                "tools": [WEATHER],
-                "tool_choice": {"type": "function", "name": "weather"},
-            }
-        )
-    )
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "so"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "I look."}],
+            },
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "20"},
+        ],
+        "store": True,
+        "top_p": 0.5,
+        "text": {"format": form},
+        "tools": [WEATHER],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }
+    chat = to_chat_body(ResponsesBody.model_validate(body))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat.messages == [
         {"role": "system", "content": "be brief"},

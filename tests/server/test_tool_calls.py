@@ -75,19 +75,12 @@ def strict(text: str) -> dict[str, Any]:
 def rendered(form: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Write calls as a model of that form does: what its template says after the question."""
     asked = {"role": "user", "content": ASKED}
-    for as_text in (False, True):
+    as_text: Any = functools.partial(json.dumps, ensure_ascii=False)
+    for write in (lambda arguments: arguments, as_text):
+        functions = [{"name": name, "arguments": write(arguments)} for name, arguments in calls]
         each = [
-            {
-                "id": f"functions.{name}:{number}",
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": json.dumps(arguments, ensure_ascii=False)
-                    if as_text
-                    else arguments,
-                },
-            }
-            for number, (name, arguments) in enumerate(calls)
+            {"id": f"functions.{function['name']}:{n}", "type": "function", "function": function}
+            for n, function in enumerate(functions)
         ]
         answer = {"role": "assistant", "content": "", "tool_calls": each}
         try:
