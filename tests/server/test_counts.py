@@ -11,7 +11,7 @@ from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import fake_engine, fake_tokenizer, scripted
-from tests.support.served import ASK, HELLO, chat, events, saying, served
+from tests.support.served import ASK, HELLO, chat, events, metrics, saying, served
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
 THOUGHT = "<think>\nI think it.</think>"
@@ -62,11 +62,9 @@ def test_generated_tokens_are_those_that_somebody_got() -> None:
             used += told["usage"]["completion_tokens"]
             steps = told["metrics"]["speculative_decoding"]
             assert steps["mean_acceptance_length"] == count / steps["num_spec_steps"]
-        text = client.get("/metrics").text
-    labels = 'engine="0",model_name="fake"'
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        found = metrics(client)
     for name in ("generation_tokens_total", "request_generation_tokens_sum"):
-        assert float(found[f"vllm:{name}{{{labels}}}"]) == used == 18
+        assert float(found[name]) == used == 18
 
 
 @pytest.mark.parametrize(

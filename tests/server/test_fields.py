@@ -21,6 +21,7 @@ from tests.support.served import (
     chat,
     events,
     fails,
+    metrics,
     saying,
     served,
 )
@@ -227,16 +228,12 @@ def test_tokens_of_a_text_and_back(client: httpx2.Client) -> None:
 def test_metrics_of_requests_and_steps() -> None:
     with served() as (server, _), server.client() as client:
         client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 9})
-        text = client.get("/metrics").text
-    labels = 'engine="0",model_name="fake"'
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert found[f"vllm:request_params_n_sum{{{labels}}}"] == "2.0"
-    assert found[f"vllm:request_params_max_tokens_sum{{{labels}}}"] == "18.0"
-    emitted = float(found[f"vllm:generation_tokens_total{{{labels}}}"])
-    filled = found[f"vllm:iteration_tokens_total_sum{{{labels}}}"]
-    assert float(filled) > emitted, "prompts' tokens are filled in too"
-    info = 'vllm:cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'
-    assert found[info] == "1.0"
+        found, text = metrics(client), client.get("/metrics").text
+    assert found["request_params_n_sum"] == "2.0"
+    assert found["request_params_max_tokens_sum"] == "18.0"
+    emitted, filled = found["generation_tokens_total"], found["iteration_tokens_total_sum"]
+    assert float(filled) > float(emitted), "prompts' tokens are filled in too"
+    assert found['cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'] == "1.0"
     assert float(found["process_resident_memory_bytes"]) > 0
     helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP")]
     assert not [name for _, _, name, about in helps if not about.endswith(".")]

@@ -31,7 +31,7 @@ from mtpbuild.runtime.server.pool import Pool
 from mtpbuild.runtime.text.detokenizer import Span
 from mtpbuild.runtime.text.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
-from tests.support.live_server import live, until, url_of
+from tests.support.live_server import live, post, until, url_of
 from tests.support.nasty_bodies import BODIES, QUICK
 from tests.support.served import ASK, fails, served
 
@@ -256,16 +256,6 @@ def process() -> Iterator[tuple[int, str]]:
         running.send_signal(signal.SIGTERM)
 
 
-def post(address: str, path: str, body: bytes) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=120)
-    try:
-        connection.request("POST", path, body)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
 def megabytes(pid: int, name: str) -> int:
     """Read VmRSS, the memory in use, or VmHWM, the most since `clear_refs` was written."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -295,7 +285,7 @@ def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
     before, prober = megabytes(pid, "VmRSS"), threading.Thread(target=probe)
     prober.start()
     try:
-        status, said = post(address, path, body)
+        status, said = post(address, path, body, timeout=120)
     finally:
         over.set()
         prober.join()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import subprocess
 import threading
 import time
@@ -59,6 +60,14 @@ def live(engine: Engine | None, settings: ServerOptions | None = None) -> Iterat
         own.close()
         loop.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+def post(address: str, path: str, body: bytes | str, timeout: float = 30) -> tuple[int, bytes]:
+    """Send a body as it is; read all of the answer."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
 
 
 def until(condition: Callable[[], object], seconds: float = 10) -> None:

@@ -55,6 +55,14 @@ def chat(client: httpx2.Client, body: dict[str, Any]) -> Any:
     return choice
 
 
+def metrics(client: httpx2.Client) -> dict[str, str]:
+    """Return what /metrics says, by names without `vllm:` and the labels of all."""
+    lines = client.get("/metrics").text.splitlines()
+    found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    usual = '{engine="0",model_name="fake"}'
+    return {name.removeprefix("vllm:").removesuffix(usual): value for name, value in found}
+
+
 def events(response: httpx2.Response) -> list[Any]:
     """Return what a stream said, [DONE] as a text."""
     data = (line for line in response.text.splitlines() if line.startswith("data: "))
