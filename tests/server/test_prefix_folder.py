@@ -10,6 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.live_server import url_of
+
 pytestmark = [pytest.mark.xdist_group("tiny"), pytest.mark.full]
 PROMPT = "def fibonacci(n):\n    " * 20
 
@@ -42,8 +44,7 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     for life in range(4):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            line = next(line for line in process.stderr if line.startswith("serving"))
-            url = line.split()[-1]
+            url = url_of(process)
             answers.append(ask(url))
             files = row_files(kept, answers[0][2] // 64)
             if life == 1:
