@@ -26,11 +26,9 @@ from tests.support.run_command import call, type_in
 PROMPT = [5, 6, 7]
 
 
-def make_engine(*, nextn: int = 2, max_batch: int = 1) -> Engine:
-    """Every fourth position's draft is wrong."""
-    return fake_engine(
-        nextn=nextn, max_batch=max_batch, draft_is_right=lambda position: position % 4 != 0
-    )[0]
+def make_engine(**sizes: int) -> Engine:
+    """Two drafts; every fourth position's is wrong."""
+    return fake_engine(nextn=2, draft_is_right=lambda position: position % 4 != 0, **sizes)[0]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -28,13 +28,6 @@ ACCESS = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200\n'
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    folder = tiny_engine(3)
-    with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[Live]:
     with live(engine, ServerOptions(key="k")) as running:
         yield running

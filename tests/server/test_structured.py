@@ -55,12 +55,6 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
     return tiny_engine(3)
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
-        yield loaded
-
-
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
     """A client of a server that writes tool calls in a form."""

@@ -38,12 +38,6 @@ MODES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    with Engine.load(tiny_engine(3), threads=1) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def client(engine: Engine) -> Iterator[httpx2.Client]:
     with live(engine) as server, server.client() as made:
         yield made
