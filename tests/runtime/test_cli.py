@@ -82,9 +82,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_pat
     (tmp_path / "p").write_text("hello", encoding="utf-8")
     with Engine.load(engine_dir) as engine:
         text = engine.generate("hello", SamplingParams(max_tokens=9)).text
-        chat = engine.generate(
-            engine.chat_prompt([{"role": "user", "content": "hello"}]), SamplingParams(max_tokens=9)
-        ).text
+        asked = engine.chat_prompt([{"role": "user", "content": "hello"}])
+        chat = engine.generate(asked, SamplingParams(max_tokens=9)).text
     for flags, wanted in (
         (["--prompt", "hello"], text),
         (["--prompt-file", tmp_path / "p"], text),
@@ -136,9 +135,8 @@ def test_a_line_has_its_own_penalties(engine_dir: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(line), encoding="utf-8")
     with Engine.load(engine_dir) as engine:
         (request,) = read_requests(path, engine, SamplingParams(repetition_penalty=1.5))
-    assert request.params == SamplingParams(
-        presence_penalty=1, repetition_penalty=1.5, logit_bias={7: -2.5}
-    )
+    own: dict[str, Any] = {"presence_penalty": 1, "logit_bias": {7: -2.5}}
+    assert request.params == SamplingParams(**own, repetition_penalty=1.5)
 
 
 def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> None:
@@ -352,12 +350,9 @@ def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
     fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
     fails(call("inspect", tmp_path / "no"), 1, "no such engine")
     (engine_dir / "decode.onnx").write_bytes(b"")
-    fails(
-        call("run", "--engine", engine_dir, "--prompt", "a"),
-        1,
-        "copy it again or rebuild the engine",
-    )
-    fails(call("inspect", engine_dir), 1, "copy it again or rebuild the engine")
+    says = "copy it again or rebuild the engine"
+    fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, says)
+    fails(call("inspect", engine_dir), 1, says)
 
 
 def test_a_prompts_file_is_taken_byte_by_byte(engine_dir: Path, tmp_path: Path) -> None:

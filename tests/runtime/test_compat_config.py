@@ -92,9 +92,8 @@ def test_an_engine_is_what_it_is() -> None:
     check_engine({"drafter": "mtp-vanilla"}, fake_manifest(nextn=0).build)
     with pytest.raises(UsageError, match="asks for nextn 2, the engine was built with nextn 3: le"):
         check_engine({"nextn": 2}, build)
-    with pytest.raises(
-        UsageError, match=r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
-    ):
+    says = r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
+    with pytest.raises(UsageError, match=says):
         check_engine({"drafter": "mtp-vanilla"}, build)
 
 
@@ -110,9 +109,8 @@ def test_ranks(settings: Configuration, ranks: Ranks) -> None:
 
 
 def test_ranks_that_contradict() -> None:
-    with pytest.raises(
-        UsageError, match=r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
-    ):
+    says = r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
+    with pytest.raises(UsageError, match=says):
         requested_ranks({"tp": 8, "moe_tp": 3})
     build = fake_manifest().build.model_copy(update={"tp": 4, "ep": 2})
     check_engine({"tp": 4, "ep": 2, "moe_tp": 2, "attention_dp": False}, build)
@@ -121,7 +119,6 @@ def test_ranks_that_contradict() -> None:
         says = f"asks for {name} {wanted}, the engine was built with {name} {built}: leave it out"
         with pytest.raises(UsageError, match=says):
             check_engine({**asked}, build)
-    with pytest.raises(
-        UsageError, match=r"asks for attention_dp true, .* with attention_dp false:"
-    ):
+    says = r"asks for attention_dp true, .* with attention_dp false:"
+    with pytest.raises(UsageError, match=says):
         check_engine({"attention_dp": True}, build)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -65,9 +66,8 @@ def blog(tmp_path: Path) -> Path:
 
 
 def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine_dir: Path) -> None:
-    notes = [
-        f"note: --config {blog}: {key}: no effect" for key in ("use_cuda_graph", "moe_backend")
-    ]
+    said = f"note: --config {blog}:"
+    notes = [f"{said} {key}: no effect" for key in ("use_cuda_graph", "moe_backend")]
     for flag in ("--config", "--extra_llm_api_options", "--extra-llm-api-options"):
         code, _, err = invoke("build", "--model", "x", flag, blog)
         assert (code, err.splitlines()) == (0, notes)
@@ -143,21 +143,8 @@ def test_sampling_flags(engine_dir: Path, asked: list[StepControls]) -> None:
     flags = "--temperature 0.6 --top_p 0.95 --top-k 5 --min-p 0.1 --seed 4 --acceptance rejection"
     assert run(engine_dir, *flags.split())[:2] == (0, [])
     warm, real = asked  # `run` warms up with a request of the same settings
-    assert (
-        warm
-        == real
-        == (
-            StepControls(
-                temperature=0.6,
-                top_p=0.95,
-                top_k=5,
-                min_p=0.1,
-                rejection=True,
-                thinking_ids=THINKING,
-                seed=4,
-            )
-        )
-    )
+    drawn: Any = {"temperature": 0.6, "top_p": 0.95, "top_k": 5, "min_p": 0.1, "seed": 4}
+    assert warm == real == StepControls(**drawn, rejection=True, thinking_ids=THINKING)
 
 
 def test_acceptance_and_configuration_contradict(engine_dir: Path) -> None:
@@ -195,9 +182,8 @@ def test_vllm_ascend_as_printed(built: list[BuildRequest]) -> None:
         f"error: --speculative-config: not JSON at character {PRINTED.index('False') + 1}, "
         "'False} ': JSON writes false, not False\n"
     )
-    code, _, err = invoke(
-        "build", "--model", "x", "--speculative_config", PRINTED.replace("F", "f")
-    )
+    right = PRINTED.replace("F", "f")
+    code, _, err = invoke("build", "--model", "x", "--speculative_config", right)
     assert (code, built) == (0, [BuildRequest("x", nextn=(1,))])
     assert err == "note: --speculative-config: disable_padded_drafter_batch: no effect\n"
 

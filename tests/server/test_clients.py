@@ -104,11 +104,8 @@ def test_tools_of_an_item() -> None:
         told = client.post("/v1/responses", json=body)
         assert told.status_code == 200, told.text
         (call,) = told.json()["output"]
-        assert (call["type"], call["name"], call["namespace"]) == (
-            "function_call",
-            "weather",
-            "home",
-        )
+        names = [call[name] for name in ("type", "name", "namespace")]
+        assert names == ["function_call", "weather", "home"]
 
 
 def test_thoughts_and_a_text_are_one_message() -> None:

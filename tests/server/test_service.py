@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -38,22 +39,17 @@ def test_it_loads_serves_and_drains() -> None:
         assert client.get("/health").status_code == 503
         fails(client.post("/v1/completions", json=ASK), 503, "being loaded")
         fails(client.get("/v1/models"), 503, "being loaded")
-    with served(step_s=0.002) as (server, _), server.client() as client:
+    pool = ThreadPoolExecutor(1)
+    with pool, served(step_s=0.002) as (server, _), server.client() as client:
         assert client.get("/health").status_code == 200
-        answers: list[httpx2.Response] = []
-        body = LONG | {"max_tokens": 600}
-        thread = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body))
-        )
-        thread.start()
+        answer = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 600})
         until(lambda: server.service.open)
         server.service.draining = True
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/completions", json=ASK)
         fails(refused, 503, "shutting down")
         assert refused.headers["retry-after"] == "1"
-        thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 600
+        assert answer.result().json()["usage"]["completion_tokens"] == 600
 
 
 @pytest.mark.parametrize(
@@ -206,9 +202,8 @@ def test_the_queue_has_an_end() -> None:
         contextlib.ExitStack() as stack,
     ):
         for _ in range(2):
-            stack.enter_context(
-                client.stream("POST", "/v1/completions", json=LONG | {"stream": True})
-            )
+            streamed = client.stream("POST", "/v1/completions", json=LONG | {"stream": True})
+            stack.enter_context(streamed)
         until(lambda: server.service.open == 2)
         refused = client.post("/v1/completions", json=ASK)
         fails(refused, 429, "wait already")
@@ -236,24 +231,21 @@ def test_many_who_come_at_once() -> None:
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     """It takes a while to become tokens; who asks for something short is answered meanwhile."""
-    with served(max_seq_len=100_000) as (server, _), server.client() as client:
+    pool = ThreadPoolExecutor(1)
+    with pool, served(max_seq_len=100_000) as (server, _), server.client() as client:
         long = ASK | {"prompt": "hello world " * 500_000}
-        refusals: list[httpx2.Response] = []
-        thread = threading.Thread(
-            target=lambda: refusals.append(client.post("/v1/completions", json=long))
-        )
         quick = list[float]()
         with server.client() as other:
             assert other.get("/health").status_code == 200
             began = time.monotonic()
-            thread.start()
-            while thread.is_alive():
+            refusal = pool.submit(client.post, "/v1/completions", json=long)
+            while not refusal.done():
                 asked = time.monotonic()
                 assert other.get("/health").status_code == 200
                 quick.append(time.monotonic() - asked)
                 time.sleep(0.01)
         whole = time.monotonic() - began
-        fails(refusals[0], 400, "this engine takes at most 99999", "prompt")
+        fails(refusal.result(), 400, "this engine takes at most 99999", "prompt")
         assert max(quick) < whole / 3
 
 
@@ -441,9 +433,8 @@ def test_a_prompt_that_is_repeated(client: httpx2.Client) -> None:
         texts = [first + choice["text"] for choice in plain["choices"]]
         assert [choice["text"] for choice in told["choices"]] == texts
         assert told["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-        *streamed, _ = events(
-            client.post("/v1/completions", json=body | {"echo": True, "stream": True})
-        )
+        streaming = body | {"echo": True, "stream": True}
+        *streamed, _ = events(client.post("/v1/completions", json=streaming))
         said = ["", ""]
         for event in streamed:
             said[event["choices"][0]["index"]] += event["choices"][0]["text"]
@@ -499,10 +490,8 @@ def test_metrics_have_vllms_names() -> None:
     assert found["spec_decode_num_drafts_total"] == "4.0"
     assert found["spec_decode_num_draft_tokens_total"] == "12.0"
     assert found["spec_decode_num_accepted_tokens_total"] == "12.0"
-    position = (
-        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake",position="'
-    )
-    assert [found[f'{position}{i}"}}'] for i in range(3)] == ["4.0"] * 3
+    at = 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake"'
+    assert [found[f'{at},position="{i}"}}'] for i in range(3)] == ["4.0"] * 3
     assert found["time_to_first_token_seconds_count"] == "2.0"
     assert found["inter_token_latency_seconds_count"] == "4.0"
     ended = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
@@ -534,21 +523,16 @@ def test_what_one_answer_raises_is_its_own(
     else:
         monkeypatch.setattr("mtpbuild.runtime.server.answering.encode_json", serialise)
         monkeypatch.setattr(errors, "encode_json", serialise)
-    with served(step_s=0.001) as (server, _), server.client() as client:
-        answers: list[httpx2.Response] = []
-        body = LONG | {"max_tokens": 300}
-        other = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body))
-        )
-        other.start()
+    pool = ThreadPoolExecutor(1)
+    with pool, served(step_s=0.001) as (server, _), server.client() as client:
+        other = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 300})
         until(lambda: server.service.open)
         unlucky = ASK | {"max_tokens": 13, "n": 2, "stream": stream}
         answer = client.post("/v1/completions", json=unlucky)
         told = events(answer)[-2] if stream else answer.json()
         assert told["error"]["message"] == "the server failed"
         assert answer.status_code == (200 if stream else 500)
-        other.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 300
+        assert other.result().json()["usage"]["completion_tokens"] == 300
         until(lambda: server.service.open == 0)
         assert client.get("/health").status_code == 200
         assert client.post("/v1/completions", json=ASK).status_code == 200
