@@ -246,9 +246,8 @@ def test_what_would_go_beyond_the_form(settings: dict[str, Any], says: str) -> N
 def test_engines_that_cant(backend: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(backend)
     endless = manifest()
-    endless = endless.model_copy(
-        update={"model": endless.model.model_copy(update={"eos_token_ids": ()})}
-    )
+    model = endless.model.model_copy(update={"eos_token_ids": ()})
+    endless = endless.model_copy(update={"model": model})
     for grammars, says in (
         (Grammars(manifest(), tokenizer, frozenset()), "this engine's steps take no grammar"),
         (Grammars(manifest(), None, ABLE), "built without a tokenizer"),
@@ -331,9 +330,8 @@ def test_anything_is_followed_or_refused(
     asked = {"json": value, "choice": [text, text]}.get(kind, text)
     said, allowed = "", [0]
     try:
-        window = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY).next_constraint(
-            [7, 8]
-        )
+        matcher = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY)
+        window = matcher.next_constraint([7, 8])
         allowed = bits(window.allowed[0])
     except RequestError as error:
         said = str(error)

@@ -104,9 +104,8 @@ def test_requests_join_and_leave_at_any_step(
     for act, number in acts:
         if act == "join":
             prompt = [10 + number] * (1 + number)
-            streams.append(
-                (prompt, engine.stream(prompt, SamplingParams(max_tokens=3 * number + 1)))
-            )
+            params = SamplingParams(max_tokens=3 * number + 1)
+            streams.append((prompt, engine.stream(prompt, params)))
         elif streams and act == "read":
             next(streams[number % len(streams)][1], None)
         elif streams:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,8 @@ def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
     """The output is cut within the last step; the trace has the whole step and says where."""
     path = tmp_path / "out.jsonl"
     with make_engine() as engine, Trace(engine, path) as trace:
-        streams = [
-            engine.stream(PROMPT, SamplingParams(max_tokens=n), observer=trace.request())
-            for n in (6, 1)
-        ]
+        params = [SamplingParams(max_tokens=n) for n in (6, 1)]
+        streams = [engine.stream(PROMPT, each, observer=trace.request()) for each in params]
         results = [stream.result() for stream in streams]
     read = read_trace(path)
     assert read.complete
@@ -179,14 +177,9 @@ def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with make_engine(max_batch=3) as engine, Trace(engine, path) as trace:
-        threads = [
-            threading.Thread(target=engine.stream(PROMPT, observer=trace.request()).result)
-            for _ in range(7)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        streams = [engine.stream(PROMPT, observer=trace.request()) for _ in range(7)]
+        with ThreadPoolExecutor(7) as pool:
+            assert len([*pool.map(lambda stream: stream.result(), streams)]) == 7
     read = read_trace(path)
     assert read.complete
     assert sorted(map(int, read.requests)) == list(range(7))
@@ -217,9 +210,8 @@ def test_the_command_line(engine_dir: Path, tmp_path: Path) -> None:
     """One prompt, a chat, ids: the trace is of the tokens that --json prints."""
     for flags in (["--prompt", "hello"], ["--chat", "hello"], ["--prompt-ids", "5,6,7"]):
         path, page = tmp_path / "out.jsonl", tmp_path / "out.html"
-        result = call(
-            "run", "--engine", engine_dir, *flags, "--json", "--trace", path, "--trace", page
-        )
+        traces = ["--json", "--trace", path, "--trace", page]
+        result = call("run", "--engine", engine_dir, *flags, *traces)
         assert result.exit_code == 0, result.output
         (traced,) = read_trace(path).requests.values()
         answer = json.loads(result.stdout)

@@ -85,17 +85,8 @@ def test_errors_are_the_packages_own(client: anthropic.Anthropic, server: Live) 
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASK | {"model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="no block of type 'image'"):
-        client.messages.create(
-            **ASK
-            | {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image", "source": {"type": "url", "url": "x"}}],
-                    }
-                ]
-            }
-        )
+        picture = {"type": "image", "source": {"type": "url", "url": "x"}}
+        client.messages.create(**ASK | {"messages": [{"role": "user", "content": [picture]}]})
     with pytest.raises(anthropic.BadRequestError, match="a server has no tool web"):
         client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
     with pytest.raises(anthropic.AuthenticationError) as error:

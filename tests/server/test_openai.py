@@ -130,14 +130,10 @@ def test_completions(client: Any, engine: Engine) -> None:
             tokens = choice.logprobs.tokens or []
             assert "".join(tokens).startswith(choice.text)
             assert (choice.logprobs.text_offset or [])[1] == len(tokens[0])
-    stopped = client.completions.create(
-        model=MODEL, prompt=text, temperature=0, max_tokens=40, stop=["\n\n", "def"]
-    )
+    asked = {"model": MODEL, "prompt": text, "temperature": 0, "max_tokens": 40}
+    (stopped,) = client.completions.create(**asked, stop=["\n\n", "def"]).choices
     wanted = greedy(engine, text, 40, stop=["\n\n", "def"])
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (
-        wanted.text,
-        wanted.finish_reason,
-    )
+    assert (stopped.text, stopped.finish_reason) == (wanted.text, wanted.finish_reason)
     (model,) = client.models.list().data
     assert model.id == MODEL
 
@@ -182,9 +178,8 @@ def test_errors_are_the_packages_own(client: Any, server: Live) -> None:
 def test_asyncio(server: Live, engine: Engine) -> None:
     async def ask(client: openai.AsyncOpenAI, question: str) -> str:
         messages: Any = [{"role": "user", "content": question}]
-        stream: Any = await client.chat.completions.create(
-            model=MODEL, messages=messages, temperature=0, stream=True
-        )
+        asked = CHAT | {"messages": messages, "stream": True}
+        stream: Any = await client.chat.completions.create(**asked)
         return "".join([e.choices[0].delta.content or "" async for e in stream if e.choices])
 
     async def main() -> list[str]:

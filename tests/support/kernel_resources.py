@@ -53,12 +53,9 @@ class Resources:
     per_byte: float
 
     def row(self) -> str:
-        return (
-            f"| {self.case} | {self.kernel} | sm_{self.architecture} | {self.programs}"
-            f" | {self.registers} | {self.stack} | {self.spills} | {self.shared}"
-            f" | {self.tensor_memory} | {self.product} | {self.copies} | {self.steps}"
-            f" | {self.per_byte:.3f} |"
-        )
+        shown = {"architecture": f"sm_{self.architecture}", "per_byte": f"{self.per_byte:.3f}"}
+        cells = vars(self) | shown
+        return f"| {' | '.join(map(str, cells.values()))} |"
 
 
 HEADER = (
