@@ -84,8 +84,8 @@ def test_why_it_ends(client: anthropic.Anthropic) -> None:
 def test_errors_are_the_packages_own(client: anthropic.Anthropic, server: Live) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASK | {"model": "other"})
+    picture = {"type": "image", "source": {"type": "url", "url": "x"}}
     with pytest.raises(anthropic.BadRequestError, match="no block of type 'image'"):
-        picture = {"type": "image", "source": {"type": "url", "url": "x"}}
         client.messages.create(**ASK | {"messages": [{"role": "user", "content": [picture]}]})
     with pytest.raises(anthropic.BadRequestError, match="a server has no tool web"):
         client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
