@@ -64,16 +64,9 @@ ONLY_HERE = {
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
-        "group.channel",
-        "group.nccl",
-        "group.one_shot",
-        "programs.aot_package",
-        "programs.inductor",
-        "programs.inductor_cpu",
-        "programs.inductor_cuda",
-        "programs.inductor_dp",
-        "programs.inductor_ranks",
-        "programs.torch_cuda",
+        *("group.channel", "group.nccl", "group.one_shot", "programs.aot_package"),
+        *("programs.inductor", "programs.inductor_cpu", "programs.inductor_cuda"),
+        *("programs.inductor_dp", "programs.inductor_ranks", "programs.torch_cuda"),
     )
 }
 SERVER = "mtpbuild.runtime.server"
@@ -356,9 +349,8 @@ def test_helpers_live_in_support() -> None:
     """A test file or a conftest is nobody's library: what tests share is in tests/support/."""
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for name in imports(path, module_level=False):
-            of = [
-                part for part in name.split(".") if part.startswith("test_") or part == "conftest"
-            ]
+            parts = name.split(".")
+            of = [part for part in parts if part.startswith("test_") or part == "conftest"]
             assert not (name.startswith("tests.") and of), f"{path} imports {name}"
 
 
@@ -385,10 +377,8 @@ def test_dependencies_are_declared() -> None:
     assert OUTSIDE["runtime"] - {"onnxruntime"} | {"safetensors"} == base
     groups = PYPROJECT["project"]["optional-dependencies"]
     onnxruntimes = [*groups["cpu"], *groups["onnxruntime-gpu"]]
-    assert {dependency.split("==")[0] for dependency in onnxruntimes} == {
-        "onnxruntime",
-        "onnxruntime-gpu",
-    }
+    packages = {dependency.split("==")[0] for dependency in onnxruntimes}
+    assert packages == {"onnxruntime", "onnxruntime-gpu"}
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
     server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
@@ -517,9 +507,8 @@ def test_documents_name_files_that_exist() -> None:
         text = document.read_text(encoding="utf-8")
         for base, found in (ROOT, named.findall(text)), (document.parent, linked.findall(text)):
             for path in found:
-                assert list(base.glob(path.rstrip("/."))) or (base / path).exists(), (
-                    f"{document.name}: {path}"
-                )
+                there = (base / path).exists() or list(base.glob(path.rstrip("/.")))
+                assert there, f"{document.name}: {path}"
             seen += len(found)
     assert seen > 200
 

@@ -57,12 +57,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of all shapes in int4, and of one in bf16."""
     place, write = tmp_path_factory.mktemp("random"), benchmark("one.random_checkpoint")
     torch.set_num_threads(1)
-    for name, shape in {
-        "moe": tiny("moe"),
-        "dense": tiny("dense"),
-        "hybrid": tiny("hybrid"),
-        "moe_fp32": tiny("moe", "fp32"),
-    }.items():
+    shapes = {kind: tiny(kind) for kind in ARCHITECTURES} | {"moe_fp32": tiny("moe", "fp32")}
+    for name, shape in shapes.items():
         write.write_checkpoint(place / name, shape)
     return {folder.name: folder for folder in place.iterdir()}
 
@@ -94,9 +90,8 @@ def test_a_checkpoint_is_what_quantize_would_write(
     request = QuantizeRequest(str(folders["moe_fp32"]), tiny("moe").scheme, tmp_path / "quantised")
     quantize(request)
     wanted, found = (open_checkpoint(each).tensors for each in (request.out, folders["moe"]))
-    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
-        n: (t.dtype, t.shape) for n, t in wanted.items()
-    }
+    kinds = [{n: (t.dtype, t.shape) for n, t in each.items()} for each in (found, wanted)]
+    assert kinds[0] == kinds[1]
     configs = [json.loads((f / "config.json").read_text()) for f in (request.out, folders["moe"])]
     assert configs[0] == configs[1]
 
@@ -232,11 +227,8 @@ def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     types = {name: t.tensor_type.name for name, t in found.items()}
     ends = {types[name] for name in ("token_embd.weight", "output.weight") if name in types}
     assert ends == {"Q8_0"}
-    assert (
-        types[f"blk.{c['num_hidden_layers'] - 1}.attn_output.weight"]
-        == types["blk.0.ffn_up.weight"]
-        == "Q4_0"
-    )
+    last = f"blk.{c['num_hidden_layers'] - 1}.attn_output.weight"
+    assert types[last] == types["blk.0.ffn_up.weight"] == "Q4_0"
     assert types["blk.1.attn_norm.weight"] == "F32"
     up = found["blk.0.ffn_up.weight"]
     values = gguf.quants.dequantize(up.data, up.tensor_type)
