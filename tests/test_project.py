@@ -66,7 +66,7 @@ ONLY_HERE = {
     for name in (
         *("group.channel", "group.nccl", "group.one_shot", "programs.aot_package"),
         *("programs.inductor", "programs.inductor_cpu", "programs.inductor_cuda"),
-        *("programs.inductor_dp", "programs.inductor_ranks", "programs.torch_cuda"),
+        *("programs.inductor_dp", "programs.inductor_ranks", "gpu.torch_cuda"),
     )
 }
 SERVER = "mtpbuild.runtime.server"
