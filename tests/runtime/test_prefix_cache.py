@@ -21,7 +21,7 @@ class Fakes:
     """An engine over fakes with a cache of so many rows."""
 
     def __init__(self, rows: int, *, slots: int = 2, lookahead: int = 1, length: int = 600) -> None:
-        sizes = {"max_batch": slots, "lookahead": lookahead, "max_seq_len": length}
+        sizes: Any = {"max_batch": slots, "lookahead": lookahead, "max_seq_len": length}
         self.engine, self.programs = fake_engine(
             limit=rows * ROW, prefill_chunk=64, width=1, **sizes
         )

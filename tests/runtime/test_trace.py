@@ -26,7 +26,7 @@ from tests.support.run_command import call, type_in
 PROMPT = [5, 6, 7]
 
 
-def make_engine(**sizes: int) -> Engine:
+def make_engine(**sizes: Any) -> Engine:
     """Two drafts; every fourth position's is wrong."""
     return fake_engine(nextn=2, draft_is_right=lambda position: position % 4 != 0, **sizes)[0]
 

@@ -21,7 +21,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    sizes = {"max_batch": 2, "max_seq_len": 50_000, "prefill_chunk": 50_000}
+    sizes: Any = {"max_batch": 2, "max_seq_len": 50_000, "prefill_chunk": 50_000}
     engine, _ = fake_engine(next_token=lambda history: 7, **sizes)
     with engine, live(engine, SETTINGS) as running:
         yield running

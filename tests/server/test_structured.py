@@ -351,7 +351,8 @@ def test_refusals(body: dict[str, Any], says: str, param: str, client: Any) -> N
         client.chat.completions.create(**CHAT, extra_body=body)
     assert says in str(refused.value)
     assert refused.value.param == param
-    assert "\n" not in str(refused.value.body["message"])
+    assert isinstance(refused.value.body, dict)
+    assert "\n" not in refused.value.body["message"]
 
 
 PREFILL: Any = [
