@@ -64,9 +64,16 @@ ONLY_HERE = {
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
-        *("group.channel", "group.nccl", "group.one_shot", "programs.aot_package"),
-        *("programs.inductor", "programs.inductor_cpu", "programs.inductor_cuda"),
-        *("programs.inductor_dp", "programs.inductor_ranks", "gpu.torch_cuda"),
+        "group.channel",
+        "group.nccl",
+        "group.one_shot",
+        "programs.aot_package",
+        "programs.inductor",
+        "programs.inductor_cpu",
+        "programs.inductor_cuda",
+        "programs.inductor_dp",
+        "programs.inductor_ranks",
+        "gpu.torch_cuda",
     )
 }
 SERVER = "mtpbuild.runtime.server"
@@ -104,8 +111,10 @@ def imports(path: Path, module_level: bool) -> tuple[str, ...]:
 
 
 def walk(node: ast.AST, module_level: bool) -> Iterator[ast.AST]:
-    """All nodes; at module level only those that run on import."""
+    """All statements; at module level only those that run on import."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # holds no import, and is most of a tree
+            continue
         if module_level and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
