@@ -124,9 +124,11 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
     sides = benchmark("one.sides")
     asks = {
-        "short": sides.decode(6, 16, filled=False), "prompt": sides.prompt(24),
-        "two": sides.decode(6, 150, batch=2), "all": sides.decode(6, 16, rates=[1.0]),
-    }  # fmt: skip
+        "short": sides.decode(6, 16, filled=False),
+        "prompt": sides.prompt(24),
+        "two": sides.decode(6, 150, batch=2),
+        "all": sides.decode(6, 16, rates=[1.0]),
+    }
     found = sides.ours("ours", engine, asks, 512).run(1, tmp_path)
     assert [*found] == ["first", *asks]
     assert found["first"]["first_s"] > 0
