@@ -61,6 +61,6 @@ def view_tensors(header: Header, data: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """Return the tensors in the bytes after a header; bfloat16 as its bits, in uint16."""
     tensors = dict[str, NDArray[Any]]()
     for name, entry in header.items():
-        values = data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+        values: NDArray[Any] = data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
         tensors[name] = values.reshape(entry["shape"])
     return tensors

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ TOYS = {
 }
 
 
+@cache
 def code_of(path: Path) -> str:
     """Read a file's code without comments and docstrings, where a toy may be an example."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

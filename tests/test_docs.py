@@ -6,7 +6,6 @@ WHY -->` that `make test-full` runs them, and `<!-- file: NAME -->` that command
 
 import ast
 import contextlib
-import importlib.util
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from tests.support.fake_target import quick_target
 from tests.support.inductor_engines import touch
 from tests.support.invoke import invoke
 from tests.support.live_server import live
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
 ROOT = Path(__file__).parents[1]
@@ -42,17 +41,7 @@ ELSEWHERE = {
 }
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "tools/docs_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-figures = load_tool()
+figures = load_script(ROOT / "tools/docs_figures.py")
 DOCUMENTS: tuple[Path, ...] = figures.DOCUMENTS
 BLOCKS: list[Any] = [block for path in DOCUMENTS for block in figures.blocks(path)]
 NAMES = [path.name for path in DOCUMENTS]
@@ -254,11 +243,9 @@ def test_python_runs(document: str, used: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "kinds"),
-    [
-        ("engine-format.md", (Manifest, BuildInfo, TargetInfo)),
-        ("cli-json.md", (Result, RequestMetrics, SpeculativeDecoding)),
-    ],
-)
+    [("engine-format.md", (Manifest, BuildInfo, TargetInfo)),
+     ("cli-json.md", (Result, RequestMetrics, SpeculativeDecoding))],
+)  # fmt: skip
 def test_every_field_has_its_line(document: str, kinds: tuple[type[Any], ...]) -> None:
     """A table names each field; one is not printed, two are headings."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")

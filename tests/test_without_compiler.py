@@ -56,11 +56,9 @@ def test_what_the_build_requires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("own", "said"),
-    [
-        ({}, "error: there is no C++ compiler: install g++, or ziglang with pip"),
-        ({"CXX": "no-such"}, "error: the CPU kernels cannot be compiled: [Errno 2] No such file "),
-    ],
-)
+    [({}, "error: there is no C++ compiler: install g++, or ziglang with pip"),
+     ({"CXX": "no-such"}, "error: the CPU kernels cannot be compiled: [Errno 2] No such file ")],
+)  # fmt: skip
 def test_no_compiler_at_all(own: dict[str, str], said: str, tmp_path: Path) -> None:
     """The installation fails in a line."""
     environment = without_compilers(tmp_path / "bin") | own
@@ -68,9 +66,7 @@ def test_no_compiler_at_all(own: dict[str, str], said: str, tmp_path: Path) -> N
     for path in ROOT.glob("[!.]*"):
         (source / path.name).symlink_to(path)
     command = [sys.executable, "-W", "ignore", "-c", BLOCKED]
-    done = subprocess.run(
-        command, cwd=source, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
@@ -102,14 +98,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_in(copy: Path, *arguments: str | Path) -> str:
     """Run the copy's Python without a compiler, and return what it printed."""
     environment = without_compilers(copy.with_name("bin"))
-    done = subprocess.run(
-        [copy / ".venv/bin/python", *arguments],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [copy / ".venv/bin/python", *arguments]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 

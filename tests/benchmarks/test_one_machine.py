@@ -3,9 +3,7 @@
 import json
 import struct
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,47 +22,28 @@ from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import quick_target
 from tests.support.requests import build_request
+from tests.support.scripts import benchmark
 
 pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 WIDTHS = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_hidden_layers": 2,
     "vocab_size": 512,
-}
+}  # fmt: skip
 MOE = WIDTHS | {
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 24,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-}
+    "moe_intermediate_size": 128, "n_routed_experts": 24, "num_key_value_heads": 2,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 DENSE = WIDTHS | {"num_key_value_heads": 1, "head_dim": 128}
 HYBRID = DENSE | {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
 ARCHITECTURES = {"moe": "deepseek2", "dense": "qwen2", "hybrid": "qwen35"}
-
-
-def module(name: str) -> ModuleType:
-    """A module of the benchmarks, as the script imports it."""
-    for folder in (SCRIPTS, SCRIPTS / "peer"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    return import_module(name)
 
 
 def tiny(kind: str, weights: str = "int4") -> Any:
     """A published shape with small numbers."""
-    shapes = module("one.shapes")
+    shapes = benchmark("one.shapes")
     recipe, sizes = {
         "moe": (shapes.MOE, MOE),
         "dense": (shapes.DENSE, DENSE),
@@ -76,14 +55,10 @@ def tiny(kind: str, weights: str = "int4") -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of all shapes in int4, and of one in bf16."""
-    place, write = tmp_path_factory.mktemp("random"), module("one.random_checkpoint")
+    place, write = tmp_path_factory.mktemp("random"), benchmark("one.random_checkpoint")
     torch.set_num_threads(1)
-    for name, shape in {
-        "moe": tiny("moe"),
-        "dense": tiny("dense"),
-        "hybrid": tiny("hybrid"),
-        "moe_fp32": tiny("moe", "fp32"),
-    }.items():
+    shapes = {kind: tiny(kind) for kind in ARCHITECTURES} | {"moe_fp32": tiny("moe", "fp32")}
+    for name, shape in shapes.items():
         write.write_checkpoint(place / name, shape)
     return {folder.name: folder for folder in place.iterdir()}
 
@@ -115,9 +90,8 @@ def test_a_checkpoint_is_what_quantize_would_write(
     request = QuantizeRequest(str(folders["moe_fp32"]), tiny("moe").scheme, tmp_path / "quantised")
     quantize(request)
     wanted, found = (open_checkpoint(each).tensors for each in (request.out, folders["moe"]))
-    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
-        n: (t.dtype, t.shape) for n, t in wanted.items()
-    }
+    kinds = [{n: (t.dtype, t.shape) for n, t in each.items()} for each in (found, wanted)]
+    assert kinds[0] == kinds[1]
     configs = [json.loads((f / "config.json").read_text()) for f in (request.out, folders["moe"])]
     assert configs[0] == configs[1]
 
@@ -148,7 +122,7 @@ def test_an_engine_of_it_drafts(folders: dict[str, Path], engine: Path) -> None:
 @pytest.mark.full
 def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
-    sides = module("one.sides")
+    sides = benchmark("one.sides")
     asks = {
         "short": sides.decode(6, 16, filled=False),
         "prompt": sides.prompt(24),
@@ -171,7 +145,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
 
 def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
-    cost, engine = module("one.cost"), no_programs
+    cost, engine = benchmark("one.cost"), no_programs
     counted = cost.count(folders["moe"])
     held = cost.weight_groups(engine, counted.config)
     assert set(held) == {
@@ -189,9 +163,9 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
         assert step.bytes == pytest.approx(rest + routed + batch * 100 * 3 * 160 * 4)
     sizes = {"token_embd.weight": 10, "blk.1.ffn_up_exps.weight": 24, "output.weight": 3}
     assert counted.gguf(sizes, 0, 1).bytes == pytest.approx(3 + 4)
-    machine = module("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
+    machine = benchmark("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
     assert counted.gguf(sizes, 0, 1).seconds(machine, "int4") == pytest.approx(7)
-    slow = module("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
+    slow = benchmark("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
     one, whole = counted.gguf(sizes, 0, 1), counted.gguf_prompt(sizes, 16)
     assert one.seconds(slow, "int4") == pytest.approx(one.products / 2)
     heads = 2 * 512 * 256  # of the last token alone
@@ -201,7 +175,7 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
     """There are as many as in the checkpoint without its MTP modules."""
-    keys, shape = module("gguf_keys"), tiny(kind)
+    keys, shape = benchmark("gguf_keys"), tiny(kind)
     found = keys.shapes(dict(shape.raw))
     layers = tuple(f"model.layers.{i}." for i in range(shape.config.num_hidden_layers))
     head = () if shape.config.tie_word_embeddings else ("lm_head.",)  # else it is the embedding
@@ -214,7 +188,7 @@ def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> Non
 
 def test_gguf_of_a_hybrid_has_its_module(folders: dict[str, Path]) -> None:
     shape = tiny("hybrid")
-    found = module("gguf_keys").shapes(dict(shape.raw), module=True)
+    found = benchmark("gguf_keys").shapes(dict(shape.raw), module=True)
     plain = load_plain(folders["hybrid"]).state_dict()  # its head is the embedding
     wanted = sum(tensor.numel() for name, tensor in plain.items() if name != "lm_head.weight")
     assert sum(int(np.prod(size)) for size in found.values()) == wanted
@@ -225,9 +199,9 @@ def test_qwen_tiny_as_gguf() -> None:
     folder = find_model("qwen-tiny").folder
     c = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
-    made = module("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
+    made = benchmark("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
     found = dict(made)
-    shapes = module("gguf_keys").shapes(c, module=True)
+    shapes = benchmark("gguf_keys").shapes(c, module=True)
     assert {name: value.shape for name, value in found.items()} == shapes
     rate = stored["model.layers.0.linear_attn.A_log"].float().exp()
     torch.testing.assert_close(torch.tensor(found["blk.0.ssm_a"]), -rate)
@@ -245,7 +219,7 @@ def test_qwen_tiny_as_gguf() -> None:
 def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     """Names, shapes and types; dequantised, values are as large as products want them."""
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: tools/peers_env.sh has it")
-    keys, write = module("gguf_keys"), module("gguf_random")
+    keys, write = benchmark("gguf_keys"), benchmark("gguf_random")
     c = dict(tiny(kind).raw)
     sizes = write.write(c, tmp_path / "tiny.gguf", "q4_0")
     reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
@@ -255,11 +229,8 @@ def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     types = {name: t.tensor_type.name for name, t in found.items()}
     ends = {types[name] for name in ("token_embd.weight", "output.weight") if name in types}
     assert ends == {"Q8_0"}
-    assert (
-        types[f"blk.{c['num_hidden_layers'] - 1}.attn_output.weight"]
-        == types["blk.0.ffn_up.weight"]
-        == "Q4_0"
-    )
+    last = f"blk.{c['num_hidden_layers'] - 1}.attn_output.weight"
+    assert types[last] == types["blk.0.ffn_up.weight"] == "Q4_0"
     assert types["blk.1.attn_norm.weight"] == "F32"
     up = found["blk.0.ffn_up.weight"]
     values = gguf.quants.dequantize(up.data, up.tensor_type)
@@ -269,7 +240,7 @@ def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
 
 def test_a_saved_sequence_is_lengthened() -> None:
     """Rows are repeated, positions go on, and other streams stay empty."""
-    lengthened = module("llama_cpp_model").lengthened
+    lengthened = benchmark("llama_cpp_model").lengthened
     rows = [np.arange(6, dtype=np.uint8).reshape(2, 3) + 10 * i for i in range(2)]
 
     def saved(count: int) -> bytes:
@@ -283,30 +254,23 @@ def test_a_saved_sequence_is_lengthened() -> None:
 
 def test_bandwidth_is_of_the_bytes_that_are_read() -> None:
     figures = {"reading": [[1e7, 60.0], [1e9, 20.0]], "fp32": 1.0, "int8": 1.0}
-    machine = module("one.machine").machine_of(figures)
+    machine = benchmark("one.machine").machine_of(figures)
     found = [machine.bandwidth(size) for size in (0, 1e7, 1e8, 1e9, 1e10)]
     assert found == pytest.approx([60, 60, 40, 20, 20])
 
 
 def test_ratios_stand_beside_their_aims() -> None:
-    report = module("one.report")
+    report = benchmark("one.report")
     reached = report.Row("step", "ms", (3.0, 2.0)).judge(1.5, report.Aim(1.6), 1.4)
     missed = report.Row("prompt", "tokens/s", (3.0, None, 9.0)).judge(0.5, report.Aim(1, True))
     assert reached.cells() == [
-        "step, ms",
-        "3",
-        "-",
-        "2",
-        "-",
-        "[green]1.50[/green]",
-        "1.40",
-        "<= 1.6",
-    ]
+        "step, ms", "3", "-", "2", "-", "[green]1.50[/green]", "1.40", "<= 1.6",
+    ]  # fmt: skip
     assert missed.cells()[1:] == ["3", "9", "-", "-", "[red]0.50[/red]", "-", ">= 1"]
 
 
 def test_a_side_that_died_leaves_the_others_figures() -> None:
-    measured = module("one.sides").Measured(
+    measured = benchmark("one.sides").Measured(
         {
             "a": [{"first": {"first_s": 3.0}, "error": {"message": "ended with -9"}}],
             "b": [{"x": {"steps": [9, 9, s, s]}} for s in (1.0, 5.0, 2.0)],
@@ -337,7 +301,7 @@ class Pretended:
 def test_a_section_that_fails_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = module("one_machine")
+    script = benchmark("one_machine")
     sections = {"good": Pretended(False), "bad": Pretended(True)}
     monkeypatch.setattr(script, "SECTIONS", sections)
     known = {
@@ -362,17 +326,15 @@ def test_a_section_that_fails_loses_no_other(
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
-        (["--layers", "0"], "--layers 0: expected at least 1"),
-        (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh"),
-    ],
-)
+    [(["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
+     (["--layers", "0"], "--layers 0: expected at least 1"),
+     (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh")],
+)  # fmt: skip
 def test_a_mistake_is_one_line(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python ends with: it prints a text and gives exit code 1."""
-    script = module("one_machine")
+    script = benchmark("one_machine")
     monkeypatch.setattr(sys, "argv", ["one_machine.py", *flags])
     with pytest.raises(SystemExit) as end:
         script.run(script.main)
@@ -382,20 +344,15 @@ def test_a_mistake_is_one_line(
 
 def test_tables_of_a_section_that_nobody_answered() -> None:
     """What is known is printed."""
-    script, section, machine = (module(n) for n in ("one_machine", "one.section", "one.machine"))
+    script, section, machine = (benchmark(n) for n in ("one_machine", "one.section", "one.machine"))
     able = machine.Machine(((1e9, 1e9),), 1e9, 1e9)
     cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}
     names = ("nextn 0", "nextn 1", "nextn 3", "drafting", "drafting, a quarter")
     data: dict[str, Any] = {
-        "whole": True,
-        "layers": 26,
-        "bits": 4.4,
-        "most_on_disk": 0,
-        "sizes": dict.fromkeys(names, 10**9),
-        "row_bytes": dict.fromkeys(names, 4),
-        "costs": dict.fromkeys(names, cost),
-        "rounds": {},
-    }
+        "whole": True, "layers": 26, "bits": 4.4, "most_on_disk": 0,
+        "sizes": dict.fromkeys(names, 10**9), "row_bytes": dict.fromkeys(names, 4),
+        "costs": dict.fromkeys(names, cost), "rounds": {},
+    }  # fmt: skip
     console = Console(width=200)
     with console.capture() as captured:
         for name, one in script.SECTIONS.items():

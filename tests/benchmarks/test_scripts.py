@@ -1,6 +1,5 @@
 """What the benchmarks conclude from what they measured; the measuring itself is not timed here."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime import EngineError, RequestMetrics, Result, SpeculativeDecoding
+from tests.support.scripts import BENCHMARKS, benchmark
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 PEER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -30,19 +29,6 @@ serve(load, lambda: {"verify": lambda: {"v": 1.5}})
 """
 
 
-def script(name: str) -> ModuleType:
-    """A benchmark as a module; its neighbours can be imported, as when it is run."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.insert(0, str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def text(table: Table) -> str:
     console = Console(width=200)
     with console.capture() as captured:
@@ -52,11 +38,11 @@ def text(table: Table) -> str:
 
 @pytest.fixture
 def peers() -> ModuleType:
-    return script("peers")
+    return benchmark("peers")
 
 
 def fake(peers: ModuleType, name: str, *flags: str) -> Any:
-    command = (sys.executable, "-c", PEER, str(SCRIPTS / "peer"), *flags)
+    command = (sys.executable, "-c", PEER, str(BENCHMARKS / "peer"), *flags)
     return peers.Peer(name, "fp32", command)
 
 
@@ -75,11 +61,9 @@ def test_peers_answer_in_turn_and_failures_are_told(peers: ModuleType) -> None:
     assert {length: len(seconds) for length, seconds in sound.first.items()} == {32: 2, 1024: 2}
     assert sound.extra == {"v": 1.5}
     assert [each.error for each in broken] == [
-        "RuntimeError: no such weights",
-        "ended with 1: killed by its allocator",
-        "ValueError: too long",
-        "no compiler",
-    ]
+        "RuntimeError: no such weights", "ended with 1: killed by its allocator",
+        "ValueError: too long", "no compiler",
+    ]  # fmt: skip
     kinds = {"code": [0], "reasoning": [1]}
     shown = text(peers.table(found, kinds))
     assert shown.count("failed") == 2 * len(broken)
@@ -111,33 +95,19 @@ def test_ratios_name_what_they_divide(peers: ModuleType) -> None:
 
 
 def test_what_got_worse() -> None:
-    check = script("check")
+    check = benchmark("check")
     then = {
-        "reasoning": 2.0,
-        "code": 1.5,
-        "v": 1.5,
-        "d": 0.4,
-        "host": 2.0,
-        "load": 0.4,
-        "build": 40,
-        "step": 1.9,
-        "memory": 1.4,
-    }
+        "reasoning": 2.0, "code": 1.5, "v": 1.5, "d": 0.4, "host": 2.0, "load": 0.4, "build": 40,
+        "step": 1.9, "memory": 1.4,
+    }  # fmt: skip
     recorded = {"figures": then}
     assert set(then) == set(check.FIGURES)
     _, worse = check.report(then, recorded)
     assert worse == []
     better = {
-        "reasoning": 2.5,
-        "code": 1.9,
-        "v": 1.1,
-        "d": 0.2,
-        "host": 1.0,
-        "load": 0.2,
-        "build": 9,
-        "step": 1.6,
-        "memory": 1.2,
-    }
+        "reasoning": 2.5, "code": 1.9, "v": 1.1, "d": 0.2, "host": 1.0, "load": 0.2, "build": 9,
+        "step": 1.6, "memory": 1.2,
+    }  # fmt: skip
     assert check.report(better, recorded)[1] == []
     _, worse = check.report(then | {"code": 1.2, "v": 1.8}, recorded)
     assert worse == ["nextn 3 over nextn 0, code", "v: a step of 4 tokens over one of 1"]
@@ -147,7 +117,7 @@ def test_what_got_worse() -> None:
 
 
 def test_a_steps_bound_counts_what_a_step_reads() -> None:
-    roofline = script("roofline")
+    roofline = benchmark("roofline")
     gpu = roofline.GpuSpec("", 0.0, 1e9, {"bf16": 1e9})
     _, parts = roofline.bound("deepseek-tiny", 0, 100, measure=lambda step_bytes: gpu)
     found = {part.name: part for part in parts}
@@ -161,7 +131,7 @@ def test_a_steps_bound_counts_what_a_step_reads() -> None:
 
 @pytest.mark.parametrize("name", ["acceptance", "loop_overhead", "roofline"])
 def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), str(tmp_path / "none")]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
@@ -170,7 +140,7 @@ def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
 
 
 def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    structured = script("structured")
+    structured = benchmark("structured")
 
     def result(tokens: list[int], forced: int, steps: int) -> Result:
         drafting = SpeculativeDecoding(2.0, None, [], [], steps, 0, 0, 3)
@@ -180,9 +150,8 @@ def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_pa
     paths = [tmp_path / "n0", tmp_path / "n3"]
     said = [[result([1, 2, 3, 4], 0, 4)], [result([1, 2, 3, 4], 1, 2)]]
     structured.report(paths, [2.0, 1.0], said)
-    assert ["n3", "4", "2.00", "2.00", "25%"] in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["n3", "4", "2.00", "2.00", "25%"] in shown
     said[1][0].token_ids[0] = 9
     with pytest.raises(EngineError, match="n3 gives another text than"):
         structured.report(paths, [2.0, 1.0], said)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 
 from mtpbuild.runtime.errors import UsageError
+from tests.support.scripts import BENCHMARKS, benchmark
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 CONTEXT, BF16, FP32 = 4096, 2, 4
 LOWER = f"""
 import sys
@@ -28,7 +27,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-sys.path.insert(0, {str(SCRIPTS)!r})
+sys.path.insert(0, {str(BENCHMARKS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Sizes
@@ -69,10 +68,7 @@ for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1
 
 
 def on_gpu(name: str) -> ModuleType:
-    """A module of `benchmarks/on_gpu`, as the script imports it."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.insert(0, str(SCRIPTS))
-    return import_module(f"on_gpu.{name}")
+    return benchmark(f"on_gpu.{name}")
 
 
 @pytest.fixture
@@ -133,12 +129,8 @@ def test_every_counted_part_is_timed(section: ModuleType, bench: Any) -> None:
     timed = {(part.name, part.tokens) for part in section.needed(bench)}
     counted = [section.counts(bench.case, nextn) for nextn in bench.case.nextn]
     assert set().union(*counted) == timed
-    assert counted[0] == {
-        ("dense layer", 1): 3,
-        ("MoE layer", 1): 58,
-        ("head", 1): 1,
-        ("acceptance", 1): 1,
-    }
+    each = {"dense layer": 3, "MoE layer": 58, "head": 1, "acceptance": 1}
+    assert counted[0] == {(name, 1): count for name, count in each.items()}
     assert counted[2]["further draft", 1] == 2
     assert counted[2]["head of a draft", 1] == 3
 
@@ -197,15 +189,11 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
     expert_layer = sorted(attention + experts)
     judging = ["best", "tokens num_tokens new_lengths logprobs margins"]
     assert found == {
-        "dense layer": attention,
-        "MoE layer": expert_layer,
-        "head": head,
-        "acceptance": judging,
-        "first draft": expert_layer,
-        "head of a draft": ["best", *head],
+        "dense layer": attention, "MoE layer": expert_layer, "head": head, "acceptance": judging,
+        "first draft": expert_layer, "head of a draft": ["best", *head],
         "further draft": expert_layer,
         "step": sorted(attention * 4 + experts * 3 + head * 3 + judging + ["best"] * 2),
-    }
+    }  # fmt: skip
 
 
 def test_what_is_refused() -> None:

@@ -40,7 +40,7 @@ from mtpbuild.builder.targets.passes.one_shot import sum_through_shared_memory
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
-from tests.support.families import CHOOSERS, lower_family, make_family
+from tests.support.families import CHOOSERS, make_family
 from tests.support.gpu_steps import graph_of
 from tests.support.styles import style_of
 
@@ -82,7 +82,7 @@ for case, slots, dtype, experts in CASES:
     sizes = {{"num_hidden_layers": {LAYERS}, "num_nextn_predict_layers": {MODULES}}} | experts
     family, nextn = case.removesuffix("-batch"), {NEXTN}
     if family in CHOOSERS:
-        model, lower, nextn = make_family(family), lower_family, 2
+        model, nextn = make_family(family), 2
     else:
         model = make_model(**sizes)
     tp = 2 if "ranks" in case else 1

@@ -33,13 +33,8 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.runtime.contract.state import layer_state
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
-from tests.support.families import (
-    HYBRIDS,
-    config_of,
-    lower_family,
-    make_family,
-    save_family,
-)
+from tests.support.checkpoints import lower
+from tests.support.families import HYBRIDS, config_of, make_family, save_family
 from tests.support.forced import COUNT, DRAFTS, STATES, TOKENS
 from tests.support.opened import opened
 from tests.support.requests import build_request
@@ -131,7 +126,7 @@ def test_the_rule_is_transformers_rule() -> None:
 
 def test_states_of_slots_that_idle() -> None:
     """An idle slot's states stay as they are to the bit, beside one that goes on."""
-    model = lower_family(make_family("qwen3.5"))
+    model = lower(make_family("qwen3.5"))
     layer: Any = model.layers[0]
     c = model.config
     assert isinstance(c, Qwen35Config)
@@ -440,7 +435,7 @@ def test_an_idle_slot_that_decays_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_layers_are_of_both_kinds() -> None:
-    model = lower_family(make_family("qwen3.5"))
+    model = lower(make_family("qwen3.5"))
     kinds = [isinstance(layer, DeltaLayer) for layer in model.layers]
     assert kinds == [True, True, True, False]
     assert set(HYBRIDS) >= {"qwen3.5", "qwen3-next"}

@@ -25,8 +25,8 @@ from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
 from tests.reference.eager import EagerPrograms
+from tests.support.checkpoints import lower
 from tests.support.engines import EngineBuilder
-from tests.support.families import lower_family
 from tests.support.recurrent_family import CONFIG, SUMS, PlainSumming, make_summing, parse_config
 from tests.support.warm_starts import (
     COMMON,
@@ -64,7 +64,7 @@ def summing() -> PlainSumming:
 
 def recurrent(summing: PlainSumming, drafter: DrafterName | None) -> EagerPrograms:
     plan = Plan(parse_config(CONFIG), NEXTN if drafter else 0, drafter, SLOTS, 200, CHUNK)
-    return EagerPrograms(plan, lower_family(summing))
+    return EagerPrograms(plan, lower(summing))
 
 
 def pooled(programs: EagerPrograms, pool: int = PLENTY, chunk: int = CHUNK) -> Service:

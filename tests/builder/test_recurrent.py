@@ -24,9 +24,9 @@ from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import lower, write_checkpoint
 from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder, greedy_ids
-from tests.support.families import lower_family
 from tests.support.inductor_engines import compiled_soon
 from tests.support.recurrent_family import (
     CONFIG,
@@ -35,7 +35,6 @@ from tests.support.recurrent_family import (
     RunningSum,
     make_summing,
     parse_config,
-    save_summing,
 )
 from tests.support.steps import check_family
 
@@ -54,14 +53,14 @@ def plain() -> PlainSumming:
 
 @pytest.fixture(scope="module")
 def folder(plain: PlainSumming, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_summing(tmp_path_factory.mktemp("sums") / "sums", plain)
+    return write_checkpoint(tmp_path_factory.mktemp("sums") / "sums", CONFIG, plain)
 
 
 def traced(plain: PlainSumming, nextn: int = NEXTN) -> tuple[InductorPrograms, Manifest]:
     """The programs of target inductor on a CPU, which run eagerly in place of compiled ones."""
     drafter = DRAFTERS.get(nextn, EAGLE)
     plan = Plan(parse_config(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
-    programs = {p.name: p for p in make_programs(plan, lower_family(plain))}
+    programs = {p.name: p for p in make_programs(plan, lower(plain))}
     manifest = manifest_of(plan, tuple(programs.values()))
 
     def opener(device: str) -> Callable[[str], EagerPackage]:

@@ -26,7 +26,7 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
-from tests.support.families import CHOOSERS, lower_family, make_family
+from tests.support.families import CHOOSERS, make_family
 from tests.support.forced import Run
 
 CHUNK = 4
@@ -134,7 +134,7 @@ def test_grouped_heads(name: str, ep: int, drafter: DrafterName) -> None:
 
     def rank(number: int) -> list[int]:
         meeting.here.rank = number
-        model = lower_family(reference, Share(Ranks(2, ep), number))
+        model = lower(reference, Share(Ranks(2, ep), number))
         plan = Plan(reference.config, 2, drafter, 1, 200, CHUNK, ranks=Ranks(2, ep))
         return generate(EagerPrograms(plan, model), reference, prompt, 12)
 
@@ -152,7 +152,7 @@ def test_rows_that_are_chosen(name: str) -> None:
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:
         meeting.here.rank = number
-        model = lower_family(reference, Share(Ranks(2, 2), number))
+        model = lower(reference, Share(Ranks(2, 2), number))
         plan = Plan(reference.config, 2, "mtp-eagle", 1, 200, CHUNK, ranks=Ranks(2, 2))
         programs = EagerPrograms(plan, model)
         return generate(programs, reference, prompt, 12), programs.state

@@ -16,10 +16,11 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.programs import load_programs
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.forced import Inspectable, Run, Seen
 from tests.support.inductor_engines import compiled_soon
-from tests.support.toy_family import CONFIG, TOY, PlainToy, make_toy, save_toy
+from tests.support.toy_family import CONFIG, TOY, PlainToy, make_toy
 
 CHUNK = 4
 DRAFTERS: dict[int, DrafterName | None] = {0: None, 1: "mtp-vanilla", 2: "mtp-eagle"}
@@ -34,7 +35,7 @@ def toy() -> PlainToy:
 
 @pytest.fixture(scope="module")
 def folder(toy: PlainToy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toy(tmp_path_factory.mktemp("toys") / "toy", toy)
+    return write_checkpoint(tmp_path_factory.mktemp("toys") / "toy", CONFIG, toy)
 
 
 @pytest.mark.parametrize("nextn", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2))])

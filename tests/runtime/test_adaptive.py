@@ -143,11 +143,8 @@ def test_what_was_not_tried_for_long_is_tried_again() -> None:
 
 def test_a_new_request_leans_to_what_the_last_ones_showed() -> None:
     """Between a guess and what these showed; it is sure of neither."""
-    right, wrong, guess = (
-        AcceptanceEstimate(1),
-        AcceptanceEstimate(1),
-        AcceptanceEstimate(1).tokens()[1],
-    )
+    right, wrong, fresh = (AcceptanceEstimate(1) for _ in range(3))
+    guess = fresh.tokens()[1]
     for _ in range(40):
         right.add(1, 1)
         wrong.add(0, 1)

@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import (
-    Dimension,
-    Manifest,
-    ProgramSpec,
-    TensorSpec,
-)
+from mtpbuild.runtime.contract.manifest import Dimension, Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.contract.state import rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
@@ -31,11 +26,9 @@ AnyPrograms = CpuAttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
     rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 4)),  # 16 bytes, as compiled code wants
-    step_spec("lengths", "int64", (SLOTS,)),
-    step_spec("window", "int64", (SLOTS, WINDOW)),
-    step_spec("num_drafts", "int64", (SLOTS,)),
-    step_spec("thinking", "bool", (SLOTS,)),
-)
+    step_spec("lengths", "int64", (SLOTS,)), step_spec("window", "int64", (SLOTS, WINDOW)),
+    step_spec("num_drafts", "int64", (SLOTS,)), step_spec("thinking", "bool", (SLOTS,)),
+)  # fmt: skip
 
 
 def ints(name: str, *shape: Dimension) -> TensorSpec:
@@ -86,11 +79,8 @@ class Recorded:
         emitted = torch.where(active, window[:, 0], -1)
         zeros = torch.zeros(window.shape)
         outputs = [
-            torch.stack([emitted, -torch.ones_like(emitted)], 1),
-            active.long(),
-            zeros,
-            zeros,
-        ]
+            torch.stack([emitted, -torch.ones_like(emitted)], 1), active.long(), zeros, zeros,
+        ]  # fmt: skip
         tops = torch.zeros(len(window), WINDOW, 5)
         return [*outputs, tops.long(), tops] if self.name == "decode_mixed" else outputs
 

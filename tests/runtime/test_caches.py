@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
-from mtpbuild.runtime.programs.host_slots import (
-    GROWTH,
-    ROW_STEP,
-    HostMemory,
-    PackedCaches,
-    rounded,
-)
+from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, HostMemory, PackedCaches, rounded
 from mtpbuild.runtime.programs.slots import Caches, Memory, finite
 from tests.support.fake_gpu import FakeGpu
 
@@ -180,14 +174,11 @@ def test_rows_are_written_and_read(where: str, dtype: Literal["float32", "bfloat
 
 @pytest.mark.parametrize(
     ("files", "left"),
-    [
-        ({}, UNKNOWN),
-        ({"proc/meminfo": "MemFree: 9 kB\nMemAvailable:    70 kB\n"}, 70 << 10),
-        ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000\n"}, 9000 - 2000),
-        ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "max\n"}, 70 << 10),
-        ({"memory.max": "1000\n"}, 0),
-    ],
-)
+    [({}, UNKNOWN), ({"proc/meminfo": "MemFree: 9 kB\nMemAvailable:    70 kB\n"}, 70 << 10),
+     ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000\n"}, 9000 - 2000),
+     ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "max\n"}, 70 << 10),
+     ({"memory.max": "1000\n"}, 0)],
+)  # fmt: skip
 def test_memory_that_is_left(files: dict[str, str], left: int, tmp_path: Path) -> None:
     """The system's or the group's, whichever is less; a system may say nothing."""
     group = "sys/fs/cgroup"

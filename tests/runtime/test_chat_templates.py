@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from mtpbuild.runtime import Engine, RequestError, SamplingParams, Tokenizer
+from mtpbuild.runtime import RequestError, SamplingParams, Tokenizer
 from mtpbuild.runtime.contract.manifest import FileSpec
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.detokenizer import Span, TextStream
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
-from tests.support.fakes import FakePrograms, fake_manifest, scripted
+from tests.support.fakes import fake_engine, fake_manifest, scripted
 from tests.support.model_tokenizers import (
     FAMILIES,
     TEMPLATES,
@@ -66,13 +66,11 @@ LONG: Messages = [
 CALLS: Messages = [
     {"role": "user", "content": "Weather in Köln?"},
     {
-        "role": "assistant",
-        "content": None,
-        "reasoning": "ask",
+        "role": "assistant", "content": None, "reasoning": "ask",
         "tool_calls": [call("a", city="Köln")],
     },
     {"role": "tool", "tool_call_id": "a", "name": "weather", "content": '{"t": 20}'},
-]
+]  # fmt: skip
 TWO_CALLS: Messages = [
     *CALLS[:1],
     {
@@ -96,17 +94,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 TEXTS = [
-    "plain words, don't you'd 12345678",
-    "  leading \n\n\n and   trailing \t\r\n ",
-    "🦊👩‍👩‍👧 你好，世界 ｜ ▁ Ġ é ñ ÿ \u00ad",
-    unicodedata.normalize("NFD", "größer é Å Привет й"),
+    "plain words, don't you'd 12345678", "  leading \n\n\n and   trailing \t\r\n ",
+    "🦊👩‍👩‍👧 你好，世界 ｜ ▁ Ġ é ñ ÿ \u00ad", unicodedata.normalize("NFD", "größer é Å Привет й"),
     "Å ﬁ ① \u1e9b\u0323 \ufeff \u200d \x00 \x7f",
     "a<|role_sep|>\nb<|message_sep|>\n\nc<|role_sep|> d<|im_end|>e</s>",
     "<think>x</think><tool_call>{}</tool_call> <s> <s>",
     "<｜User｜>q<｜Assistant｜><think>\n<｜tool▁call▁begin｜>",
-    "[gMASK]<sop><|user|>\nx<|observation|><|endoftext|>",
-    "",
-]
+    "[gMASK]<sop><|user|>\nx<|observation|><|endoftext|>", "",
+]  # fmt: skip
 
 
 @dataclass
@@ -252,32 +247,26 @@ def all_features() -> str:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": None},
-        {"eos_token": "<user>", "image_token": "<image>", "role": "x"},
-        {"eos_token": "</s>", "extra_special_tokens": {"role_token": "<|role|>\n"}},
-        {},
-    ],
-)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_all_features(tmp_path: Path, config: dict[str, Any], options: str) -> None:
+    [{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": None},
+     {"eos_token": "<user>", "image_token": "<image>", "role": "x"},
+     {"eos_token": "</s>", "extra_special_tokens": {"role_token": "<|role|>\n"}}, {}],
+)  # fmt: skip
+def test_all_features(tmp_path: Path, config: dict[str, Any]) -> None:
     files = features(**config, add_bos_token=True)
     pair = load(tmp_path, files | {"chat_template.jinja": all_features()})
     messages = [*TWO_CALLS, {"role": "user", "content": [{"type": "text", "text": "é"}]}]
-    asked = OPTIONS[options]
-    wanted = rendered(pair.theirs, messages, **asked)
-    assert pair.ours.chat_prompt(messages, **asked) == wanted
+    for name, asked in OPTIONS.items():
+        wanted = rendered(pair.theirs, messages, **asked)
+        assert pair.ours.chat_prompt(messages, **asked) == wanted, name
 
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"eos_token": "<user>", "additional_special_tokens": ["<think>", "<new>"]},
-        {"eos_token": "</s>", "pad_token": "<pad>", "think_token": "<think>"},
-        {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": "</s>"}},
-        {"split_special_tokens": True},
-    ],
-)
+    [{"eos_token": "<user>", "additional_special_tokens": ["<think>", "<new>"]},
+     {"eos_token": "</s>", "pad_token": "<pad>", "think_token": "<think>"},
+     {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": "</s>"}},
+     {"split_special_tokens": True}],
+)  # fmt: skip
 def test_the_configuration_has_a_word_about_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
     pair = load(tmp_path, features(**config))
     text = "a<s>b</s><think> <user>c<|role|>\nd<new>e<pad><image>"
@@ -341,11 +330,11 @@ FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
         ("in the configuration", {f"{FOLDER}/default.jinja": source("folder")}),
     ],
 )
-@pytest.mark.parametrize("tools", [None, [], [WEATHER]])
-def test_which_template(tmp_path: Path, config: Any, files: Files, tools: Any) -> None:
+def test_which_template(tmp_path: Path, config: Any, files: Files) -> None:
     pair = load(tmp_path, features(chat_template=config) | files)
-    wanted = rendered(pair.theirs, HELLO, tools=tools)
-    assert pair.ours.chat_prompt(HELLO, tools=tools) == wanted
+    for tools in (None, [], [WEATHER]):
+        wanted = rendered(pair.theirs, HELLO, tools=tools)
+        assert pair.ours.chat_prompt(HELLO, tools=tools) == wanted
 
 
 def test_templates_without_a_default(tmp_path: Path) -> None:
@@ -448,11 +437,10 @@ def test_tokens_that_can_not_be(tmp_path: Path, token: Any) -> None:
 @pytest.mark.parametrize("end", [151, 152, 153])
 def test_generation_ends_at_each_end(end: int, wrong: bool) -> None:
     """GLM has three; the end may be an accepted draft in the middle of a window."""
-    manifest = fake_manifest(eos=(151, 152, 153))
-    tokens = [20, 21, end, 22, 23]
-    programs = FakePrograms(
-        manifest, next_token=scripted(1, tokens), draft_is_right=lambda position: not wrong
+    says = scripted(1, [20, 21, end, 22, 23])
+    engine, _ = fake_engine(
+        eos=(151, 152, 153), next_token=says, draft_is_right=lambda position: not wrong
     )
-    with Engine(programs, manifest) as engine:
+    with engine:
         result = engine.generate([5], SamplingParams(max_tokens=9))
     assert (result.token_ids, result.finish_reason) == ([20, 21, end], "stop")

@@ -20,7 +20,12 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.sampling.params import SETTINGS, http_settings
 from tests.support.engines import write_engine, write_manifest
-from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
+from tests.support.fakes import (
+    FakePrograms,
+    continuation,
+    fake_engine,
+    fake_manifest,
+)
 from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 from tests.support.run_command import Terminal, call, type_in
@@ -46,15 +51,11 @@ def test_json(engine_dir: Path) -> None:
     names = "prompt_tokens output_tokens ttft_s tpot_s tokens_per_s cached_tokens queue_s"
     assert list(metrics) == [*names.split(), "forced_tokens"]
     assert drafting == {
-        "mean_acceptance_length": 3.0,
-        "draft_acceptance_rate": 1.0,
-        "per_position_acceptance_rates": [2 / 3] * 3,
-        "acceptance_histogram": [1, 0, 0, 2],
-        "num_spec_steps": 3,
-        "num_accepted_draft_tokens": 6,
-        "num_draft_tokens": 6,
+        "mean_acceptance_length": 3.0, "draft_acceptance_rate": 1.0,
+        "per_position_acceptance_rates": [2 / 3] * 3, "acceptance_histogram": [1, 0, 0, 2],
+        "num_spec_steps": 3, "num_accepted_draft_tokens": 6, "num_draft_tokens": 6,
         "num_spec_tokens": 3,
-    }
+    }  # fmt: skip
 
 
 def test_logprobs(engine_dir: Path) -> None:
@@ -81,9 +82,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_pat
     (tmp_path / "p").write_text("hello", encoding="utf-8")
     with Engine.load(engine_dir) as engine:
         text = engine.generate("hello", SamplingParams(max_tokens=9)).text
-        chat = engine.generate(
-            engine.chat_prompt([{"role": "user", "content": "hello"}]), SamplingParams(max_tokens=9)
-        ).text
+        asked = engine.chat_prompt([{"role": "user", "content": "hello"}])
+        chat = engine.generate(asked, SamplingParams(max_tokens=9)).text
     for flags, wanted in (
         (["--prompt", "hello"], text),
         (["--prompt-file", tmp_path / "p"], text),
@@ -112,12 +112,10 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
         {"prompt": "hello", "task_id": "a"},
         {"input_ids": [5, 6], "output_tokens": 4},
         {
-            "messages": [{"role": "user", "content": "hi"}],
-            "seed": 3,
-            "stop": "zzz",
+            "messages": [{"role": "user", "content": "hi"}], "seed": 3, "stop": "zzz",
             "max_tokens": 5,
         },
-    ]
+    ]  # fmt: skip
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     result = call("run", "--engine", engine_dir, "--input", path, "--max-tokens", 6, "--json")
@@ -137,38 +135,21 @@ def test_a_line_has_its_own_penalties(engine_dir: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(line), encoding="utf-8")
     with Engine.load(engine_dir) as engine:
         (request,) = read_requests(path, engine, SamplingParams(repetition_penalty=1.5))
-    assert request.params == SamplingParams(
-        presence_penalty=1, repetition_penalty=1.5, logit_bias={7: -2.5}
-    )
+    own: dict[str, Any] = {"presence_penalty": 1, "logit_bias": {7: -2.5}}
+    assert request.params == SamplingParams(**own, repetition_penalty=1.5)
 
 
 def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> None:
     """Each setting of HTTP bodies is a key of a line, and stands above the command's flag."""
     line: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.25,
-        "min_p": 0.125,
-        "relaxed_topk": 1,
-        "relaxed_delta": 0.5,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
-        "repetition_penalty": 1.5,
-        "min_tokens": 2,
-        "stop": ["x", "y"],
-        "include_stop_str_in_output": True,
-        "stop_token_ids": [3, 4],
-        "ignore_eos": True,
-        "logit_bias": {"7": -2.5},
-        "allowed_token_ids": [5, 6],
-        "bad_words": ["z"],
-        "seed": 2**64 - 1,
-        "acceptance": "rejection",
-        "rejection_sample_method": "block",
-        "draft_sample_method": "greedy",
-        "prompt_logprobs": 3,
-        "cache_salt": "me",
-    }
+        "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "relaxed_topk": 1,
+        "relaxed_delta": 0.5, "presence_penalty": 1.0, "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5, "min_tokens": 2, "stop": ["x", "y"],
+        "include_stop_str_in_output": True, "stop_token_ids": [3, 4], "ignore_eos": True,
+        "logit_bias": {"7": -2.5}, "allowed_token_ids": [5, 6], "bad_words": ["z"],
+        "seed": 2**64 - 1, "acceptance": "rejection", "rejection_sample_method": "block",
+        "draft_sample_method": "greedy", "prompt_logprobs": 3, "cache_salt": "me",
+    }  # fmt: skip
     builtin = {name for name in http_settings() if name in SETTINGS}
     assert line.keys() == builtin
     together = {"ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"}
@@ -273,28 +254,19 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"input_ids": [5], "output_tokens": 0}', r"in\.jsonl:2: max_tokens"),
         ('{"input_ids": [5], "presence_penalty": 3}', r"in\.jsonl:2: presence_penalty must be"),
         ('{"input_ids": [5], "logit_bias": {"x": 3}}', r"in\.jsonl:2: logit_bias must map"),
-        (
-            '{"prompt": "a", "max_tokens": 5, "output_tokens": 5}',
-            r":2: output_tokens and max_tokens",
-        ),
-        (
-            '{"prompt": "a", "max_completion_tokens": 5, "max_tokens": 5}',
-            r":2: max_tokens and max_completion_tokens are the same: give one",
-        ),
+        ('{"prompt": "a", "max_tokens": 5, "output_tokens": 5}',
+         r":2: output_tokens and max_tokens"),
+        ('{"prompt": "a", "max_completion_tokens": 5, "max_tokens": 5}',
+         r":2: max_tokens and max_completion_tokens are the same: give one"),
         ('{"prompt": "a", "model": 5}', r":2: model: "),
-        (
-            '{"prompt": "a", "stop_token_ids": [320]}',
-            r":2: stop_token_ids: token id 320 is outside",
-        ),
+        ('{"prompt": "a", "stop_token_ids": [320]}',
+         r":2: stop_token_ids: token id 320 is outside"),
         ('{"prompt": "a", "repetition_penalty": 2}', r":2: repetition_penalty is not supported by"),
         *(
-            (json.dumps(line), rf":2: {says}")
-            for line, says in (
+            (json.dumps(line), rf":2: {says}") for line, says in (
                 ({"custom_id": "a", "prompt": "x"}, "body: missing; a line of a batch has "),
-                (
-                    batch("completions", {"prompt": "a"}, max_tokens=5),
-                    "max_tokens: unknown; a line",
-                ),
+                (batch("completions", {"prompt": "a"}, max_tokens=5),
+                 "max_tokens: unknown; a line"),
                 (batch("embeddings", {"input": "a"}), ".* is a POST to .*, not 'POST' '/v1/embed"),
                 (batch("completions", {"prompt": "a"}, method="GET"), ".* is a POST to "),
                 (batch("completions", {"messages": []}), "body: /v1/completions has prompt"),
@@ -311,20 +283,13 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"prompt": "\\ud800"}', r"in\.jsonl:2: .*not valid Unicode"),
         ('{"prompt": "a", "tools": []}', r"in\.jsonl:2: tools goes with messages"),
         ('{"messages": [], "tools": []}', r"in\.jsonl:2: messages is empty"),
-        (
-            '{"messages": [{"role": "user"}], "tools": [5]}',
-            r":2: tools 0 is not a JSON object",
-        ),
-        (
-            '{"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": []}}',
-            r"in\.jsonl:2: messages can't be one of chat_template_kwargs",
-        ),
-        (
-            '{"messages": [{"role": "user"}], "chat_template_kwargs": []}',
-            r"in\.jsonl:2: chat_template_kwargs: ",
-        ),
+        ('{"messages": [{"role": "user"}], "tools": [5]}', r":2: tools 0 is not a JSON object"),
+        ('{"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": []}}',
+         r"in\.jsonl:2: messages can't be one of chat_template_kwargs"),
+        ('{"messages": [{"role": "user"}], "chat_template_kwargs": []}',
+         r"in\.jsonl:2: chat_template_kwargs: "),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named_before_anything_runs(
     engine_dir: Path, tmp_path: Path, line: str, message: str
 ) -> None:
@@ -364,34 +329,19 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--presence-penalty", "3"], 2, "presence_penalty must be a number in"),
         (["--prompt", "a", "--logit-bias", "5"], 2, "--logit-bias '5' is no JSON object"),
         (["--prompt", "a", "--repetition-penalty", "1.1"], 2, "not supported by this engine"),
-        (
-            ["--prompt", "a", "--json", "--logprobs", "21"],
-            2,
-            "logprobs must be a whole number in 0..20",
-        ),
-        (
-            ["--prompt", "a", "--rejection-sample-method", "exact"],
-            2,
-            "rejection_sample_method must be one of standard, block, synthetic",
-        ),
-        (
-            ["--prompt", "a", "--rejection-sample-method", "synthetic"],
-            2,
-            "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length",
-        ),
-        (
-            ["--prompt", "a", "--acceptance", "strict", "--rejection-sample-method", "block"],
-            2,
-            'block needs acceptance "rejection"',
-        ),
-        (
-            ["--prompt", "a", "--synthetic-acceptance-length", "2"],
-            2,
-            "needs rejection_sample_method",
-        ),
+        (["--prompt", "a", "--json", "--logprobs", "21"], 2,
+         "logprobs must be a whole number in 0..20"),
+        (["--prompt", "a", "--rejection-sample-method", "exact"], 2,
+         "rejection_sample_method must be one of standard, block, synthetic"),
+        (["--prompt", "a", "--rejection-sample-method", "synthetic"], 2,
+         "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length"),
+        (["--prompt", "a", "--acceptance", "strict", "--rejection-sample-method", "block"], 2,
+         'block needs acceptance "rejection"'),
+        (["--prompt", "a", "--synthetic-acceptance-length", "2"], 2,
+         "needs rejection_sample_method"),
         (["--prompt", "a", "--synthetic-acceptance-rates", "x"], 2, "not a list of numbers"),
     ],
-)
+)  # fmt: skip
 def test_usage_errors(engine_dir: Path, flags: list[str], code: int, message: str) -> None:
     fails(call("run", "--engine", engine_dir, *flags), code, message)
 
@@ -400,12 +350,9 @@ def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
     fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
     fails(call("inspect", tmp_path / "no"), 1, "no such engine")
     (engine_dir / "decode.onnx").write_bytes(b"")
-    fails(
-        call("run", "--engine", engine_dir, "--prompt", "a"),
-        1,
-        "copy it again or rebuild the engine",
-    )
-    fails(call("inspect", engine_dir), 1, "copy it again or rebuild the engine")
+    says = "copy it again or rebuild the engine"
+    fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, says)
+    fails(call("inspect", engine_dir), 1, says)
 
 
 def test_a_prompts_file_is_taken_byte_by_byte(engine_dir: Path, tmp_path: Path) -> None:
@@ -465,8 +412,7 @@ def test_accepted_drafts_stand_out(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     screen = Terminal()
-    manifest = fake_manifest()
-    engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    engine, _ = fake_engine()
     with contextlib.redirect_stdout(screen):
         result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9), echo=True)
     text = screen.getvalue()

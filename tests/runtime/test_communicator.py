@@ -132,12 +132,9 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
 
 @pytest.mark.parametrize(
     "controls",
-    [
-        GREEDY,
-        StepControls(temperature=0.8, banned_ids=(3, 5), banned_until=9),
-        StepControls(rule={"typical": True, "typical_epsilon": 0.3}),
-    ],
-)
+    [GREEDY, StepControls(temperature=0.8, banned_ids=(3, 5), banned_until=9),
+     StepControls(rule={"typical": True, "typical_epsilon": 0.3})],
+)  # fmt: skip
 def test_controls_reach_other_ranks_as_they_are(controls: StepControls) -> None:
     said = json.dumps(["begin", 0, controls], default=_encode_value)
     *_, received = json.loads(said, object_hook=_decode_value)

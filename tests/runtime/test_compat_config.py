@@ -19,20 +19,6 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.fakes import fake_manifest
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        '{"method": "deepseek_mtp", "num_speculative_tokens": 3}',
-        '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
-        '{"draft_sample_method": "probabilistic"}',
-        '{"rejection_sample_method": "block", "draft_tensor_parallel_size": 1}',
-    ],
-)
-def test_what_this_version_supports(text: str) -> None:
-    parse_speculative_config(text)
-
-
 def test_the_first_key_that_is_not_supported_is_named() -> None:
     text = '{"disable_by_batch_size": 2, "speculative_token_tree": "x"}'
     with pytest.raises(UsageError, match=r"^--speculative-config: disable_by_batch_size 2 is"):
@@ -44,25 +30,20 @@ def test_the_first_key_that_is_not_supported_is_named() -> None:
     [
         ({"nextn": 3}, {}),
         ({"relaxed_topk": 10, "relaxed_delta": 0.6}, {}),
-        (
-            {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
-            {"relaxed_topk": 10, "relaxed_delta": 0.6},
-        ),
-        (
-            {"rejection_sample_method": "standard"},
-            {"acceptance": "rejection", "rejection_sample_method": "standard"},
-        ),
+        ({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
+         {"relaxed_topk": 10, "relaxed_delta": 0.6}),
+        ({"rejection_sample_method": "standard"},
+         {"acceptance": "rejection", "rejection_sample_method": "standard"}),
         (
             {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)},
             {
-                "acceptance": "rejection",
-                "rejection_sample_method": "synthetic",
+                "acceptance": "rejection", "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": (1.0, 0.5),
             },
         ),
         ({"draft_sample_method": "greedy"}, {"draft_sample_method": "greedy"}),
     ],
-)
+)  # fmt: skip
 def test_what_a_request_is_told(settings: Configuration, keywords: dict[str, object]) -> None:
     assert sampling_settings(settings) == keywords
 
@@ -72,29 +53,22 @@ def test_sources_are_joined() -> None:
     second = {"nextn": 3, "use_relaxed_acceptance_for_thinking": True, "notes": ("b",)}
     assert join([]) == {}
     assert join([*name_source(first, "--one"), *name_source(second, "--two")]) == {
-        "nextn": 3,
-        "use_relaxed_acceptance_for_thinking": True,
-        "relaxed_topk": 4,
+        "nextn": 3, "use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 4,
         "notes": ("a", "b"),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("one", "two", "line"),
     [
         ({"nextn": 0}, {"nextn": 3}, "nextn: --one says 0, --two says 3; drop one"),
-        (
-            {"drafter": "mtp-eagle"},
-            {"drafter": "mtp-vanilla"},
-            "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one",
-        ),
-        (
-            {"use_relaxed_acceptance_for_thinking": False},
-            {"use_relaxed_acceptance_for_thinking": True},
-            "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one",
-        ),
+        ({"drafter": "mtp-eagle"}, {"drafter": "mtp-vanilla"},
+         "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one"),
+        ({"use_relaxed_acceptance_for_thinking": False},
+         {"use_relaxed_acceptance_for_thinking": True},
+         "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_name_both(one: Configuration, two: Configuration, line: str) -> None:
     with pytest.raises(UsageError) as caught:
         join([*name_source(one, "--one"), *name_source({}, "--none"), *name_source(two, "--two")])
@@ -118,30 +92,25 @@ def test_an_engine_is_what_it_is() -> None:
     check_engine({"drafter": "mtp-vanilla"}, fake_manifest(nextn=0).build)
     with pytest.raises(UsageError, match="asks for nextn 2, the engine was built with nextn 3: le"):
         check_engine({"nextn": 2}, build)
-    with pytest.raises(
-        UsageError, match=r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
-    ):
+    says = r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
+    with pytest.raises(UsageError, match=says):
         check_engine({"drafter": "mtp-vanilla"}, build)
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks"),
-    [
-        ({}, Ranks()),
-        ({"tp": 8}, Ranks(8)),
-        ({"tp": 8, "ep": 4, "attention_dp": True}, Ranks(8, 4, True)),
-        ({"tp": 8, "moe_tp": 2}, Ranks(8, 4)),
-        ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4)),
-    ],
-)
+    [({}, Ranks()), ({"tp": 8}, Ranks(8)),
+     ({"tp": 8, "ep": 4, "attention_dp": True}, Ranks(8, 4, True)),
+     ({"tp": 8, "moe_tp": 2}, Ranks(8, 4)),
+     ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4))],
+)  # fmt: skip
 def test_ranks(settings: Configuration, ranks: Ranks) -> None:
     assert requested_ranks(settings) == ranks
 
 
 def test_ranks_that_contradict() -> None:
-    with pytest.raises(
-        UsageError, match=r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
-    ):
+    says = r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
+    with pytest.raises(UsageError, match=says):
         requested_ranks({"tp": 8, "moe_tp": 3})
     build = fake_manifest().build.model_copy(update={"tp": 4, "ep": 2})
     check_engine({"tp": 4, "ep": 2, "moe_tp": 2, "attention_dp": False}, build)
@@ -150,7 +119,6 @@ def test_ranks_that_contradict() -> None:
         says = f"asks for {name} {wanted}, the engine was built with {name} {built}: leave it out"
         with pytest.raises(UsageError, match=says):
             check_engine({**asked}, build)
-    with pytest.raises(
-        UsageError, match=r"asks for attention_dp true, .* with attention_dp false:"
-    ):
+    says = r"asks for attention_dp true, .* with attention_dp false:"
+    with pytest.raises(UsageError, match=says):
         check_engine({"attention_dp": True}, build)

@@ -77,25 +77,18 @@ def refused_yaml(folder: Path, text: str) -> str:
         (MTP + "use_mtp_vanilla: true}", {"drafter": "mtp-vanilla"}),
         (MTP + "use_mtp_vanilla: False}", {}),
         (MTP + "use_rejection_sampling: true}", {"rejection_sample_method": "standard"}),
-        (
-            MTP + "use_relaxed_acceptance_for_thinking: true, relaxed_topk: 10, relaxed_delta: .6}",
-            {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6},
-        ),
-        (
-            MTP + "begin_thinking_phase_token: 5, end_thinking_phase_token: 6}",
-            {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6},
-        ),
+        (MTP + "use_relaxed_acceptance_for_thinking: true, relaxed_topk: 10, relaxed_delta: .6}",
+         {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}),
+        (MTP + "begin_thinking_phase_token: 5, end_thinking_phase_token: 6}",
+         {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}),
         (MTP + "use_dynamic_tree: false, draft_len_schedule: null, relaxed_topk:}", {}),
         ("moe_tensor_parallel_size: -1\nmoe_expert_parallel_size: -1\n", {}),
         ("pipeline_parallel_size: 1\ncontext_parallel_size: -1\n", {}),
-        (
-            "tensor_parallel_size: 8\nmoe_expert_parallel_size: 4\nmoe_tensor_parallel_size: 2\n"
-            "enable_attention_dp: true\n",
-            {"tp": 8, "ep": 4, "moe_tp": 2, "attention_dp": True},
-        ),
+        ("tensor_parallel_size: 8\nmoe_expert_parallel_size: 4\nmoe_tensor_parallel_size: 2\n"
+         "enable_attention_dp: true\n", {"tp": 8, "ep": 4, "moe_tp": 2, "attention_dp": True}),
         ("max_beam_width: 1\nlora_config: {}\nenable_lora: false\n", {}),
     ],
-)
+)  # fmt: skip
 def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> None:
     assert parse_yaml(tmp_path, text) == settings
 
@@ -107,11 +100,9 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
         ("MTP", "must be an object of keys and values, not 'MTP'"),
         ("1: 2", "a key must be text, not 1"),
         ("a: [1\nb: 2", "not YAML at line 2, column 2 (expected ',' or ']', but got ':')"),
-        (
-            "a: !!python/name:os.system x",
-            "not YAML at line 1, column 4 (could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/name:os.system')",
-        ),
+        ("a: !!python/name:os.system x",
+         "not YAML at line 1, column 4 (could not determine a constructor for the tag "
+         "'tag:yaml.org,2002:python/name:os.system')"),
         ("a: !!bool x", "can't be read ('x')"),
         ("a: 2024-13-45", "can't be read (month must be in 1..12)"),
         pytest.param("a: [" * 3000, "not YAML (nested too deep)", id="nested"),
@@ -119,63 +110,34 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
         ("use_cuda_graph: true\nuse_cuda_graph: false", "given twice, again in line 2"),
         (MTP + "relaxed_topk: 1, relaxed_topk: 2}", "'relaxed_topk' is given twice, again in "),
         ("kv_cache_confg: {}", "unknown key 'kv_cache_confg'; did you mean 'kv_cache_config'?"),
-        (
-            "speculative-config: {}",
-            "unknown key 'speculative-config'; did you mean 'speculative_config'?",
-        ),
-        (
-            "zzz: {}",
-            "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
-            "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp",
-        ),
-        (
-            "tensor_parallel_size: 0",
-            "tensor_parallel_size must be a whole number in 1..64, not 0",
-        ),
-        (
-            "moe_expert_parallel_size: -2",
-            "moe_expert_parallel_size must be a whole number in 1..64, not -2",
-        ),
+        ("speculative-config: {}",
+         "unknown key 'speculative-config'; did you mean 'speculative_config'?"),
+        ("zzz: {}",
+         "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
+         "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp"),
+        ("tensor_parallel_size: 0", "tensor_parallel_size must be a whole number in 1..64, not 0"),
+        ("moe_expert_parallel_size: -2",
+         "moe_expert_parallel_size must be a whole number in 1..64, not -2"),
         ("enable_attention_dp: 1", "enable_attention_dp must be true or false, not 1"),
-        (
-            "pipeline_parallel_size: 2",
-            "pipeline_parallel_size 2 is not supported by this version; ranks share a model by "
-            "--tp, --ep and --attention-dp alone: leave it out",
-        ),
-        (
-            "decoding_type: MTP",
-            "unknown key 'decoding_type'; it belongs under speculative_config",
-        ),
-        (
-            "max_draft_len: 3",
-            "unknown key 'max_draft_len'; it belongs under speculative_config",
-        ),
+        ("pipeline_parallel_size: 2",
+         "pipeline_parallel_size 2 is not supported by this version; ranks share a model by "
+         "--tp, --ep and --attention-dp alone: leave it out"),
+        ("decoding_type: MTP", "unknown key 'decoding_type'; it belongs under speculative_config"),
+        ("max_draft_len: 3", "unknown key 'max_draft_len'; it belongs under speculative_config"),
         ("speculative_config: MTP", ": speculative_config: must be an object of keys and values"),
-        (
-            "speculative_config: {max_draft_len: 3}",
-            ": speculative_config: decoding_type is missing; supported: MTP",
-        ),
-        (
-            "speculative_config: {decoding_type: MTP, decode_type: MTP}",
-            "speculative_config: unknown key 'decode_type'; did you mean 'decoding_type'?",
-        ),
-        (
-            MTP + "max_draft_len: 16}",
-            "speculative_config: max_draft_len must be a whole number in 0..15, not 16",
-        ),
-        (
-            MTP + "num_nextn_predict_layers: 16}",
-            "speculative_config: num_nextn_predict_layers must be a whole number in 0..15, not 16",
-        ),
-        (
-            MTP + "max_draft_len: 3, num_nextn_predict_layers: 2}",
-            "nextn: --config x.yaml: speculative_config: max_draft_len says 3, --config x.yaml: "
-            "speculative_config: num_nextn_predict_layers says 2; drop one",
-        ),
-        (
-            MTP + "num_speculative_tokens: 3}",
-            "unknown key 'num_speculative_tokens'; did you mean 'max_draft_len'?",
-        ),
+        ("speculative_config: {max_draft_len: 3}",
+         ": speculative_config: decoding_type is missing; supported: MTP"),
+        ("speculative_config: {decoding_type: MTP, decode_type: MTP}",
+         "speculative_config: unknown key 'decode_type'; did you mean 'decoding_type'?"),
+        (MTP + "max_draft_len: 16}",
+         "speculative_config: max_draft_len must be a whole number in 0..15, not 16"),
+        (MTP + "num_nextn_predict_layers: 16}",
+         "speculative_config: num_nextn_predict_layers must be a whole number in 0..15, not 16"),
+        (MTP + "max_draft_len: 3, num_nextn_predict_layers: 2}",
+         "nextn: --config x.yaml: speculative_config: max_draft_len says 3, --config x.yaml: "
+         "speculative_config: num_nextn_predict_layers says 2; drop one"),
+        (MTP + "num_speculative_tokens: 3}",
+         "unknown key 'num_speculative_tokens'; did you mean 'max_draft_len'?"),
         (MTP + "drafter: x}", "unknown key 'drafter'; did you mean 'use_mtp_vanilla'?"),
         (MTP + "relaxed_top: 3}", "unknown key 'relaxed_top'; did you mean 'relaxed_topk'?"),
         (MTP + "relaxed_topk: 0}", "relaxed_topk must be a whole number from 1, not 0"),
@@ -183,12 +145,10 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
         (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number in 0..1, not -0.1"),
         (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number in 0..1, not inf"),
         (MTP + "use_mtp_vanilla: 1}", "use_mtp_vanilla must be true or false, not 1"),
-        (
-            MTP + "end_thinking_phase_token: -1}",
-            "end_thinking_phase_token must be a whole number from 0, not -1",
-        ),
+        (MTP + "end_thinking_phase_token: -1}",
+         "end_thinking_phase_token must be a whole number from 0, not -1"),
     ],
-)
+)  # fmt: skip
 def test_tensorrt_llm_refused(text: str, says: str, tmp_path: Path) -> None:
     line = refused_yaml(tmp_path, text)
     assert line.startswith(("--config x.yaml: ", "nextn: "))
@@ -212,27 +172,21 @@ def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            "guided_decoding_backend: xgrammar",
-            "guided_decoding_backend: no effect; llguidance follows every grammar",
-        ),
-        (
-            "enable_chunked_prefill: true",
-            "enable_chunked_prefill: no effect; prefill is always chunked, see --prefill-chunk",
-        ),
+        ("guided_decoding_backend: xgrammar",
+         "guided_decoding_backend: no effect; llguidance follows every grammar"),
+        ("enable_chunked_prefill: true",
+         "enable_chunked_prefill: no effect; prefill is always chunked, see --prefill-chunk"),
         ("max_batch_size: 8", "max_batch_size: no effect; use --max-batch"),
         ("max_input_len: 8", "max_input_len: no effect; use --max-seq-len"),
         ("max_num_tokens: 8", "max_num_tokens: no effect; use --prefill-chunk"),
         ("max_seq_len: 100", "max_seq_len: no effect; use --max-seq-len"),
         ("model: x", "model: no effect; use --model"),
         ("tokenizer: x", "tokenizer: no effect; the checkpoint's is taken"),
-        (
-            MTP + "speculative_model: x}",
-            "speculative_config: speculative_model: no effect; the MTP modules are those of the "
-            "checkpoint",
-        ),
+        (MTP + "speculative_model: x}",
+         "speculative_config: speculative_model: no effect; the MTP modules are those of the "
+         "checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_a_line_may_say_what_to_do(text: str, says: str, tmp_path: Path) -> None:
     assert parse_yaml(tmp_path, text)["notes"] == (f"--config {tmp_path}/x.yaml: {says}",)
 

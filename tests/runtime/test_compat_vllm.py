@@ -56,31 +56,19 @@ def refused_json(text: str) -> str:
         ('{"num_speculative_tokens": 0}', {"nextn": 0}),
         ("{}", {}),
         ('{"method": null, "num_speculative_tokens": null}', {}),
-        (
-            '{"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}',
-            {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"},
-        ),
-        (
-            '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
-            {"rejection_sample_method": "standard", "draft_sample_method": "greedy"},
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1, 0.5]),
-            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)},
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_length=2.5, num_speculative_tokens=3),
-            {
-                "nextn": 3,
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_length": 2.5,
-            },
-        ),
+        ('{"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}',
+         {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}),
+        ('{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
+         {"rejection_sample_method": "standard", "draft_sample_method": "greedy"}),
+        (in_json(**SYNTHETIC, synthetic_acceptance_rates=[1, 0.5]),
+         {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 0.5)}),
+        (in_json(**SYNTHETIC, synthetic_acceptance_length=2.5, num_speculative_tokens=3),
+         {"nextn": 3, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}),
         ('{"draft_tensor_parallel_size": 1, "disable_by_batch_size": null}', {}),
         ('{"draft_tensor_parallel_size": 8}', {"tp": 8}),
         ('{"speculative_token_tree": "", "draft_tensor_parallel_size": -1}', {}),
     ],
-)
+)  # fmt: skip
 def test_vllm(text: str, settings: Configuration) -> None:
     assert parse_speculative_config(text) == settings
 
@@ -105,94 +93,54 @@ def test_older_method_names(alias: str) -> None:
         ("3", "must be an object of keys and values, not 3"),
         ('["mtp"]', "must be an object of keys and values, not ['mtp']"),
         ('{"method": "mtp", "method": "mtp"}', "'method' is given twice"),
-        (
-            '{"num_speculative_tokens": 16}',
-            "num_speculative_tokens must be a whole number in 0..15, not 16",
-        ),
-        (
-            '{"num_speculative_tokens": -1}',
-            "num_speculative_tokens must be a whole number in 0..15, not -1",
-        ),
-        (
-            '{"num_speculative_tokens": "3"}',
-            "num_speculative_tokens must be a whole number in 0..15, not '3'",
-        ),
-        (
-            '{"num_speculative_tokens": true}',
-            "num_speculative_tokens must be a whole number in 0..15, not True",
-        ),
-        (
-            '{"num_speculative_tokens": 3.0}',
-            "num_speculative_tokens must be a whole number in 0..15, not 3.0",
-        ),
-        (
-            '{"num_speculative_token": 3}',
-            "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'?",
-        ),
-        (
-            '{"max_draft_len": 3}',
-            "unknown key 'max_draft_len'; did you mean 'num_speculative_tokens'?",
-        ),
+        ('{"num_speculative_tokens": 16}',
+         "num_speculative_tokens must be a whole number in 0..15, not 16"),
+        ('{"num_speculative_tokens": -1}',
+         "num_speculative_tokens must be a whole number in 0..15, not -1"),
+        ('{"num_speculative_tokens": "3"}',
+         "num_speculative_tokens must be a whole number in 0..15, not '3'"),
+        ('{"num_speculative_tokens": true}',
+         "num_speculative_tokens must be a whole number in 0..15, not True"),
+        ('{"num_speculative_tokens": 3.0}',
+         "num_speculative_tokens must be a whole number in 0..15, not 3.0"),
+        ('{"num_speculative_token": 3}',
+         "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'?"),
+        ('{"max_draft_len": 3}',
+         "unknown key 'max_draft_len'; did you mean 'num_speculative_tokens'?"),
         ('{"methud": "mtp"}', "unknown key 'methud'; did you mean 'method'?"),
         ('{"nextn": 3}', "unknown key 'nextn'; did you mean 'num_speculative_tokens'?"),
-        (
-            '{"tensor_parallel_size": 8}',
-            "unknown key 'tensor_parallel_size'; did you mean 'draft_tensor_parallel_size'?",
-        ),
-        (
-            '{"zzz": 3}',
-            "unknown key 'zzz'; known: method, num_speculative_tokens, draft_tensor_parallel_size, "
-            "rejection_sample_method, draft_sample_method, synthetic_acceptance_rates, "
-            "synthetic_acceptance_length",
-        ),
-        (
-            '{"rejection_sample_method": "exact"}',
-            "rejection_sample_method must be one of standard, block, synthetic, not 'exact'",
-        ),
-        (
-            '{"draft_sample_method": 1}',
-            "draft_sample_method must be one of probabilistic, greedy, not 1",
-        ),
-        (
-            in_json(**SYNTHETIC),
-            "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
-            "and synthetic_acceptance_length",
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1], synthetic_acceptance_length=2),
-            "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
-            "and synthetic_acceptance_length",
-        ),
-        (
-            '{"synthetic_acceptance_rates": [1]}',
-            "synthetic_acceptance_rates needs rejection_sample_method 'synthetic'",
-        ),
-        (
-            '{"rejection_sample_method": "block", "synthetic_acceptance_length": 2}',
-            "synthetic_acceptance_length needs rejection_sample_method 'synthetic'",
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_rates=[0.5, 0.6]),
-            "synthetic_acceptance_rates must not increase, as in [0.5, 0.6]",
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1.5]),
-            "synthetic_acceptance_rates must be a number in 0..1, not 1.5",
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_rates=[]),
-            "synthetic_acceptance_rates must be a list of rates, not []",
-        ),
-        (
-            in_json(**SYNTHETIC, synthetic_acceptance_length=0.5),
-            "synthetic_acceptance_length must be a number in 1..16, not 0.5",
-        ),
-        (
-            '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": NaN}',
-            "synthetic_acceptance_length must be a number in 1..16, not nan",
-        ),
+        ('{"tensor_parallel_size": 8}',
+         "unknown key 'tensor_parallel_size'; did you mean 'draft_tensor_parallel_size'?"),
+        ('{"zzz": 3}',
+         "unknown key 'zzz'; known: method, num_speculative_tokens, draft_tensor_parallel_size, "
+         "rejection_sample_method, draft_sample_method, synthetic_acceptance_rates, "
+         "synthetic_acceptance_length"),
+        ('{"rejection_sample_method": "exact"}',
+         "rejection_sample_method must be one of standard, block, synthetic, not 'exact'"),
+        ('{"draft_sample_method": 1}',
+         "draft_sample_method must be one of probabilistic, greedy, not 1"),
+        (in_json(**SYNTHETIC),
+         "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
+         "and synthetic_acceptance_length"),
+        (in_json(**SYNTHETIC, synthetic_acceptance_rates=[1], synthetic_acceptance_length=2),
+         "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
+         "and synthetic_acceptance_length"),
+        ('{"synthetic_acceptance_rates": [1]}',
+         "synthetic_acceptance_rates needs rejection_sample_method 'synthetic'"),
+        ('{"rejection_sample_method": "block", "synthetic_acceptance_length": 2}',
+         "synthetic_acceptance_length needs rejection_sample_method 'synthetic'"),
+        (in_json(**SYNTHETIC, synthetic_acceptance_rates=[0.5, 0.6]),
+         "synthetic_acceptance_rates must not increase, as in [0.5, 0.6]"),
+        (in_json(**SYNTHETIC, synthetic_acceptance_rates=[1.5]),
+         "synthetic_acceptance_rates must be a number in 0..1, not 1.5"),
+        (in_json(**SYNTHETIC, synthetic_acceptance_rates=[]),
+         "synthetic_acceptance_rates must be a list of rates, not []"),
+        (in_json(**SYNTHETIC, synthetic_acceptance_length=0.5),
+         "synthetic_acceptance_length must be a number in 1..16, not 0.5"),
+        ('{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": NaN}',
+         "synthetic_acceptance_length must be a number in 1..16, not nan"),
     ],
-)
+)  # fmt: skip
 def test_vllm_refused(text: str, says: str) -> None:
     line = refused_json(text)
     assert line.startswith("--speculative-config: ")
@@ -210,13 +158,7 @@ def test_synthetic_rates_and_nextn_of_one_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("length", "wanted"),
-    [
-        (1, (0, 0, 0)),
-        (1.25, (0.25, 0, 0)),
-        (2, (1, 0, 0)),
-        (3.5, (1, 1, 0.5)),
-        (4, (1, 1, 1)),
-    ],
+    [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2, (1, 0, 0)), (3.5, (1, 1, 0.5)), (4, (1, 1, 1))],
 )
 def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ...]) -> None:
     assert synthetic_rates(None, length, 3) == wanted

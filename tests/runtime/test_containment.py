@@ -21,13 +21,7 @@ from mtpbuild.runtime.engine import driver as driver_module
 from mtpbuild.runtime.engine import loop as loop_module
 from mtpbuild.runtime.errors import RequestFailedError, StepError
 from mtpbuild.runtime.requests.request import Request
-from tests.support.fakes import (
-    FakePrograms,
-    caching_engine,
-    continuation,
-    fake_manifest,
-    fake_tokenizer,
-)
+from tests.support.fakes import FakePrograms, continuation, fake_engine
 from tests.support.live_server import until
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -70,9 +64,7 @@ class Grammar:
 
 
 def make_engine(slots: int = 3) -> tuple[Engine, FakePrograms]:
-    manifest = fake_manifest(max_batch=slots, max_seq_len=600, width=1)
-    programs = FakePrograms(manifest)
-    return caching_engine(programs, manifest, fake_tokenizer()), programs
+    return fake_engine(limit=1 << 20, max_batch=slots, max_seq_len=600, width=1)
 
 
 def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:

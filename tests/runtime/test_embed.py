@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
+from tests.support.live_server import post
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed.py"
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    manifest = fake_manifest(max_batch=2, max_seq_len=4000)
-    with Engine(FakePrograms(manifest, step_s=0.001), manifest, fake_tokenizer()) as engine:
+    engine, _ = fake_engine(max_batch=2, max_seq_len=4000, step_s=0.001)
+    with engine:
         yield engine
 
 
@@ -34,15 +35,6 @@ def port(engine: Engine) -> Iterator[int]:
         thread.join()
 
 
-def post(port: int, body: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("POST", "/", body)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    return response.status, text
-
-
 def test_it_is_short() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 60
 
@@ -52,15 +44,15 @@ def test_clients_get_their_texts(engine: Engine, port: int) -> None:
     wanted = engine.generate(prompts, SamplingParams(max_tokens=20))
     with ThreadPoolExecutor(6) as pool:
         bodies = [json.dumps({"prompt": prompt, "max_tokens": 20}) for prompt in prompts]
-        answers = list(pool.map(lambda body: post(port, body), bodies))
-    assert answers == [(200, result.text) for result in wanted]
+        answers = [*pool.map(lambda body: post(f"127.0.0.1:{port}", "/", body), bodies)]
+    assert answers == [(200, result.text.encode()) for result in wanted]
 
 
 @pytest.mark.parametrize(
     "body", ["", "{", '{"prompt": ""}', '{"prompt": "a", "n": 3}', '{"prompt": "a", "stop": 5}']
 )
 def test_bad_requests_are_refused(port: int, body: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert post(port, body)[0] == 400
+    assert post(f"127.0.0.1:{port}", "/", body)[0] == 400
 
 
 def test_a_client_that_goes_away_ends_its_request(

@@ -13,34 +13,20 @@ from mtpbuild.runtime import Chunk, Engine, EngineError, RequestError, SamplingP
 from tests.support.fakes import (
     BOS,
     FakePrograms,
-    NextToken,
     backend_tokenizer,
     continuation,
+    fake_engine,
     fake_manifest,
     fake_tokenizer,
-    mixed,
     scripted,
 )
-
-
-def make_engine(
-    *,
-    next_token: NextToken = mixed,
-    step_s: float = 0.0,
-    nextn: int = 3,
-    max_batch: int = 1,
-    max_seq_len: int = 64,
-) -> tuple[Engine, FakePrograms]:
-    manifest = fake_manifest(nextn=nextn, max_batch=max_batch, max_seq_len=max_seq_len)
-    programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
-    return Engine(programs, manifest, fake_tokenizer()), programs
 
 
 def saying(prompt: str, text: str) -> Engine:
     """An engine that answers `prompt` with `text`, over and over."""
     tokenizer = fake_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    return make_engine(next_token=scripted(len(tokenizer.encode(prompt)), tokens))[0]
+    return fake_engine(next_token=scripted(len(tokenizer.encode(prompt)), tokens))[0]
 
 
 def test_chunks_make_up_the_result() -> None:
@@ -58,20 +44,8 @@ def test_chunks_make_up_the_result() -> None:
     assert chunks[-1].metrics.output_tokens == 40
 
 
-@pytest.mark.parametrize("stop", ["world", "lo(wor", ["zzz", "(w"], "):"])
-def test_stop_strings(stop: str | list[str]) -> None:
-    result = saying("x", "def hello(world): return").generate("x", SamplingParams(stop=stop))
-    first = min(
-        i
-        for s in ([stop] if isinstance(stop, str) else stop)
-        if (i := "def hello(world):".find(s)) >= 0
-    )
-    assert result.text == "def hello(world):"[:first]
-    assert result.finish_reason == "stop"
-
-
 def test_text_and_ids_and_arrays_are_prompts() -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     ids = engine.encode("hello")
     assert ids[0] == BOS
     one = engine.generate("hello", SamplingParams(max_tokens=5))
@@ -81,7 +55,7 @@ def test_text_and_ids_and_arrays_are_prompts() -> None:
 
 
 def test_a_list_of_prompts_gives_a_list_of_results() -> None:
-    engine, _ = make_engine(max_batch=2)
+    engine, _ = fake_engine(max_batch=2)
     params = [SamplingParams(max_tokens=n, seed=n) for n in (3, 4, 5)]
     results = engine.generate([[5], [6, 7], [8]], params)
     assert [len(result.token_ids) for result in results] == [3, 4, 5]
@@ -108,9 +82,9 @@ def test_a_chats_thought_and_text_are_apart(
     tokenizer, messages = fake_tokenizer(backend), [{"role": "user", "content": "hi"}]
     tokens = tokenizer.encode(said, add_special_tokens=False)
     ids = tokenizer.encode(tokenizer.chat_prompt(messages), add_special_tokens=False)
-    manifest = fake_manifest(max_seq_len=99, vocab_size=330)
-    programs = FakePrograms(manifest, next_token=scripted(len(ids), tokens))
-    answer = Engine(programs, manifest, tokenizer).chat(messages, SamplingParams(len(tokens)))
+    says = scripted(len(ids), tokens)
+    engine, _ = fake_engine(tokenizer, max_seq_len=99, vocab_size=330, next_token=says)
+    answer = engine.chat(messages, SamplingParams(len(tokens)))
     assert (answer.reasoning_content, answer.content) == (thought, content)
     assert answer.text == said
     named = {"reasoning_content": thought} if thought else {}
@@ -119,27 +93,22 @@ def test_a_chats_thought_and_text_are_apart(
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [
-        ("", "the prompt is empty"),
-        ((), "the prompt is empty"),
-        ([5, 320], "token id 320 is outside the vocabulary 0..319"),
-        ([-1], "token id -1 is outside"),
-        ([5] * 64, "64 tokens, this engine takes at most 63"),
-        ("hello " * 90, "tokens, this engine takes at most 63"),
-        ("\ud800", "not valid Unicode"),
-        ([5, "a"], "a prompt is a text or a list of token ids"),
-        (b"abc", "a prompt is a text or a list of token ids"),
-        (7, "a prompt is a text or a list of token ids"),
-        ([5.0], "a prompt is a text or a list of token ids"),
-        ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
-        ([5, 10**5000], "token id a number of thousands of digits is outside"),
-        ([True], "a prompt is a text or a list of token ids, not .True."),
-        ({5: 6}, "a prompt is a text or a list of token ids"),
-        (np.array([[5, 6]]), "a prompt is a text or a list of token ids"),
-    ],
-)
+    [("", "the prompt is empty"), ((), "the prompt is empty"),
+     ([5, 320], "token id 320 is outside the vocabulary 0..319"), ([-1], "token id -1 is outside"),
+     ([5] * 64, "64 tokens, this engine takes at most 63"),
+     ("hello " * 90, "tokens, this engine takes at most 63"), ("\ud800", "not valid Unicode"),
+     ([5, "a"], "a prompt is a text or a list of token ids"),
+     (b"abc", "a prompt is a text or a list of token ids"),
+     (7, "a prompt is a text or a list of token ids"),
+     ([5.0], "a prompt is a text or a list of token ids"),
+     ([5, 2**64], "token id 18446744073709551616 is outside the vocabulary 0..319"),
+     ([5, 10**5000], "token id a number of thousands of digits is outside"),
+     ([True], "a prompt is a text or a list of token ids, not .True."),
+     ({5: 6}, "a prompt is a text or a list of token ids"),
+     (np.array([[5, 6]]), "a prompt is a text or a list of token ids")],
+)  # fmt: skip
 def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
-    engine, programs = make_engine()
+    engine, programs = fake_engine()
     with pytest.raises(RequestError, match=message):
         engine.stream(prompt)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=message):
@@ -192,7 +161,7 @@ def test_sampling_params_that_can_not_be(settings: dict[str, object], message: s
 
 
 def test_a_list_of_params_must_be_as_long_as_the_prompts() -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     with pytest.raises(RequestError, match="2 prompts, but 1"):
         engine.generate([[5], [6]], [SamplingParams()])
 
@@ -212,7 +181,7 @@ def test_an_engine_without_tokenizer_takes_ids_only() -> None:
 
 
 def test_chat_prompts_follow_the_template() -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     prompt = engine.chat_prompt([{"role": "user", "content": "hi"}])
     assert prompt == "<s>user: hi\nassistant: "
     ids = engine.chat_ids([{"role": "user", "content": "hi"}])
@@ -226,14 +195,12 @@ def test_chat_prompts_follow_the_template() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
-        ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
-        ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*"),
-    ],
-)
+    [({"toools": []}, "unknown option toools; known: tools, doc.*; did you mean tools[?]"),
+     ({"nonsense": 1}, "unknown option nonsense; known: tools, documents, .*kwargs$"),
+     ({"max_tokens": 5}, "max_tokens is no option of a chat: give SamplingParams.max_tokens=.*")],
+)  # fmt: skip
 def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     messages = [{"role": "user", "content": "hi"}]
     for ask in (engine.chat, engine.chat_ids, engine.chat_prompt):
         with pytest.raises(RequestError, match=message):
@@ -242,7 +209,7 @@ def test_options_that_nobody_knows(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "x"])
 def test_settings_that_are_none(params: Any) -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     for ask in (
         lambda: engine.generate([5], params),
         lambda: engine.stream([5], params),
@@ -252,19 +219,8 @@ def test_settings_that_are_none(params: Any) -> None:
             ask()
 
 
-def test_threads_share_the_engine() -> None:
-    engine, _ = make_engine(step_s=0.0005, max_batch=3)
-    prompts = [[5 + i] * (1 + i % 9) for i in range(40)]
-    with ThreadPoolExecutor(10) as pool:
-        results = list(
-            pool.map(lambda p: engine.generate(p, SamplingParams(max_tokens=9)), prompts)
-        )
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == continuation(prompt, 9)
-
-
 def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
-    engine, _ = make_engine()
+    engine, _ = fake_engine()
     slow = engine.stream([5], SamplingParams(max_tokens=30))
     next(slow)
     assert len(engine.generate([6], SamplingParams(max_tokens=5)).token_ids) == 5
@@ -273,7 +229,7 @@ def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "close", "with", "drop", "thread"])
 def test_cancelling_frees_the_slot(way: str) -> None:
-    engine, programs = make_engine(max_seq_len=5000)
+    engine, programs = fake_engine(max_seq_len=5000)
     stream = engine.stream([5], SamplingParams(max_tokens=4000))
     next(stream)
     if way == "with":
@@ -293,7 +249,7 @@ def test_cancelling_frees_the_slot(way: str) -> None:
 
 
 def test_a_cancelled_stream_ends_with_that_reason() -> None:
-    engine, programs = make_engine()
+    engine, programs = fake_engine()
     running, waiting = engine.stream([5]), engine.stream([6])
     first = next(running)
     waiting.cancel()
@@ -308,7 +264,7 @@ def test_a_cancelled_stream_ends_with_that_reason() -> None:
 
 
 def test_a_failing_step_reaches_all_who_wait_and_the_engine_goes_on() -> None:
-    engine, programs = make_engine(step_s=0.002, max_seq_len=5000)
+    engine, programs = fake_engine(step_s=0.002, max_seq_len=5000)
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -331,7 +287,7 @@ def test_a_failing_step_reaches_all_who_wait_and_the_engine_goes_on() -> None:
 
 
 def test_an_interrupted_step_raises_and_ends_the_requests() -> None:
-    engine, programs = make_engine()
+    engine, programs = fake_engine()
     other = engine.stream([6])
     programs.fail = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -343,7 +299,7 @@ def test_an_interrupted_step_raises_and_ends_the_requests() -> None:
 
 
 def test_closing_ends_everything() -> None:
-    engine, _ = make_engine(step_s=0.001, max_seq_len=5000)
+    engine, _ = fake_engine(step_s=0.001, max_seq_len=5000)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(engine.generate, [5], SamplingParams(max_tokens=4000))
         while engine.stats.output_tokens == 0:
@@ -360,7 +316,7 @@ def test_closing_ends_everything() -> None:
 
 
 def test_asyncio_streams_run_side_by_side() -> None:
-    engine, _ = make_engine(step_s=0.0005, max_batch=2)
+    engine, _ = fake_engine(step_s=0.0005, max_batch=2)
 
     async def ask(prompt: list[int]) -> list[int]:
         stream = engine.astream(prompt, SamplingParams(max_tokens=12))
@@ -374,7 +330,7 @@ def test_asyncio_streams_run_side_by_side() -> None:
 
 
 def test_asyncio_stays_responsive_and_cancels() -> None:
-    engine, programs = make_engine(step_s=0.005, max_seq_len=5000)
+    engine, programs = fake_engine(step_s=0.005, max_seq_len=5000)
 
     async def endless() -> None:
         async for _ in engine.astream([5], SamplingParams(max_tokens=4000)):
@@ -399,7 +355,7 @@ def test_asyncio_stays_responsive_and_cancels() -> None:
 
 
 def test_asyncio_gets_errors() -> None:
-    engine, programs = make_engine()
+    engine, programs = fake_engine()
 
     async def ask(prompt: str) -> None:
         async for _ in engine.astream(prompt):

@@ -52,10 +52,10 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 def _limit() -> Iterator[None]:
     """End a test that waits for a FIFO."""
 
-    def import_lazily(number: int, frame: FrameType | None) -> None:
+    def hang(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("it hangs")
 
-    before = signal.signal(signal.SIGALRM, import_lazily)
+    before = signal.signal(signal.SIGALRM, hang)
     signal.alarm(60)
     yield
     signal.alarm(0)
@@ -98,13 +98,10 @@ def test_an_engine_of_links(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        (b" " * (MOST_MANIFEST + 1), "bytes, of which"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON"),
-    ],
+    [(b" " * (MOST_MANIFEST + 1), "bytes, of which"), (b"[" * 100_000, "nested too deeply"),
+     (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON")],
     ids=["large", "deep", "a long number"],
-)
+)  # fmt: skip
 def test_a_manifest_that_takes_too_much(content: bytes, says: str, engine_dir: Path) -> None:
     (engine_dir / MANIFEST).write_bytes(content)
     with pytest.raises(EngineError, match=says):

@@ -31,7 +31,6 @@ from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
 
-pytestmark = pytest.mark.xdist_group("tiny")  # it has the engine
 EOS, THINK, END_OF_THOUGHT, VOCABULARY = 1, 2, 3, 2048
 THINKING = replace(GREEDY, thinking=True, thinking_ids=(THINK, END_OF_THOUGHT), constrained=True)
 SCHEMA = {
@@ -182,31 +181,26 @@ WIDE = {"enum": [f"{i:x}" * 9 for i in range(6000)]}
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [
-        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
-        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"$ref": "https://example.org/x.json"}}, "structured_outputs: "),
-        ({"json": "{no"}, "structured_outputs: "),
-        ({"json": "7"}, "structured_outputs: "),
-        ({"json": False}, "structured_outputs: "),
-        ({"json": nested(400)}, "structured_outputs: "),
-        ({"regex": "(?=a)b"}, "look-around"),
-        ({"regex": "(((a{99}){99}){99}){99}"}, "structured_outputs: "),
-        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
-        ({"grammar": "root ::= ("}, "structured_outputs: "),
-        ({"grammar": "x" * 300_000}, "longer than 262144 characters"),
-        ({"json": WIDE}, None),
-        ({"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}, None),
-        ({"json": {"items": schema(10_000)}}, "10000 properties, at most 3000 are compiled"),
-        ({"json": {"anyOf": [schema(1000)] * 10}}, "10000 properties, at most 3000"),
-        ({"json": {"pattern": "(a?)" * 3000}}, "12000 characters of patterns, at most 8192"),
-        ({"regex": "(a?)" * 50_000}, "200000 characters of patterns, at most 8192"),
-        ({"grammar": "start: /" + "a?" * 9000 + "/"}, "characters of patterns, at most 8192"),
-        ({"grammar": 'start: "a"' + ' "a"?' * 9000}, "characters of rules, at most 32768"),
-        ({"grammar": "root ::= " + '"a" ' * 3000}, "characters of rules, at most 8192"),
-        ({"grammar": f"start: %json {json.dumps(schema(5000))}"}, "5000 properties, at most 3000"),
-    ],
-)
+    [({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+     ({"json": {"$ref": "https://example.org/x.json"}}, "structured_outputs: "),
+     ({"json": "{no"}, "structured_outputs: "), ({"json": "7"}, "structured_outputs: "),
+     ({"json": False}, "structured_outputs: "), ({"json": nested(400)}, "structured_outputs: "),
+     ({"regex": "(?=a)b"}, "look-around"),
+     ({"regex": "(((a{99}){99}){99}){99}"}, "structured_outputs: "),
+     ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+     ({"grammar": "root ::= ("}, "structured_outputs: "),
+     ({"grammar": "x" * 300_000}, "longer than 262144 characters"), ({"json": WIDE}, None),
+     ({"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}, None),
+     ({"json": {"items": schema(10_000)}}, "10000 properties, at most 3000 are compiled"),
+     ({"json": {"anyOf": [schema(1000)] * 10}}, "10000 properties, at most 3000"),
+     ({"json": {"pattern": "(a?)" * 3000}}, "12000 characters of patterns, at most 8192"),
+     ({"regex": "(a?)" * 50_000}, "200000 characters of patterns, at most 8192"),
+     ({"grammar": "start: /" + "a?" * 9000 + "/"}, "characters of patterns, at most 8192"),
+     ({"grammar": 'start: "a"' + ' "a"?' * 9000}, "characters of rules, at most 32768"),
+     ({"grammar": "root ::= " + '"a" ' * 3000}, "characters of rules, at most 8192"),
+     ({"grammar": f"start: %json {json.dumps(schema(5000))}"}, "5000 properties, at most 3000")],
+)  # fmt: skip
 def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars: Grammars) -> None:
     """One line with llguidance's reason, and soon."""
     began, said = time.process_time(), None
@@ -221,17 +215,13 @@ def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [
-        ({}, "give one of json, regex, choice, grammar, json_object, not 0"),
-        ({"regex": "a", "json_object": True}, "not 2"),
-        ({"json_object": False}, "not 0"),
-        ({"regex": 7}, "regex must be a text"),
-        ({"choice": []}, "choice must be a list of texts"),
-        ({"choice": "ab"}, "choice must be a list of texts"),
-        ({"choice": [1]}, "choice must be a list of texts"),
-        ({"json": {"a": {1}}}, "json is no schema"),
-    ],
-)
+    [({}, "give one of json, regex, choice, grammar, json_object, not 0"),
+     ({"regex": "a", "json_object": True}, "not 2"), ({"json_object": False}, "not 0"),
+     ({"regex": 7}, "regex must be a text"), ({"choice": []}, "choice must be a list of texts"),
+     ({"choice": "ab"}, "choice must be a list of texts"),
+     ({"choice": [1]}, "choice must be a list of texts"),
+     ({"json": {"a": {1}}}, "json is no schema")],
+)  # fmt: skip
 def test_forms_that_are_none(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         StructuredOutputs(**asked)
@@ -242,13 +232,10 @@ def test_forms_that_are_none(asked: dict[str, Any], says: str) -> None:
     [
         ({"min_tokens": 1}, "min_tokens"),
         ({"ignore_eos": True}, "ignore_eos"),
-        (
-            {"acceptance": "rejection", "rejection_sample_method": "synthetic"}
-            | {"synthetic_acceptance_length": 1.5},
-            "synthetic acceptance",
-        ),
+        ({"acceptance": "rejection", "rejection_sample_method": "synthetic"}
+         | {"synthetic_acceptance_length": 1.5}, "synthetic acceptance"),
     ],
-)
+)  # fmt: skip
 def test_what_would_go_beyond_the_form(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=f"structured_outputs can't go with {says}"):
         SamplingParams(structured_outputs=JSON, **settings)
@@ -259,16 +246,12 @@ def test_what_would_go_beyond_the_form(settings: dict[str, Any], says: str) -> N
 def test_engines_that_cant(backend: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(backend)
     endless = manifest()
-    endless = endless.model_copy(
-        update={"model": endless.model.model_copy(update={"eos_token_ids": ()})}
-    )
+    model = endless.model.model_copy(update={"eos_token_ids": ()})
+    endless = endless.model_copy(update={"model": model})
     for grammars, says in (
         (Grammars(manifest(), tokenizer, frozenset()), "this engine's steps take no grammar"),
         (Grammars(manifest(), None, ABLE), "built without a tokenizer"),
-        (
-            Grammars(endless, tokenizer, ABLE),
-            "no token that ends an answer",
-        ),
+        (Grammars(endless, tokenizer, ABLE), "no token that ends an answer"),
     ):
         with pytest.raises(RequestError, match=says):
             grammars.matcher(JSON, GREEDY)
@@ -287,6 +270,7 @@ with Engine.load(sys.argv[1]) as engine:
 """
 
 
+@pytest.mark.xdist_group("tiny")  # which has the engine
 def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
     """An engine runs without it; a request that needs it says what to install."""
     run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3))]
@@ -346,9 +330,8 @@ def test_anything_is_followed_or_refused(
     asked = {"json": value, "choice": [text, text]}.get(kind, text)
     said, allowed = "", [0]
     try:
-        window = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY).next_constraint(
-            [7, 8]
-        )
+        matcher = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY)
+        window = matcher.next_constraint([7, 8])
         allowed = bits(window.allowed[0])
     except RequestError as error:
         said = str(error)
@@ -371,10 +354,8 @@ def test_an_object_has_the_properties_that_are_listed() -> None:
         listed | {"additionalProperties": True},
         listed | {"additionalProperties": {"type": "string"}},
         listed | {"anyOf": [{"properties": {"b": {}}}]},
-        {"allOf": [listed, {"properties": {"b": {}}}]},
-        {"type": "object"},
-        True,
-    ]
+        {"allOf": [listed, {"properties": {"b": {}}}]}, {"type": "object"}, True,
+    ]  # fmt: skip
     for other in others:
         assert json.loads(close_objects(json.dumps(other))) == other
     assert close_objects("no JSON") == "no JSON"

@@ -65,23 +65,9 @@ def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
 
 def test_exports() -> None:
     assert mtpbuild.runtime.__all__ == [
-        "ChatResult",
-        "Chunk",
-        "Engine",
-        "EngineError",
-        "EngineStats",
-        "Manifest",
-        "MtpbuildError",
-        "RequestError",
-        "RequestMetrics",
-        "Result",
-        "SamplingParams",
-        "SpeculativeDecoding",
-        "Stream",
-        "StructuredOutputs",
-        "TokenLogprobs",
-        "Tokenizer",
-        "Trace",
-    ]
+        "ChatResult", "Chunk", "Engine", "EngineError", "EngineStats", "Manifest", "MtpbuildError",
+        "RequestError", "RequestMetrics", "Result", "SamplingParams", "SpeculativeDecoding",
+        "Stream", "StructuredOutputs", "TokenLogprobs", "Tokenizer", "Trace",
+    ]  # fmt: skip
     for name in mtpbuild.runtime.__all__:
         assert getattr(mtpbuild.runtime, name).__name__ == name

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,12 @@ from tests.support.fakes import fake_manifest
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
-import signal, sys, typer
-from mtpbuild.runtime.cli import commands as cli
+import signal
+from mtpbuild.builder.cli import app
 from mtpbuild.runtime.engine import engine
 from tests.support.fakes import FakePrograms
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
-app = typer.Typer()
-app.command("run")(cli.run)
-app.command("inspect")(cli.inspect)
 app()
 """
 
@@ -33,14 +31,11 @@ def test_sigint(tmp_path: Path, way: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"input_ids": [5], "output_tokens": 3}\n' * 3 + LONG)
     prompt = ["--prompt-ids", "5"] if way == "--prompt-ids" else ["--input", "in.jsonl"]
     flags = ["run", "--engine", str(folder), "--max-tokens", "90000", *prompt]
-    process = subprocess.Popen(
-        [sys.executable, "-uc", SLOW, *flags, *(["--json"] if way == "--json" else [])],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    command = [sys.executable, "-uc", SLOW, *flags, *(["--json"] if way == "--json" else [])]
+    environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    process: Any = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe
     )
-    assert process.stdout is not None
     assert process.stdout.read(1)  # it has begun to answer
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)

@@ -71,20 +71,14 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "number", "maximum": 2**64}, ["0.5", "-3", str(2**64)], [str(2**64 + 1)]),
     ({"type": ["integer", "null"], "minimum": BIG}, ["null", str(BIG)], [str(BIG - 1)]),
     ({"minimum": BIG}, ["null", '"a"', str(BIG)], [str(BIG - 1)]),
-    (
-        OBJECT | {"properties": {"a": {"const": BIG}, "b": BOOL, "c": INT}, "required": ["b"]},
-        [f'{{"a":{BIG},"b":true}}', '{"b":true,"c":1}', f'{{"a":{BIG},"b":false,"c":0}}'],
-        ["{}", f'{{"a":{BIG - 1},"b":true}}', f'{{"a":{BIG}}}', '{"b":true,}', '{,"b":true}'],
-    ),
+    (OBJECT | {"properties": {"a": {"const": BIG}, "b": BOOL, "c": INT}, "required": ["b"]},
+     [f'{{"a":{BIG},"b":true}}', '{"b":true,"c":1}', f'{{"a":{BIG},"b":false,"c":0}}'],
+     ["{}", f'{{"a":{BIG - 1},"b":true}}', f'{{"a":{BIG}}}', '{"b":true,}', '{,"b":true}']),
     (OBJECT | {"properties": {"a": {"const": BIG}}}, ["{}", f'{{"a":{BIG}}}'], ['{"b":1}']),
+    ({"type": "array", "items": {"enum": [BIG]}, "minItems": 1, "maxItems": 2},
+     [f"[{BIG}]", f"[{BIG},{BIG}]"], ["[]", f"[{BIG},{BIG},{BIG}]", f"[{BIG},]"]),
     (
-        {"type": "array", "items": {"enum": [BIG]}, "minItems": 1, "maxItems": 2},
-        [f"[{BIG}]", f"[{BIG},{BIG}]"],
-        ["[]", f"[{BIG},{BIG},{BIG}]", f"[{BIG},]"],
-    ),
-    (
-        {"$ref": "#/$defs/list", "$defs": {"list": {"type": ["array", "null"]}}}
-        | {
+        {"$ref": "#/$defs/list", "$defs": {"list": {"type": ["array", "null"]}}} | {
             "$defs": {
                 "list": {"anyOf": [{"const": BIG}, {"type": "array", "items": {"$ref": "#"}}]}
             }
@@ -98,11 +92,8 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     # Formats.
     (format_of("date"), ['"2024-02-29"', '"2000-02-29"'], ['"2023-02-29"', '"1900-02-29"']),
     (format_of("date"), ['"2023-04-30"'], ['"2024-02-30"', '"2023-04-31"', '"0000-01-01"']),
-    (
-        format_of("date-time"),
-        ['"2024-02-29T23:59:59Z"', '"2024-01-01T00:00:00.5+01:30"'],
-        ['"2023-02-29T00:00:00Z"', '"2024-01-01T24:00:00Z"', '"2024-01-01T23:59:60Z"'],
-    ),
+    (format_of("date-time"), ['"2024-02-29T23:59:59Z"', '"2024-01-01T00:00:00.5+01:30"'],
+     ['"2023-02-29T00:00:00Z"', '"2024-01-01T24:00:00Z"', '"2024-01-01T23:59:60Z"']),
     (format_of("time"), ['"23:59:59Z"'], ['"24:00:00Z"', '"23:59:60Z"', '"23:59:59"']),
     (format_of("hostname"), ['"a-b.example"'], ['"-a"', '"a..b"', f'"{"a" * 64}"']),
     (format_of("email"), ['"a.b@c.de"'], ['"a@"', '"a..b@c"', f'"{"a" * 65}@b"']),
@@ -113,29 +104,19 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     # Properties.
     (OBJECT | {"properties": {"a": BOOL}, "required": ["b"]}, ['{"b":[1]}'], ["{}", '{"c":1}']),
     (
-        OBJECT
-        | {"anyOf": [{"properties": {"a": BOOL}}, {"properties": {"b": BOOL}}]}
+        OBJECT | {"anyOf": [{"properties": {"a": BOOL}}, {"properties": {"b": BOOL}}]}
         | {"required": ["c"]},
         ['{"a":true,"c":1}', '{"b":true,"c":1}'],
         ['{"a":true}'],
     ),
-    (
-        OBJECT | {"properties": {"a": INT}, "additionalProperties": {"type": "string"}},
-        ['{"a":1,"b":"x"}'],
-        ['{"a":"x"}', r'{"\u0061":"x"}'],
-    ),
-    (
-        {"patternProperties": {'^[^"]$': INT}, "additionalProperties": False, "type": "object"},
-        ['{"a":1}'],
-        [r'{"\"":1}'],
-    ),
+    (OBJECT | {"properties": {"a": INT}, "additionalProperties": {"type": "string"}},
+     ['{"a":1,"b":"x"}'], ['{"a":"x"}', r'{"\u0061":"x"}']),
+    ({"patternProperties": {'^[^"]$': INT}, "additionalProperties": False, "type": "object"},
+     ['{"a":1}'], [r'{"\"":1}']),
     (OBJECT | {"minProperties": 1}, ['{"a":1}'], ["{}"]),
     ({"oneOf": [{"const": 1, "title": "one"}, {"const": 2}]}, ["1", "2"], ["3"]),
-    (
-        {"oneOf": [OBJECT | {"properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]},
-        ['{"k":"a"}', '{"k":"b"}'],
-        ['{"k":"a","l":1}'],
-    ),
+    ({"oneOf": [OBJECT | {"properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]},
+     ['{"k":"a"}', '{"k":"b"}'], ['{"k":"a","l":1}']),
     ({"const": None}, ["null"], ["0"]),
     ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": INT}}, ["3"], ["2"]),
     (True, ["1", "{}", "null"], []),
@@ -143,7 +124,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "array", "uniqueItems": False}, ["[1,1]"], []),
     ({"$schema": "https://example.org/mine", "type": "integer"}, ["1"], []),
     ({"const": "\x01\x7f"}, [r'"\u0001\u007F"'], []),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -157,23 +138,19 @@ def test_what_a_schema_takes(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("schema", "says"),
-    [
-        (False, "nothing fits the schema false"),
-        ({"maximum": float("inf")}, "Infinity is not a finite number"),
-        (INT | {"multipleOf": BIG}, "a number beyond 2^53 is not supported beside multipleOf"),
-        ({"allOf": [{"const": BIG}]}, "a number beyond 2^53 is not supported beside allOf"),
-        (INT | {"minimum": BIG + 1, "maximum": BIG}, "no whole number is between"),
-        ({"type": "thing", "const": BIG}, 'type can\'t be "thing"'),
-        ({"properties": [], "const": BIG}, "properties can't be []"),
-        (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
-        ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"),
-        ({"if": {}, "const": 1}, '"if"'),
-        ({"contains": {}}, '"contains"'),
-        ({"dependentRequired": {}}, '"dependentRequired"'),
-        ({"propertyNames": {}}, '"propertyNames"'),
-        ({"unevaluatedProperties": False}, '"unevaluatedProperties"'),
-    ],
-)
+    [(False, "nothing fits the schema false"),
+     ({"maximum": float("inf")}, "Infinity is not a finite number"),
+     (INT | {"multipleOf": BIG}, "a number beyond 2^53 is not supported beside multipleOf"),
+     ({"allOf": [{"const": BIG}]}, "a number beyond 2^53 is not supported beside allOf"),
+     (INT | {"minimum": BIG + 1, "maximum": BIG}, "no whole number is between"),
+     ({"type": "thing", "const": BIG}, 'type can\'t be "thing"'),
+     ({"properties": [], "const": BIG}, "properties can't be []"),
+     (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
+     ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"), ({"if": {}, "const": 1}, '"if"'),
+     ({"contains": {}}, '"contains"'), ({"dependentRequired": {}}, '"dependentRequired"'),
+     ({"propertyNames": {}}, '"propertyNames"'),
+     ({"unevaluatedProperties": False}, '"unevaluatedProperties"')],
+)  # fmt: skip
 def test_what_is_refused_by_name(schema: Any, says: str) -> None:
     with pytest.raises((RequestError, AssertionError), match=re.escape(says)):
         matcher(schema)

@@ -21,10 +21,8 @@ from tests.support.registry import programs_by
 
 def test_a_whole_engine_loads_and_runs(engine_dir: Path) -> None:
     with Engine.load(engine_dir, threads=1, verify_hashes=True) as engine:
-        ids = engine.encode("hello")
-        assert engine.generate("hello", SamplingParams(max_tokens=3)).token_ids == continuation(
-            ids, 3
-        )
+        found = engine.generate("hello", SamplingParams(max_tokens=3)).token_ids
+        assert found == continuation(engine.encode("hello"), 3)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, seed=5)])
@@ -41,10 +39,8 @@ def test_warming_up_runs_the_programs_and_counts_nothing(
         assert made[0].turns == ["c", "s"]
         assert made[0].controls[0].temperature == params.temperature
         assert engine.stats.output_tokens == engine.stats.requests_ended == 0
-        ids = engine.encode("hello")
-        assert engine.generate("hello", SamplingParams(max_tokens=9)).token_ids == continuation(
-            ids, 9
-        )
+        found = engine.generate("hello", SamplingParams(max_tokens=9)).token_ids
+        assert found == continuation(engine.encode("hello"), 9)
 
 
 def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,9 +73,8 @@ def test_a_name_of_an_engine_is_not_its_path(
 def test_files_are_checked(engine_dir: Path) -> None:
     weights = engine_dir / "weights.safetensors"
     weights.write_bytes(b"X" + weights.read_bytes()[1:])
-    with pytest.raises(
-        EngineFileError, match=r"bytes changed since the build .*; copy it again or"
-    ):
+    says = r"bytes changed since the build .*; copy it again or"
+    with pytest.raises(EngineFileError, match=says):
         Engine.load(engine_dir)
     weights.write_bytes(b"X")
     with pytest.raises(EngineFileError, match=r"1 bytes, the manifest says .*; copy it again or"):
@@ -103,10 +98,7 @@ def test_foreign_files_and_dangling_links_are_refused(engine_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [
-        *((version, "build it again") for version in (0, 2, 3, "4", None)),
-        (5, "upgrade mtpbuild"),
-    ],
+    [*((version, "build it again") for version in (0, 2, 3, "4", None)), (5, "upgrade mtpbuild")],
 )
 def test_other_format_versions_are_refused(engine_dir: Path, version: object, advice: str) -> None:
     edit(engine_dir, lambda raw: raw.update(format_version=version))
@@ -116,14 +108,11 @@ def test_other_format_versions_are_refused(engine_dir: Path, version: object, ad
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
-        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
-        ("tokenizer_config.json", "{", "not JSON"),
-        ("tokenizer_config.json", "[]", "not a JSON object"),
-    ],
-)
+    [("tokenizer.json", "{}", "not a tokenizer"),
+     ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
+     ("chat_template.jinja", b"\xff\xfe", "not UTF-8"), ("tokenizer_config.json", "{", "not JSON"),
+     ("tokenizer_config.json", "[]", "not a JSON object")],
+)  # fmt: skip
 def test_damage_with_the_right_hash(
     engine_dir: Path, name: str, content: str | bytes, message: str
 ) -> None:
@@ -170,9 +159,7 @@ def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:
         Engine.load(engine_dir).chat_prompt([{"role": "user", "content": "hi"}])
 
 
-def test_programs_that_fail_to_load_are_a_typed_error(
-    engine_dir: Path,
-) -> None:
+def test_programs_that_fail_to_load_are_a_typed_error(engine_dir: Path) -> None:
     def broken(manifest: Manifest) -> FakePrograms:
         raise IndexError("no caches")
 

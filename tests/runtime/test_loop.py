@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError
 from tests.support.fakes import (
     EOS,
     FakePrograms,
-    caching_engine,
     continuation,
-    fake_manifest,
+    fake_engine,
     mixed,
     scripted,
 )
@@ -27,8 +26,7 @@ PATTERNS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 10])
 def test_tokens_are_those_of_plain_decoding(nextn: int, pattern: str, length: int) -> None:
-    manifest = fake_manifest(nextn=nextn, lookahead=nextn)
-    engine = Engine(FakePrograms(manifest, draft_is_right=PATTERNS[pattern]), manifest)
+    engine, _ = fake_engine(nextn=nextn, lookahead=nextn, draft_is_right=PATTERNS[pattern])
     prompt = list(range(10, 10 + length))
     result = engine.generate(prompt, SamplingParams(max_tokens=20))
     assert result.token_ids == continuation(prompt, 20)
@@ -48,8 +46,7 @@ def test_tokens_are_those_of_plain_decoding(nextn: int, pattern: str, length: in
 def test_any_batch_gives_each_request_its_own_tokens(
     prompts: list[list[int]], slots: int, nextn: int, wrong: set[int], counts: st.DataObject
 ) -> None:
-    manifest = fake_manifest(nextn=nextn, max_batch=slots)
-    engine = Engine(FakePrograms(manifest, draft_is_right=lambda p: p not in wrong), manifest)
+    engine, _ = fake_engine(nextn=nextn, max_batch=slots, draft_is_right=lambda p: p not in wrong)
     params = [SamplingParams(max_tokens=counts.draw(st.integers(1, 33))) for _ in prompts]
     results = engine.generate(prompts, params)
     for prompt, wanted, result in zip(prompts, params, results, strict=True):
@@ -59,9 +56,8 @@ def test_any_batch_gives_each_request_its_own_tokens(
 
 
 def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> None:
-    manifest = fake_manifest(prefill_chunk=4, lookahead=2)
-    programs = FakePrograms(manifest)
-    Engine(programs, manifest).generate(list(range(10, 20)), SamplingParams(max_tokens=1))
+    engine, programs = fake_engine(prefill_chunk=4, lookahead=2)
+    engine.generate(list(range(10, 20)), SamplingParams(max_tokens=1))
     assert programs.chunks == [
         (0, 0, [10, 11, 12, 13, 14, 15]),
         (0, 4, [14, 15, 16, 17, 18, 19]),
@@ -70,38 +66,14 @@ def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> Non
 
 
 def test_a_prompt_of_one_token_needs_no_prefill() -> None:
-    manifest = fake_manifest()
-    programs = FakePrograms(manifest)
-    Engine(programs, manifest).generate([7], SamplingParams(max_tokens=1))
+    engine, programs = fake_engine()
+    engine.generate([7], SamplingParams(max_tokens=1))
     assert programs.chunks == []
 
 
-@pytest.mark.parametrize("nextn", [0, 3])
-@pytest.mark.parametrize("length", [1, 30, 31])
-def test_capacity_ends_a_request(nextn: int, length: int) -> None:
-    manifest = fake_manifest(nextn=nextn, max_seq_len=32)
-    engine = Engine(FakePrograms(manifest), manifest)
-    prompt = [5] * length
-    result = engine.generate(prompt, SamplingParams(max_tokens=1000))
-    assert result.token_ids == continuation(prompt, 32 - length)
-    assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("place", range(1, 10))
-def test_the_end_of_sequence_may_be_anywhere_in_a_step(place: int) -> None:
-    manifest = fake_manifest()
-    tokens = [*range(100, 100 + place), EOS, *range(200, 220)]
-    engine = Engine(FakePrograms(manifest, next_token=scripted(2, tokens)), manifest)
-    result = engine.generate([8, 9])
-    assert result.token_ids == tokens[: place + 1]
-    assert result.finish_reason == "stop"
-    assert len(result.from_draft) == place + 1
-
-
 def test_ignore_eos_stop_tokens_and_min_tokens() -> None:
-    manifest = fake_manifest()
     tokens = [50, EOS, 51, 52, EOS, 53, 54, 55]
-    engine = Engine(FakePrograms(manifest, next_token=scripted(1, tokens)), manifest)
+    engine, _ = fake_engine(next_token=scripted(1, tokens))
 
     def run(**settings: object) -> list[int]:
         return engine.generate([9], SamplingParams(**settings)).token_ids  # type: ignore[arg-type]
@@ -114,17 +86,14 @@ def test_ignore_eos_stop_tokens_and_min_tokens() -> None:
 
 
 def test_every_token_knows_whether_it_was_drafted() -> None:
-    manifest = fake_manifest(nextn=2)
-    engine = Engine(FakePrograms(manifest), manifest)
+    engine, _ = fake_engine(nextn=2)
     result = engine.generate([9], SamplingParams(max_tokens=8))
     # The first step has no drafts; each later one accepts two and adds its own.
     assert result.from_draft == [False, True, True, False, True, True, False, True]
 
 
 def test_a_freed_slot_is_used_again_while_others_run() -> None:
-    manifest = fake_manifest(max_batch=2, nextn=0)
-    programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest)
+    engine, programs = fake_engine(max_batch=2, nextn=0)
     params = [SamplingParams(max_tokens=n) for n in (12, 4, 4, 4)]
     engine.generate([[5], [6], [7], [8]], params)
     assert programs.steps == 12  # 12 steps in one slot beside 4 + 4 + 4 in the other
@@ -134,9 +103,7 @@ def test_a_freed_slot_is_used_again_while_others_run() -> None:
 
 def test_who_runs_longest_ends_in_the_first_slot() -> None:
     """Nobody waits: a step shrinks with each request that ends, whichever slot it had."""
-    manifest = fake_manifest(max_batch=4, nextn=0)
-    programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest)
+    engine, programs = fake_engine(max_batch=4, nextn=0)
     counts = (3, 5, 9, 20)
     params = [SamplingParams(max_tokens=n) for n in counts]
     results = engine.generate([[5], [6], [7], [8]], params)
@@ -148,12 +115,11 @@ def test_who_runs_longest_ends_in_the_first_slot() -> None:
 
 def test_ranks_share_the_requests() -> None:
     """Each newcomer goes to the rank with the fewest; who runs stays where it is."""
-    manifest = fake_manifest(max_batch=2, nextn=0, ranks=3)
-    programs = FakePrograms(manifest)
+    engine, programs = fake_engine(max_batch=2, nextn=0, ranks=3)
     counts = (9, 3, 9, 9, 9, 3, 5, 5)
     params = [SamplingParams(max_tokens=n) for n in counts]
     prompts = [[n, n] for n in range(5, 13)]
-    results = Engine(programs, manifest).generate(prompts, params)
+    results = engine.generate(prompts, params)
     began = {tokens[0]: slot for slot, _, tokens in programs.chunks}
     assert began == {5: 0, 6: 2, 7: 4, 8: 1, 9: 3, 10: 5, 11: 3, 12: 5}
     assert programs.steps == 10  # a rank fills in one prompt at a time, and steps in between
@@ -163,9 +129,8 @@ def test_ranks_share_the_requests() -> None:
 
 
 def test_a_lone_request_pays_for_itself() -> None:
-    manifest = fake_manifest(max_batch=8)
-    programs = FakePrograms(manifest)
-    Engine(programs, manifest).generate([5], SamplingParams(max_tokens=9))
+    engine, programs = fake_engine(max_batch=8)
+    engine.generate([5], SamplingParams(max_tokens=9))
     assert set(programs.slots) == {1}
 
 
@@ -180,58 +145,50 @@ def turns(programs: FakePrograms) -> str:
 
 def test_chunks_and_steps_take_turns() -> None:
     """Prompts come while another request runs: between two of its steps is one chunk at most."""
-    manifest = fake_manifest(max_batch=4, nextn=0)
-    programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest)
+    engine, programs = fake_engine(max_batch=4, nextn=0)
     running = engine.stream([5], SamplingParams(max_tokens=30))
     next(running)
-    import_lazily = [engine.stream([n] * 15, SamplingParams(max_tokens=3)) for n in (6, 7)]
+    late = [engine.stream([n] * 15, SamplingParams(max_tokens=3)) for n in (6, 7)]
     assert running.result().token_ids == continuation([5], 30)
     assert turns(programs).startswith("s" + "cs" * 8 + "ss")
-    for n, stream in zip((6, 7), import_lazily, strict=True):
+    for n, stream in zip((6, 7), late, strict=True):
         assert stream.result().token_ids == continuation([n] * 15, 3)
 
 
 def test_nobody_runs_so_chunks_follow_each_other() -> None:
-    manifest = fake_manifest(max_batch=2, nextn=0)
-    programs = FakePrograms(manifest)
-    Engine(programs, manifest).generate([5] * 13, SamplingParams(max_tokens=2))
+    engine, programs = fake_engine(max_batch=2, nextn=0)
+    engine.generate([5] * 13, SamplingParams(max_tokens=2))
     assert turns(programs) == "cccss"
 
 
 def test_prompts_are_filled_in_as_they_came() -> None:
     """A long one first: the short ones behind it wait for its chunks, not for its tokens."""
-    manifest = fake_manifest(max_batch=4, nextn=0)
-    programs = FakePrograms(manifest)
+    engine, programs = fake_engine(max_batch=4, nextn=0)
     prompts = [[5] * 17, [6] * 2, [7], [8] * 2]
-    Engine(programs, manifest).generate(prompts, [SamplingParams(max_tokens=9)] * 4)
+    engine.generate(prompts, [SamplingParams(max_tokens=9)] * 4)
     assert [tokens[0] for _, _, tokens in programs.chunks] == [5, 5, 5, 5, 6, 8]
     # One with nothing to fill in takes nobody's turn.
     assert turns(programs).startswith("ccccscscs")
 
 
 def test_a_prompt_that_is_cancelled_takes_no_more_turns() -> None:
-    manifest = fake_manifest(max_batch=2, nextn=0)
-    programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest)
+    engine, programs = fake_engine(max_batch=2, nextn=0)
     running = engine.stream([5], SamplingParams(max_tokens=30))
     next(running)
-    import_lazily = engine.stream([6] * 40, SamplingParams(max_tokens=3))
+    late = engine.stream([6] * 40, SamplingParams(max_tokens=3))
     next(running)
     next(running)
-    import_lazily.cancel()
+    late.cancel()
     assert engine.stats.requests_running == 1
     running.result()
     assert turns(programs) == "s" + "cs" * 2 + "s" * 27
-    assert [chunk.finish_reason for chunk in import_lazily] == ["cancelled"]
+    assert [chunk.finish_reason for chunk in late] == ["cancelled"]
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_logits_that_are_no_numbers_end_their_request(prefix_cache: bool) -> None:
     """Its slot is cleared, and no rows are kept for later prompts, which may have been its own."""
-    manifest = fake_manifest(max_batch=2)
-    programs = FakePrograms(manifest)
-    engine = (caching_engine if prefix_cache else Engine)(programs, manifest)
+    engine, programs = fake_engine(limit=1 << 20 if prefix_cache else None, max_batch=2)
     asked, ten = list(range(10, 20)), SamplingParams(max_tokens=10)
     engine.generate(asked, ten)
     programs.damage = 299
@@ -247,9 +204,7 @@ def test_logits_that_are_no_numbers_end_their_request(prefix_cache: bool) -> Non
 
 def test_moves_wait_for_no_prompt() -> None:
     """Who runs moves down beside a prompt that is being filled in, which moves when it begins."""
-    manifest = fake_manifest(max_batch=3, nextn=0)
-    programs = FakePrograms(manifest)
-    engine = Engine(programs, manifest)
+    engine, programs = fake_engine(max_batch=3, nextn=0)
     first = engine.stream([5], SamplingParams(max_tokens=2))
     second = engine.stream([6], SamplingParams(max_tokens=20))
     next(first)

@@ -24,6 +24,7 @@ from tests.support.fakes import (
 )
 
 LONG = SamplingParams(max_tokens=4000)
+WORLD = "def hello(world"
 
 
 def both(manifest: Manifest, **settings: Any) -> list[Engine]:
@@ -103,9 +104,8 @@ def test_requests_join_and_leave_at_any_step(
     for act, number in acts:
         if act == "join":
             prompt = [10 + number] * (1 + number)
-            streams.append(
-                (prompt, engine.stream(prompt, SamplingParams(max_tokens=3 * number + 1)))
-            )
+            params = SamplingParams(max_tokens=3 * number + 1)
+            streams.append((prompt, engine.stream(prompt, params)))
         elif streams and act == "read":
             next(streams[number % len(streams)][1], None)
         elif streams:
@@ -121,14 +121,15 @@ def test_requests_join_and_leave_at_any_step(
 @pytest.mark.parametrize("nextn", [0, 3])
 @pytest.mark.parametrize("length", [1, 30, 31])
 def test_there_is_room_at_the_capacity(nextn: int, length: int) -> None:
-    """A slot that is full goes on beside one that is not: its last step is one too many."""
+    """A slot that is full goes on beside one that is not: its last step may be one too many."""
     manifest = fake_manifest(nextn=nextn, max_seq_len=32, max_batch=2)
     in_step, overlapping = (
         engine.generate([[5] * length, [6]], SamplingParams(max_tokens=1000))
         for engine in both(manifest)
     )
     assert [told(result) for result in overlapping] == [told(result) for result in in_step]
-    assert len(overlapping[0].token_ids) == 32 - length
+    assert overlapping[0].token_ids == continuation([5] * length, 32 - length)
+    assert overlapping[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("place", range(1, 10))
@@ -137,22 +138,25 @@ def test_the_end_of_sequence_may_be_anywhere(place: int) -> None:
     for engine in both(fake_manifest(), next_token=scripted(2, tokens)):
         result = engine.generate([8, 9])
         assert result.token_ids == tokens[: place + 1]
-        assert len(result.from_draft) == place + 1
+        assert (result.finish_reason, len(result.from_draft)) == ("stop", place + 1)
         later = SamplingParams(min_tokens=place + 2, max_tokens=place + 5)
         assert engine.generate([8, 9], later).token_ids == tokens[: place + 5]
 
 
-@pytest.mark.parametrize("stop", ["world", "lo(wor", "):"])
-def test_stop_strings(stop: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("world", "def hello("), ("lo(wor", "def hel"), (["zzz", "(w"], "def hello"), ("):", WORLD)],
+)
+def test_stop_strings(stop: str | list[str], text: str) -> None:
     tokenizer = fake_tokenizer()
-    tokens = tokenizer.encode("def hello(world): return", add_special_tokens=False)
+    tokens = tokenizer.encode(f"{WORLD}): return", add_special_tokens=False)
     says = scripted(len(tokenizer.encode("x")), tokens)
     in_step, overlapping = (
         engine.generate("x", SamplingParams(stop=stop))
         for engine in both(fake_manifest(), next_token=says)
     )
     assert told(overlapping) == told(in_step)
-    assert overlapping.finish_reason == "stop"
+    assert (overlapping.text, overlapping.finish_reason) == (text, "stop")
 
 
 class Notes:
@@ -231,14 +235,12 @@ def test_closing_with_a_step_in_flight() -> None:
     assert not hasattr(engine._loop, "programs")
 
 
-def test_threads_share_an_overlapping_engine() -> None:
-    engine, programs = lagging(max_batch=3)
-    programs.step_s, before = 0.0002, threading.active_count()
-    prompts = [[5 + i] * (1 + i % 9) for i in range(30)]
-    with ThreadPoolExecutor(10) as pool:
-        results = list(
-            pool.map(lambda p: engine.generate(p, SamplingParams(max_tokens=9)), prompts)
-        )
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == continuation(prompt, 9)
-    assert threading.active_count() == before
+def test_threads_share_an_engine() -> None:
+    prompts, nine = [[5 + i] * (1 + i % 9) for i in range(30)], SamplingParams(max_tokens=9)
+    for engine in both(fake_manifest(max_batch=3), step_s=0.0003):
+        before = threading.active_count()
+        with ThreadPoolExecutor(10) as pool:
+            results = [*pool.map(engine.generate, prompts, [nine] * len(prompts))]
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.token_ids == continuation(prompt, 9)
+        assert threading.active_count() == before

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.prefix_cache.cache import default_limit
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, common
-from tests.support.fakes import FakePrograms, caching_engine, continuation, fake_manifest
+from tests.support.fakes import continuation, fake_engine, fake_manifest
 
 ROW = 4  # bytes
 ONE = SamplingParams(max_tokens=1)
@@ -21,11 +21,10 @@ class Fakes:
     """An engine over fakes with a cache of so many rows."""
 
     def __init__(self, rows: int, *, slots: int = 2, lookahead: int = 1, length: int = 600) -> None:
-        manifest = fake_manifest(
-            max_batch=slots, lookahead=lookahead, max_seq_len=length, prefill_chunk=64, width=1
+        sizes: Any = {"max_batch": slots, "lookahead": lookahead, "max_seq_len": length}
+        self.engine, self.programs = fake_engine(
+            limit=rows * ROW, prefill_chunk=64, width=1, **sizes
         )
-        self.programs = FakePrograms(manifest)
-        self.engine = caching_engine(self.programs, manifest, limit=rows * ROW)
         cache = self.engine._loop.prefix_cache
         assert cache is not None
         self.tree = cache.tree
@@ -300,9 +299,7 @@ def test_rows_that_are_not_finite_are_not_saved() -> None:
 
 
 def test_without_a_cache_nothing_is_saved() -> None:
-    manifest = fake_manifest()
-    programs = FakePrograms(manifest)
-    own = Engine(programs, manifest)
+    own, programs = fake_engine()
     for _ in range(2):
         assert own.generate(list(range(10, 20)), ONE).metrics.cached_tokens == 0
     assert own.stats.prefix_queries == 0

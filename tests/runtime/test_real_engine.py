@@ -49,17 +49,6 @@ def test_streams_make_up_the_result(n3: Path) -> None:
     assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
 
 
-@pytest.mark.full  # tests/test_tiny.py compares the texts of more prompts
-def test_the_text_is_that_of_the_engine_without_drafting(tiny_engine: TinyEngine) -> None:
-    texts = []
-    for nextn in (0, 3):
-        with Engine.load(tiny_engine(nextn)) as engine:
-            ids = engine.chat_ids([{"role": "user", "content": "What is 47 + 85?"}])
-            results = engine.generate([engine.encode(PROMPT), ids], SamplingParams(max_tokens=96))
-            texts.append([result.token_ids for result in results])
-    assert texts[0] == texts[1]
-
-
 def test_capacity_ends_a_request(n3: Path) -> None:
     with Engine.load(n3) as engine:
         capacity = engine.manifest.build.max_seq_len

@@ -25,9 +25,7 @@ def tokenizer(template: Path | None) -> Tokenizer:
         return Tokenizer(backend, bos_token=SPECIAL["bos_token"])
     sources = {"default": TemplateText(template.name, template.read_text(encoding="utf-8"))}
     return Tokenizer(
-        backend,
-        chat_template=ChatTemplates(sources, SPECIAL),
-        bos_token=SPECIAL["bos_token"],
+        backend, chat_template=ChatTemplates(sources, SPECIAL), bos_token=SPECIAL["bos_token"]
     )
 
 
@@ -39,28 +37,22 @@ BARE = tokenizer(None)
 
 @pytest.mark.parametrize(
     ("asked", "prompt", "opened"),
-    [
-        (TINY, "<｜User｜>a<｜Assistant｜><think>\n", True),
-        (TINY, "<｜User｜>a<｜Assistant｜>\n<think>", True),
-        (TINY, "<｜User｜>what is </think>?<｜Assistant｜><think>\nI think", True),
-        (TINY, "<｜User｜>what is <think>?<｜Assistant｜>", False),
-        (TINY, "<｜User｜>what is <think>?<｜Assistant｜>Here: ", False),
-        (TINY, "<｜User｜>a<｜Assistant｜>The tag <think> is", False),
-        (TINY, "<｜User｜>a<｜Assistant｜><think>b</think>", False),
-        (TINY, "<｜User｜>a<｜Assistant｜><think>b</think>The tag <think>", False),
-        (TINY, "<｜User｜>a<｜Assistant｜><think>b<｜User｜>c<｜Assistant｜>", False),
-        (TINY, "<｜User｜>say <｜Assistant｜><think>!<｜Assistant｜>Well", False),
-        (TINY, "Explain <think> tags: ", False),
-        (TINY, "Explain <think>", False),
-        (TINY, "<think>", False),
-        (QWEN, "<|im_start|>assistant\n<think>\nfirst", True),
-        (QWEN, "<|im_start|>user\n<think>\n", False),
-        (GLM, "<|assistant|>\n<think>", True),
-        (GLM, "<|assistant|>\n<think></think>\nA <think> b", False),
-        (BARE, "Q: what? A: <think>\n", True),
-        (BARE, "Explain <think> tags", False),
-    ],
-)
+    [(TINY, "<｜User｜>a<｜Assistant｜><think>\n", True),
+     (TINY, "<｜User｜>a<｜Assistant｜>\n<think>", True),
+     (TINY, "<｜User｜>what is </think>?<｜Assistant｜><think>\nI think", True),
+     (TINY, "<｜User｜>what is <think>?<｜Assistant｜>", False),
+     (TINY, "<｜User｜>what is <think>?<｜Assistant｜>Here: ", False),
+     (TINY, "<｜User｜>a<｜Assistant｜>The tag <think> is", False),
+     (TINY, "<｜User｜>a<｜Assistant｜><think>b</think>", False),
+     (TINY, "<｜User｜>a<｜Assistant｜><think>b</think>The tag <think>", False),
+     (TINY, "<｜User｜>a<｜Assistant｜><think>b<｜User｜>c<｜Assistant｜>", False),
+     (TINY, "<｜User｜>say <｜Assistant｜><think>!<｜Assistant｜>Well", False),
+     (TINY, "Explain <think> tags: ", False), (TINY, "Explain <think>", False),
+     (TINY, "<think>", False), (QWEN, "<|im_start|>assistant\n<think>\nfirst", True),
+     (QWEN, "<|im_start|>user\n<think>\n", False), (GLM, "<|assistant|>\n<think>", True),
+     (GLM, "<|assistant|>\n<think></think>\nA <think> b", False),
+     (BARE, "Q: what? A: <think>\n", True), (BARE, "Explain <think> tags", False)],
+)  # fmt: skip
 def test_what_opens_a_thought(asked: Tokenizer, prompt: str, opened: bool) -> None:
     ids = asked.encode(prompt)
     assert opens_thought(ids, MARKS, asked) is opened

@@ -13,25 +13,12 @@ from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 SHARED = {
-    "--acceptance",
-    "--config",
-    "--extra-llm-api-options",
-    "--min-p",
-    "--relaxed-delta",
-    "--rejection-sample-method",
-    "--relaxed-topk",
-    "--seed",
-    "--spec-decode-algo",
-    "--spec-decode-max-draft-len",
-    "--spec-decode-nextn",
-    "--synthetic-acceptance-length",
-    "--synthetic-acceptance-rates",
-    "--speculative-config",
-    "--temperature",
-    "--top-k",
-    "--top-p",
+    "--acceptance", "--config", "--extra-llm-api-options", "--min-p", "--relaxed-delta",
+    "--rejection-sample-method", "--relaxed-topk", "--seed", "--spec-decode-algo",
+    "--spec-decode-max-draft-len", "--spec-decode-nextn", "--synthetic-acceptance-length",
+    "--synthetic-acceptance-rates", "--speculative-config", "--temperature", "--top-k", "--top-p",
     "--use-relaxed-acceptance-for-thinking",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,12 @@ from mtpbuild.runtime.contract.programs import MIXED, Constraint
 from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
+from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, http_settings
 from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import (
     FakePrograms,
     backend_tokenizer,
-    caching_engine,
     fake_manifest,
     fake_tokenizer,
 )
@@ -150,7 +150,9 @@ def engine() -> Iterator[Engine]:
     backend = backend_tokenizer()
     backend.add_special_tokens(["<beyond>"])
     assert (backend.token_to_id("<beyond>") or 0) >= V
-    with caching_engine(Filled(manifest), manifest, fake_tokenizer(backend)) as loaded:
+    programs = Filled(manifest)
+    pool = PrefixCache(programs, manifest, 1 << 20)
+    with Engine(programs, manifest, fake_tokenizer(backend), prefix_cache=pool) as loaded:
         yield loaded
 
 

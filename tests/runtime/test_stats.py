@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.stats import AcceptanceCounter
-from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 
 
 def test_formulas() -> None:
@@ -45,8 +45,7 @@ def test_before_the_first_step_nothing_is_claimed() -> None:
 
 def test_a_request_that_ends_within_a_step() -> None:
     """Drafts are counted by whole steps, tokens as far as the request got them."""
-    manifest = fake_manifest(nextn=3)
-    engine = Engine(FakePrograms(manifest), manifest)
+    engine, _ = fake_engine(nextn=3)
     result = engine.generate([5], SamplingParams(max_tokens=3))  # 1 token, then 4, of which 2 stay
     report = result.metrics.speculative_decoding
     assert len(result.token_ids) == result.metrics.output_tokens == 3
@@ -58,8 +57,7 @@ def test_a_request_that_ends_within_a_step() -> None:
 
 
 def test_times() -> None:
-    manifest = fake_manifest(nextn=0)
-    engine = Engine(FakePrograms(manifest, step_s=0.01), manifest)
+    engine, _ = fake_engine(nextn=0, step_s=0.01)
     one = engine.generate([5, 6], SamplingParams(max_tokens=1)).metrics
     assert one.prompt_tokens == 2
     assert one.tpot_s is None
@@ -77,8 +75,7 @@ def test_times() -> None:
 def test_collapsed_acceptance_is_said_once(
     nextn: int, right: bool, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest = fake_manifest(nextn=nextn, max_seq_len=2000)
-    engine = Engine(FakePrograms(manifest, draft_is_right=lambda position: right), manifest)
+    engine, _ = fake_engine(nextn=nextn, max_seq_len=2000, draft_is_right=lambda position: right)
     with caplog.at_level(logging.WARNING):
         engine.generate([5], SamplingParams(max_tokens=1500))
     assert len([r for r in caplog.records if "not being accepted" in r.message]) == warnings

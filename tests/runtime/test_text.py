@@ -1,7 +1,7 @@
 """Incremental text is the text: no character cut, no stop string shown, nothing lost."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.text.detokenizer import Span, TextStream
@@ -30,9 +30,8 @@ def test_any_tokens_give_what_decoding_all_at_once_gives(tokens: list[int]) -> N
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     tokens = TOKENIZER.encode(text)
-    assert "".join(pieces(TextStream(TOKENIZER, ()), tokens)) == text.replace("<s>", "").replace(
-        "</s>", ""
-    )
+    said = "".join(pieces(TextStream(TOKENIZER, ()), tokens))
+    assert said == text.replace("<s>", "").replace("</s>", "")
 
 
 def test_a_character_comes_when_its_last_byte_has_come() -> None:
@@ -56,6 +55,8 @@ def test_special_tokens_are_silent_and_other_added_ones_are_not() -> None:
     text=st.text(alphabet="abc ", max_size=40),
     stop=st.lists(st.text(alphabet="abc ", min_size=1, max_size=5), min_size=1, max_size=3),
 )
+@example(text="one S STO STOP two", stop=["STOP"])
+@example(text="one STOP", stop=["STOP"])
 def test_stop_strings_cut_at_their_first_appearance(text: str, stop: list[str]) -> None:
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     stream, released, stopped = TextStream(TOKENIZER, stop), "", False
@@ -73,17 +74,6 @@ def test_stop_strings_cut_at_their_first_appearance(text: str, stop: list[str]) 
     assert not stopped or any(text.startswith(s, len(released)) for s in stop)
     assert stopped or released == text
     assert not stopped or len(released) >= min(ends)
-
-
-@pytest.mark.parametrize("text", ["one STOP two", "one S STO STOP two", "one STOP"])
-def test_a_stop_string_split_over_tokens_never_shows(text: str) -> None:
-    stream, released = TextStream(TOKENIZER, ["STOP"]), ""
-    for token in TOKENIZER.encode(text, add_special_tokens=False):
-        done = stream.push(token, False)
-        released += "".join(span.text for span in stream.take())
-        if done:
-            break
-    assert released == text[: text.find("STOP")]
 
 
 def test_what_only_looked_like_a_stop_string_is_released_with_its_origin() -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
-from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
+from tests.support.fakes import (
+    FakePrograms,
+    continuation,
+    fake_engine,
+    fake_manifest,
+    mixed,
+)
 from tests.support.run_command import call, type_in
 
 PROMPT = [5, 6, 7]
 
 
-def fake_engine(*, nextn: int = 2, max_batch: int = 1) -> Engine:
-    """Every fourth position's draft is wrong."""
-    manifest = fake_manifest(nextn=nextn, max_batch=max_batch)
-    programs = FakePrograms(manifest, draft_is_right=lambda position: position % 4 != 0)
-    return Engine(programs, manifest, fake_tokenizer())
+def make_engine(**sizes: Any) -> Engine:
+    """Two drafts; every fourth position's is wrong."""
+    return fake_engine(nextn=2, draft_is_right=lambda position: position % 4 != 0, **sizes)[0]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -35,23 +39,14 @@ def test_every_line(tmp_path: Path) -> None:
     """Lines agree with plain decoding at positions 3 to 9; the drafts for 4 and 8 are wrong."""
     path, params = tmp_path / "out.jsonl", SamplingParams(max_tokens=7)
     t = [*PROMPT, *continuation(PROMPT, 9)]
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         result = engine.stream(PROMPT, params, observer=trace.request("a")).result()
     begin, *steps, end, summary = lines_of(path)
     assert begin == {
-        "kind": "request",
-        "version": 1,
-        "task_id": "a",
-        "model": "fake",
-        "nextn": 2,
-        "drafter": "mtp-eagle",
-        "target": "onnxruntime",
-        "hardware": "cpu",
-        "fingerprint": "0",
-        "weights": None,
-        "prompt": PROMPT,
-        "params": json.loads(json.dumps(asdict(params))),
-    }
+        "kind": "request", "version": 1, "task_id": "a", "model": "fake", "nextn": 2,
+        "drafter": "mtp-eagle", "target": "onnxruntime", "hardware": "cpu", "fingerprint": "0",
+        "weights": None, "prompt": PROMPT, "params": json.loads(json.dumps(asdict(params))),
+    }  # fmt: skip
     wrong = [(mixed(t[:i]) + 1) % 250 for i in range(len(t))]
     behind = mixed([*t[:4], wrong[4]])  # the fake drafts on behind its wrong draft
     expected = [
@@ -64,37 +59,24 @@ def test_every_line(tmp_path: Path) -> None:
     assert [(s["position"], s["window"], s["tokens"]) for s in steps] == expected
     for number, step in enumerate(steps):
         assert step == {
-            "kind": "step",
-            "task_id": "a",
-            "step": number,
-            "position": step["position"],
-            "num_drafts": len(step["window"]) - 1,
-            "window": step["window"],
-            "n": len(step["tokens"]),
-            "tokens": step["tokens"],
-            "logprobs": [0.0] * step["n"],
-            "margins": [0.0] * step["n"],
-            "entropies": None,
-            "uniforms": None,
-        }
+            "kind": "step", "task_id": "a", "step": number, "position": step["position"],
+            "num_drafts": len(step["window"]) - 1, "window": step["window"],
+            "n": len(step["tokens"]), "tokens": step["tokens"], "logprobs": [0.0] * step["n"],
+            "margins": [0.0] * step["n"], "entropies": None, "uniforms": None,
+        }  # fmt: skip
     assert end == {
-        "kind": "end",
-        "task_id": "a",
-        "finish_reason": "length",
-        "output_tokens": 7,
+        "kind": "end", "task_id": "a", "finish_reason": "length", "output_tokens": 7,
         "speculative_decoding": asdict(result.metrics.speculative_decoding),
-    }
+    }  # fmt: skip
     assert summary == {"kind": "summary", "requests": 1, "steps": 5, "output_tokens": 7}
 
 
 def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
     """The output is cut within the last step; the trace has the whole step and says where."""
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine, Trace(engine, path) as trace:
-        streams = [
-            engine.stream(PROMPT, SamplingParams(max_tokens=n), observer=trace.request())
-            for n in (6, 1)
-        ]
+    with make_engine() as engine, Trace(engine, path) as trace:
+        params = [SamplingParams(max_tokens=n) for n in (6, 1)]
+        streams = [engine.stream(PROMPT, each, observer=trace.request()) for each in params]
         results = [stream.result() for stream in streams]
     read = read_trace(path)
     assert read.complete
@@ -108,7 +90,7 @@ def test_what_is_read_is_what_the_request_got(tmp_path: Path) -> None:
 def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
     """The numbers of the positions that each row decides, exactly, and the seed that was drawn."""
     path, params = tmp_path / "out.jsonl", SamplingParams(max_tokens=12, temperature=0.7)
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         result = engine.stream(PROMPT, params, observer=trace.request()).result()
     (traced,) = read_trace(path).requests.values()
     seed = traced.request.params["seed"]
@@ -124,7 +106,7 @@ def test_a_sampled_request_says_what_it_drew(tmp_path: Path) -> None:
 
 def test_equal_runs_give_equal_traces(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        with fake_engine() as engine, Trace(engine, tmp_path / f"{name}.jsonl") as trace:
+        with make_engine() as engine, Trace(engine, tmp_path / f"{name}.jsonl") as trace:
             engine.stream(PROMPT, observer=trace.request()).result()
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
@@ -149,7 +131,7 @@ def test_the_end_is_recorded_before_the_request_has_ended(tmp_path: Path) -> Non
 def test_a_request_that_nobody_waited_for(tmp_path: Path) -> None:
     """Cancelled while it runs: an end that says so. While it waits: nothing has happened."""
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         running = engine.stream(PROMPT, observer=trace.request("running"))
         waiting = engine.stream(PROMPT, observer=trace.request("waiting"))
         next(running)
@@ -166,7 +148,7 @@ def test_a_request_that_nobody_waited_for(tmp_path: Path) -> None:
 def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
     """All steps so far, no summary: it doesn't look whole. Nothing comes after closing."""
     jsonl, html = tmp_path / "out.jsonl", tmp_path / "out.html"
-    engine = fake_engine()
+    engine = make_engine()
     with contextlib.suppress(KeyboardInterrupt), Trace(engine, jsonl, html) as trace:
         stream = engine.stream(PROMPT, observer=trace.request())
         next(stream)
@@ -184,7 +166,7 @@ def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
 
 def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with fake_engine() as engine:
+    with make_engine() as engine:
         with Trace(engine, path) as trace:
             stream = engine.stream(PROMPT, observer=trace.request())
             next(stream)
@@ -194,15 +176,10 @@ def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
 
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with fake_engine(max_batch=3) as engine, Trace(engine, path) as trace:
-        threads = [
-            threading.Thread(target=engine.stream(PROMPT, observer=trace.request()).result)
-            for _ in range(7)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with make_engine(max_batch=3) as engine, Trace(engine, path) as trace:
+        streams = [engine.stream(PROMPT, observer=trace.request()) for _ in range(7)]
+        with ThreadPoolExecutor(7) as pool:
+            assert len([*pool.map(lambda stream: stream.result(), streams)]) == 7
     read = read_trace(path)
     assert read.complete
     assert sorted(map(int, read.requests)) == list(range(7))
@@ -213,7 +190,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
 def test_a_file_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "out.jsonl"
     path.parent.mkdir()
-    with fake_engine() as engine, Trace(engine, path) as trace:
+    with make_engine() as engine, Trace(engine, path) as trace:
         path.parent.rmdir()
         stream = engine.stream(PROMPT, observer=trace.request())
         with pytest.raises(EngineError, match=r"out\.jsonl: can't be written"):
@@ -222,7 +199,7 @@ def test_a_file_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
 
 
 def test_two_requests_of_one_name(tmp_path: Path) -> None:
-    with fake_engine() as engine, Trace(engine, tmp_path / "out.jsonl") as trace:
+    with make_engine() as engine, Trace(engine, tmp_path / "out.jsonl") as trace:
         trace.request("a")
         with pytest.raises(UsageError, match="two requests have task_id a"):
             trace.request("a")
@@ -233,9 +210,8 @@ def test_the_command_line(engine_dir: Path, tmp_path: Path) -> None:
     """One prompt, a chat, ids: the trace is of the tokens that --json prints."""
     for flags in (["--prompt", "hello"], ["--chat", "hello"], ["--prompt-ids", "5,6,7"]):
         path, page = tmp_path / "out.jsonl", tmp_path / "out.html"
-        result = call(
-            "run", "--engine", engine_dir, *flags, "--json", "--trace", path, "--trace", page
-        )
+        traces = ["--json", "--trace", path, "--trace", page]
+        result = call("run", "--engine", engine_dir, *flags, *traces)
         assert result.exit_code == 0, result.output
         (traced,) = read_trace(path).requests.values()
         answer = json.loads(result.stdout)
@@ -265,14 +241,10 @@ def test_a_file_of_requests(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [
-        ("out.txt", "must end in .jsonl or .html"),
-        ("out", "must end in .jsonl or .html"),
-        ("no/out.jsonl", "can't be written (no folder "),
-        (".html", "must end in .jsonl or .html"),
-        ("folder.html", "can't be written (it is a folder)"),
-    ],
-)
+    [("out.txt", "must end in .jsonl or .html"), ("out", "must end in .jsonl or .html"),
+     ("no/out.jsonl", "can't be written (no folder "), (".html", "must end in .jsonl or .html"),
+     ("folder.html", "can't be written (it is a folder)")],
+)  # fmt: skip
 def test_refused_files(engine_dir: Path, tmp_path: Path, file: str, message: str) -> None:
     (tmp_path / "folder.html").mkdir()
     before = sorted(tmp_path.rglob("*"))

@@ -3,36 +3,30 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
-from typer.testing import Result as CliResult
 
-from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.cli.commands import diff
+from mtpbuild.runtime import SamplingParams, Trace
+from tests.support import run_command
 from tests.support.engines import write_engine
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine, fake_manifest
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=9)
-app = typer.Typer()
-app.command("diff")(diff)
 
 Lines = list[dict[str, Any]]
 
 
-def call(*args: object) -> CliResult:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+call = partial(run_command.call, "diff")
 
 
 def trace(path: Path, *, nextn: int = 2, params: SamplingParams = PARAMS, wrong: int = 8) -> Path:
     """Two requests; the draft for position `wrong` is rejected. Margins 1, log-probabilities -1."""
-    manifest = fake_manifest(nextn=nextn)
-    programs = FakePrograms(manifest, draft_is_right=lambda position: position != wrong)
-    with Engine(programs, manifest, fake_tokenizer()) as engine, Trace(engine, path) as recorder:
+    engine, _ = fake_engine(nextn=nextn, draft_is_right=lambda position: position != wrong)
+    with engine, Trace(engine, path) as recorder:
         for prompt in (PROMPT, [9]):
             engine.stream(prompt, params, observer=recorder.request()).result()
 
@@ -209,12 +203,9 @@ def test_an_interrupted_run(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "notes"),
-    [
-        ({"acceptance": "rejection"}, ["acceptance: strict | rejection"]),
-        ({"relaxed_topk": 4}, ["relaxed_topk: 1 | 4"]),
-        ({"max_tokens": 10, "stop": ["x"]}, []),
-    ],
-)
+    [({"acceptance": "rejection"}, ["acceptance: strict | rejection"]),
+     ({"relaxed_topk": 4}, ["relaxed_topk: 1 | 4"]), ({"max_tokens": 10, "stop": ["x"]}, [])],
+)  # fmt: skip
 def test_what_may_differ_is_noted(
     a: Path, b: Path, changed: dict[str, object], notes: list[str]
 ) -> None:
@@ -259,15 +250,11 @@ def test_other_prompts(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", ": no requests in it"),
-        ("no newline", ": no requests in it"),
-        ("x\n", ":1: not a line of a trace (Invalid JSON"),
-        ("[]\n", ":1: not a line of a trace ("),
-        ('{"kind": "step"}\n', ":1: not a line of a trace (task_id: Field required)"),
-        ('{"kind": "other"}\n', ":1: not a line of a trace (Input tag 'other'"),
-    ],
-)
+    [("", ": no requests in it"), ("no newline", ": no requests in it"),
+     ("x\n", ":1: not a line of a trace (Invalid JSON"), ("[]\n", ":1: not a line of a trace ("),
+     ('{"kind": "step"}\n', ":1: not a line of a trace (task_id: Field required)"),
+     ('{"kind": "other"}\n', ":1: not a line of a trace (Input tag 'other'")],
+)  # fmt: skip
 def test_damaged_files(a: Path, b: Path, text: str, message: str) -> None:
     b.write_text(text, encoding="utf-8")
     refused(f"{b}{message}", a, b)

@@ -15,6 +15,7 @@ from tests.support.fakes import (
     EOS,
     FakePrograms,
     backend_tokenizer,
+    fake_engine,
     fake_manifest,
     fake_tokenizer,
     scripted,
@@ -25,13 +26,11 @@ NASTY = "</script><script>alert(1)</script><!-- é漢🚀\n\tx  y"
 
 def nasty_engine() -> tuple[Engine, list[int]]:
     """Says NASTY, then the end of sequence; the drafts after it are wrong."""
-    manifest = fake_manifest()
-    tokenizer = fake_tokenizer()
-    said = [*tokenizer.encode(NASTY, add_special_tokens=False), EOS]
-    programs = FakePrograms(
-        manifest, next_token=scripted(1, said), draft_is_right=lambda position: position % 5 != 0
+    said = [*fake_tokenizer().encode(NASTY, add_special_tokens=False), EOS]
+    engine, _ = fake_engine(
+        next_token=scripted(1, said), draft_is_right=lambda position: position % 5 != 0
     )
-    return Engine(programs, manifest, tokenizer), said
+    return engine, said
 
 
 class Scripts(HTMLParser):

@@ -77,13 +77,10 @@ def test_no_effort_is_no_thought() -> None:
 
 @pytest.mark.parametrize(
     ("content", "failed", "given"),
-    [
-        ("no such file", True, "Error: no such file"),
-        ("no such file", False, "no such file"),
-        (None, True, "Error"),
-        ([{"type": "text", "text": "x"}], True, [{"type": "text", "text": "Error:"}, "..."]),
-    ],
-)
+    [("no such file", True, "Error: no such file"), ("no such file", False, "no such file"),
+     (None, True, "Error"),
+     ([{"type": "text", "text": "x"}], True, [{"type": "text", "text": "Error:"}, "..."])],
+)  # fmt: skip
 def test_that_a_tool_failed_is_in_the_prompt(content: Any, failed: bool, given: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": failed}
     asked = {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
@@ -105,11 +102,8 @@ def test_tools_of_an_item() -> None:
         told = client.post("/v1/responses", json=body)
         assert told.status_code == 200, told.text
         (call,) = told.json()["output"]
-        assert (call["type"], call["name"], call["namespace"]) == (
-            "function_call",
-            "weather",
-            "home",
-        )
+        names = [call[name] for name in ("type", "name", "namespace")]
+        assert names == ["function_call", "weather", "home"]
 
 
 def test_thoughts_and_a_text_are_one_message() -> None:
@@ -150,52 +144,42 @@ def test_what_is_too_long_is_said_in_the_clients_words() -> None:
         assert ask("completions", prompt=[5] * 195).json()["usage"]["completion_tokens"] == 5
 
 
-def test_an_empty_text_is_the_bos() -> None:
-    with served() as (server, _), server.client() as client:
-        usage = client.post("/v1/completions", json={"prompt": "", "max_tokens": 1}).json()["usage"]
-        assert usage["prompt_tokens"] == 1
+def test_an_empty_text_is_the_bos(client: httpx2.Client) -> None:
+    usage = client.post("/v1/completions", json={"prompt": "", "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == 1
 
 
-def test_special_tokens_are_added_or_not() -> None:
-    with served() as (server, _), server.client() as client:
-        body = {"prompt": "hello", "max_tokens": 1, "return_token_ids": True}
-        (with_bos,) = client.post("/v1/completions", json=body).json()["choices"]
-        bare = client.post("/v1/completions", json=body | {"add_special_tokens": False})
-        (without,) = bare.json()["choices"]
-        assert with_bos["prompt_token_ids"] == [0, *without["prompt_token_ids"]]
+def test_special_tokens_are_added_or_not(client: httpx2.Client) -> None:
+    body = {"prompt": "hello", "max_tokens": 1, "return_token_ids": True}
+    (with_bos,) = client.post("/v1/completions", json=body).json()["choices"]
+    bare = client.post("/v1/completions", json=body | {"add_special_tokens": False})
+    (without,) = bare.json()["choices"]
+    assert with_bos["prompt_token_ids"] == [0, *without["prompt_token_ids"]]
 
 
 @pytest.mark.parametrize("name", NEUTRAL_VALUES)
-def test_a_refused_field_that_asks_for_nothing(name: str) -> None:
+def test_a_refused_field_that_asks_for_nothing(name: str, client: httpx2.Client) -> None:
     assert name in REFUSED
-    with served() as (server, _), server.client() as client:
-        body = HELLO | {name: NEUTRAL_VALUES[name]}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    body = HELLO | {name: NEUTRAL_VALUES[name]}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"guided_json": {}},
-        {"enable_thinking": False},
-        {"thinking_token_budget": 0},
-        {"regex": ""},
-        {"separate_reasoning": False},
-    ],
-)
-def test_values_that_look_like_nothing(field: dict[str, Any]) -> None:
+    [{"guided_json": {}}, {"enable_thinking": False}, {"thinking_token_budget": 0}, {"regex": ""},
+     {"separate_reasoning": False}],
+)  # fmt: skip
+def test_values_that_look_like_nothing(field: dict[str, Any], client: httpx2.Client) -> None:
     (name,) = field
-    with served() as (server, _), server.client() as client:
-        for route in ("chat/completions", "completions"):
-            body = HELLO | {"prompt": "x"} | field
-            fails(client.post(f"/v1/{route}", json=body), 400, f"{name} is not supported", name)
-        fails(client.post("/tokenize", json=HELLO | field), 400, "is not supported", name)
+    for route in ("chat/completions", "completions"):
+        body = HELLO | {"prompt": "x"} | field
+        fails(client.post(f"/v1/{route}", json=body), 400, f"{name} is not supported", name)
+    fails(client.post("/tokenize", json=HELLO | field), 400, "is not supported", name)
 
 
 @pytest.mark.parametrize("kind", ["text", "json_object"])
 @pytest.mark.parametrize("name", ["schema", "json_schema"])
-def test_a_schema_of_another_type(kind: str, name: str) -> None:
-    with served() as (server, _), server.client() as client:
-        form = {"type": kind, name: {}}
-        response = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
-        fails(response, 400, f"response_format.{name} is not supported", "response_format")
+def test_a_schema_of_another_type(kind: str, name: str, client: httpx2.Client) -> None:
+    form = {"type": kind, name: {}}
+    response = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
+    fails(response, 400, f"response_format.{name} is not supported", "response_format")

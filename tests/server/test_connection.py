@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, listen
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
 from tests.support.live_server import Live, live
 
 SETTINGS = ServerOptions(header_timeout=0.4, send_timeout=0.5)
@@ -22,9 +21,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    manifest = fake_manifest(max_batch=2, max_seq_len=50_000, prefill_chunk=50_000)
-    programs = FakePrograms(manifest, next_token=lambda history: 7)
-    with Engine(programs, manifest, fake_tokenizer()) as engine, live(engine, SETTINGS) as running:
+    sizes: Any = {"max_batch": 2, "max_seq_len": 50_000, "prefill_chunk": 50_000}
+    engine, _ = fake_engine(next_token=lambda history: 7, **sizes)
+    with engine, live(engine, SETTINGS) as running:
         yield running
 
 

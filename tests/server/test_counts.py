@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.chat import ChatAnswer
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody
 from mtpbuild.runtime.text.detokenizer import Span
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer, scripted
-from tests.support.served import ASK, HELLO, events, saying, served
+from tests.support.fakes import fake_engine, fake_tokenizer, scripted
+from tests.support.served import ASK, HELLO, chat, events, metrics, saying, served
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
 THOUGHT = "<think>\nI think it.</think>"
@@ -27,12 +27,10 @@ def thought_tokens() -> int:
 @pytest.mark.parametrize("stop", [[], ["</think>\n\nIt is 6"], ["it.</think>\n\nQ", "\nQ"]])
 def test_the_tokens_of_a_thought(nextn: int, stop: list[str]) -> None:
     """They are counted token by token, however many come at once and whatever is held back."""
-    tokenizer = fake_tokenizer()
-    tokens = tokenizer.encode(SAID, add_special_tokens=False)
-    manifest = fake_manifest(nextn=nextn, max_seq_len=300)
-    programs = FakePrograms(manifest, next_token=scripted(1, tokens))
+    tokens = fake_tokenizer().encode(SAID, add_special_tokens=False)
+    engine, _ = fake_engine(nextn=nextn, max_seq_len=300, next_token=scripted(1, tokens))
     params = SamplingParams(max_tokens=len(tokens), stop=stop, split_thought=True)
-    with Engine(programs, manifest, tokenizer) as engine:
+    with engine:
         chunks = [*engine.stream([5], params)]
         counts = [chunk.reasoning_tokens for chunk in chunks]
         assert counts == sorted(counts)
@@ -46,8 +44,7 @@ def test_stop_strings_are_for_the_answer() -> None:
     with served(**saying(SAID)) as (server, _), server.client() as client:
 
         def ask(**more: Any) -> tuple[Any, Any, Any]:
-            told = client.post("/v1/chat/completions", json=body | more).json()
-            (choice,) = told["choices"]
+            choice = chat(client, body | more)
             message = choice["message"]
             return message.get("reasoning"), message["content"], choice["stop_reason"]
 
@@ -55,9 +52,7 @@ def test_stop_strings_are_for_the_answer() -> None:
         assert ask(stop=["I thi", " is"], stop_in_thought=True) == ("\n", None, "I thi")
         assert ask(stop="</think>\n\nIt is", max_tokens=30)[2] is None
     with served(**saying(SAID.removeprefix(THOUGHT))) as (server, _), server.client() as client:
-        (choice,) = client.post("/v1/chat/completions", json=body | {"stop": "\n\n"}).json()[
-            "choices"
-        ]
+        choice = chat(client, body | {"stop": "\n\n"})
         assert (choice["message"]["content"], choice["stop_reason"]) == (None, "\n\n")
 
 
@@ -69,23 +64,16 @@ def test_generated_tokens_are_those_that_somebody_got() -> None:
             used += told["usage"]["completion_tokens"]
             steps = told["metrics"]["speculative_decoding"]
             assert steps["mean_acceptance_length"] == count / steps["num_spec_steps"]
-        text = client.get("/metrics").text
-    labels = 'engine="0",model_name="fake"'
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        found = metrics(client)
     for name in ("generation_tokens_total", "request_generation_tokens_sum"):
-        assert float(found[f"vllm:{name}{{{labels}}}"]) == used == 18
+        assert float(found[name]) == used == 18
 
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"stop": "is 5 größ"},
-        {"stop": "It is 5 grüner"},
-        {"skip_special_tokens": False},
-        {"return_tokens_as_token_ids": True},
-    ],
-)
+    [{}, {"stop": "is 5 größ"}, {"stop": "It is 5 grüner"}, {"skip_special_tokens": False},
+     {"return_tokens_as_token_ids": True}],
+)  # fmt: skip
 def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
     """Whole and streamed: where a token's text begins, or at the end if it was cut off."""
     tokenizer = fake_tokenizer()
@@ -93,31 +81,28 @@ def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
     body = {"prompt": [5], "max_tokens": len(tokens), "temperature": 0, "logprobs": 1}
     body |= {"ignore_eos": True, "return_token_ids": True} | more
     with served(scripted(1, tokens)) as (server, _), server.client() as client:
-        (full_body,) = client.post("/v1/completions", json=body).json()["choices"]
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
         *told, _ = events(client.post("/v1/completions", json=body | {"stream": True}))
-    text, offsets = full_body["text"], full_body["logprobs"]["text_offset"]
+    text, offsets = whole["text"], whole["logprobs"]["text_offset"]
     assert offsets == sorted(offsets)
     raw = b""
-    for id, offset in zip(full_body["token_ids"], offsets, strict=True):
+    for id, offset in zip(whole["token_ids"], offsets, strict=True):
         shown = [id] if more.get("skip_special_tokens") is False else []
         assert offset == min(len(text), len(raw.decode("utf-8", "ignore")))
         raw += tokenizer.token_bytes(id)
         raw += (tokenizer.special_name(id) or "").encode() if shown else b""
     parts = [e["choices"][0]["logprobs"] for e in told if e["choices"][0]["logprobs"]]
-    for name, values in full_body["logprobs"].items():
+    for name, values in whole["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values, name
-    by_ids = [text.startswith("token_id:") for text in full_body["logprobs"]["tokens"]]
+    by_ids = [text.startswith("token_id:") for text in whole["logprobs"]["tokens"]]
     assert by_ids == ["return_tokens_as_token_ids" in more] * len(by_ids)
 
 
 @pytest.mark.parametrize(
     ("echo", "prompt", "starts"),
-    [
-        ("def größer", "def größer", None),
-        ("<s>def", "<s>def", [0, 3]),
-        ("def", [0, *fake_tokenizer().encode("def", add_special_tokens=False)], [0, 0]),
-    ],
-)
+    [("def größer", "def größer", None), ("<s>def", "<s>def", [0, 3]),
+     ("def", [0, *fake_tokenizer().encode("def", add_special_tokens=False)], [0, 0])],
+)  # fmt: skip
 def test_offsets_into_a_prompt_that_is_repeated(
     echo: str, prompt: str | list[int], starts: list[int] | None
 ) -> None:

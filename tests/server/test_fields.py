@@ -1,5 +1,6 @@
 """What requests ask for in vLLM's words: done as vLLM does it, or refused by name."""
 
+import itertools
 import json
 from typing import Any
 
@@ -10,15 +11,17 @@ from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import REFUSED
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
-from tests.support.fakes import backend_tokenizer
+from tests.support.fakes import FakePrograms, backend_tokenizer
 from tests.support.model_tokenizers import TEMPLATES
 from tests.support.served import (
     ASK,
     HELLO,
     TOOL_TEMPLATE,
     TOOLS,
+    chat,
     events,
     fails,
+    metrics,
     saying,
     served,
 )
@@ -30,25 +33,28 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
 
 
 @pytest.mark.parametrize("name", TEMPLATE_FILES)
-@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
-@pytest.mark.parametrize("calls", [[CALL], None])
-def test_a_message_without_content(name: str, content: dict[str, Any], calls: Any) -> None:
+def test_a_message_without_content(name: str) -> None:
     """Absent and null are an empty text to templates, as vLLM has it."""
     text = (TEMPLATES / name).read_text(encoding="utf-8")
-    message = {"role": "assistant", "reasoning_content": "so", "tool_calls": calls}
-    answer = {"role": "tool", "tool_call_id": "a", "content": "20"} if calls else {}
-    messages = [USER, message | content, *([answer] if answer else [])]
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     templates = ChatTemplates({"default": TemplateText("x", text)}, special)
     tokenizer = Tokenizer(backend_tokenizer(), chat_template=templates, bos_token="<s>")
+    contents: tuple[dict[str, Any], ...] = ({"content": None}, {}, {"content": ""})
     with served(tokenizer=tokenizer) as (server, _), server.client() as client:
-        asked = client.post("/tokenize", json={"messages": messages})
-        assert asked.status_code == 200, asked.text
-        said = client.post("/detokenize", json={"tokens": asked.json()["tokens"]}).json()["prompt"]
-        wanted = [messages[0], message | {"content": ""}, *messages[2:]]
-        same = client.post("/tokenize", json={"messages": wanted}).json()["tokens"]
-        assert asked.json()["tokens"] == same
-        assert "None" not in said
+
+        def tokens(messages: list[dict[str, Any]]) -> list[int]:
+            asked = client.post("/tokenize", json={"messages": messages})
+            assert asked.status_code == 200, asked.text
+            return list(asked.json()["tokens"])
+
+        for content, calls in itertools.product(contents, ([CALL], None)):
+            message = {"role": "assistant", "reasoning_content": "so", "tool_calls": calls}
+            answer = {"role": "tool", "tool_call_id": "a", "content": "20"} if calls else {}
+            rest = [answer] if answer else []
+            found = tokens([USER, message | content, *rest])
+            said = client.post("/detokenize", json={"tokens": found}).json()["prompt"]
+            assert found == tokens([USER, message | {"content": ""}, *rest])
+            assert "None" not in said
 
 
 def test_an_answer_that_was_cut_comes_back() -> None:
@@ -56,7 +62,7 @@ def test_an_answer_that_was_cut_comes_back() -> None:
     template = TOOL_TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
     answer = saying("<think>I look and look", template)
     with served(**answer) as (server, _), server.client() as client:
-        (choice,) = client.post("/v1/chat/completions", json=HELLO).json()["choices"]
+        choice = chat(client, HELLO)
         assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
         again = [USER, choice["message"], USER]
         response = client.post("/v1/chat/completions", json=HELLO | {"messages": again})
@@ -67,70 +73,65 @@ def test_the_stop_reason_is_the_stop_string() -> None:
     with served(**saying("one two three")) as (server, _), server.client() as client:
         for stop in ("two", ["three", "two"]):
             for body in (HELLO, HELLO | {"stream": True}):
-                response = client.post(
-                    "/v1/chat/completions", json=body | {"stop": stop, "max_tokens": 60}
-                )
+                asked = body | {"stop": stop, "max_tokens": 60}
+                response = client.post("/v1/chat/completions", json=asked)
                 told = events(response)[-2] if "stream" in body else response.json()
                 (choice,) = told["choices"]
                 assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "two")
         kept = HELLO | {"stop": "two", "include_stop_str_in_output": True, "max_tokens": 60}
-        (choice,) = client.post("/v1/chat/completions", json=kept).json()["choices"]
-        assert choice["message"]["content"] == "one two"
-        short = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 2}).json()
-        assert short["choices"][0]["stop_reason"] is None
+        assert chat(client, kept)["message"]["content"] == "one two"
+        assert chat(client, HELLO | {"max_tokens": 2})["stop_reason"] is None
     with served() as (server, _), server.client() as client:
         plain = client.post("/v1/completions", json=ASK | {"return_token_ids": True}).json()
         token = plain["choices"][0]["token_ids"][2]
-        (choice,) = client.post("/v1/completions", json=ASK | {"stop_token_ids": [token]}).json()[
-            "choices"
-        ]
+        stopped = ASK | {"stop_token_ids": [token]}
+        (choice,) = client.post("/v1/completions", json=stopped).json()["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
 
 
-def test_usage_in_every_event() -> None:
-    with served() as (server, _), server.client() as client:
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        for route, body in (("completions", ASK), ("chat/completions", HELLO)):
-            asked = body | {"stream": True, "stream_options": options, "max_tokens": 9}
-            *told, last, _ = events(client.post(f"/v1/{route}", json=asked))
-            counts = [event["usage"]["completion_tokens"] for event in told]
-            assert counts == sorted(counts)
-            assert counts[0] < counts[-1] == last["usage"]["completion_tokens"] == 9
-            prompts = {event["usage"]["prompt_tokens"] for event in (*told, last)}
-            assert prompts == {last["usage"]["prompt_tokens"]}
-            alone = asked | {"stream_options": {"continuous_usage_stats": True}}
-            *told, _ = events(client.post(f"/v1/{route}", json=alone))
-            assert not any("usage" in event for event in told), "as vLLM: only with include_usage"
+def test_usage_in_every_event(client: httpx2.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for route, body in (("completions", ASK), ("chat/completions", HELLO)):
+        asked = body | {"stream": True, "stream_options": options, "max_tokens": 9}
+        *told, last, _ = events(client.post(f"/v1/{route}", json=asked))
+        counts = [event["usage"]["completion_tokens"] for event in told]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == last["usage"]["completion_tokens"] == 9
+        prompts = {event["usage"]["prompt_tokens"] for event in (*told, last)}
+        assert prompts == {last["usage"]["prompt_tokens"]}
+        alone = asked | {"stream_options": {"continuous_usage_stats": True}}
+        *told, _ = events(client.post(f"/v1/{route}", json=alone))
+        assert not any("usage" in event for event in told), "as vLLM: only with include_usage"
 
 
-def test_the_ids_of_the_prompt() -> None:
+def test_the_ids_of_the_prompt(client: httpx2.Client) -> None:
     ids = {"return_token_ids": True}
-    with served() as (server, _), server.client() as client:
-        prompt = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
-        (choice,) = client.post("/v1/completions", json=ASK | ids).json()["choices"]
-        assert (choice["prompt_token_ids"], len(choice["token_ids"])) == (prompt, 5)
-        for more in ({"stream": True}, {"stream": True, "echo": True}):
-            *told, _ = events(client.post("/v1/completions", json=ASK | ids | more))
-            firsts = [event["choices"][0].get("prompt_token_ids") for event in told]
-            assert firsts == [prompt] + [None] * (len(told) - 1)
-        chat = {"messages": HELLO["messages"]}
-        prompt = client.post("/tokenize", json=chat).json()["tokens"]
-        assert client.post("/v1/chat/completions", json=HELLO | ids).json()["prompt_token_ids"] == (
-            prompt
-        )
-        *told, _ = events(client.post("/v1/chat/completions", json=HELLO | ids | {"stream": True}))
-        assert [e.get("prompt_token_ids") for e in told] == [prompt] + [None] * (len(told) - 1)
+    prompt = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    (choice,) = client.post("/v1/completions", json=ASK | ids).json()["choices"]
+    assert (choice["prompt_token_ids"], len(choice["token_ids"])) == (prompt, 5)
+    for more in ({"stream": True}, {"stream": True, "echo": True}):
+        *told, _ = events(client.post("/v1/completions", json=ASK | ids | more))
+        firsts = [event["choices"][0].get("prompt_token_ids") for event in told]
+        assert firsts == [prompt] + [None] * (len(told) - 1)
+    chat = {"messages": HELLO["messages"]}
+    prompt = client.post("/tokenize", json=chat).json()["tokens"]
+    assert client.post("/v1/chat/completions", json=HELLO | ids).json()["prompt_token_ids"] == (
+        prompt
+    )
+    *told, _ = events(client.post("/v1/chat/completions", json=HELLO | ids | {"stream": True}))
+    assert [e.get("prompt_token_ids") for e in told] == [prompt] + [None] * (len(told) - 1)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "reasoning_effort"])
-def test_a_field_that_would_change_the_answer_is_refused(name: str) -> None:
-    with served() as (server, programs), server.client() as client:
-        value: Any = "low" if name == "reasoning_effort" else ["x"]
-        response = client.post("/v1/chat/completions", json=HELLO | {name: value})
-        fails(response, 400, f"{name} is not supported: ", name)
-        assert programs.steps == 0
-        nothing = client.post("/v1/chat/completions", json=HELLO | {name: None})
-        assert nothing.status_code == 200
+def test_a_field_that_would_change_the_answer_is_refused(
+    name: str, client: httpx2.Client, programs: FakePrograms
+) -> None:
+    steps, value = programs.steps, "low" if name == "reasoning_effort" else ["x"]
+    response = client.post("/v1/chat/completions", json=HELLO | {name: value})
+    fails(response, 400, f"{name} is not supported: ", name)
+    assert programs.steps == steps
+    nothing = client.post("/v1/chat/completions", json=HELLO | {name: None})
+    assert nothing.status_code == 200
 
 
 def test_a_template_that_asks_for_the_effort_gets_it() -> None:
@@ -145,31 +146,27 @@ def test_a_template_that_asks_for_the_effort_gets_it() -> None:
 
 
 @pytest.mark.parametrize("field", ["structured_outputs", "response_format"])
-def test_an_empty_form_is_refused(field: str) -> None:
-    with served() as (server, _), server.client() as client:
-        response = client.post("/v1/completions", json=ASK | {field: {}})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == field
+def test_an_empty_form_is_refused(field: str, client: httpx2.Client) -> None:
+    response = client.post("/v1/completions", json=ASK | {field: {}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
 
 
-def test_stop_lists_have_an_end() -> None:
-    with served() as (server, _), server.client() as client:
-        stops = [f"word {number}" for number in range(65)]
-        fails(client.post("/v1/completions", json=ASK | {"stop": stops}), 400, "of 64 at", "stop")
-        assert client.post("/v1/completions", json=ASK | {"stop": stops[:64]}).status_code == 200
+def test_stop_lists_have_an_end(client: httpx2.Client) -> None:
+    stops = [f"word {number}" for number in range(65)]
+    fails(client.post("/v1/completions", json=ASK | {"stop": stops}), 400, "of 64 at", "stop")
+    assert client.post("/v1/completions", json=ASK | {"stop": stops[:64]}).status_code == 200
 
 
-def test_tools_without_a_parser() -> None:
-    with served() as (server, _), server.client() as client:
-        response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
-        fails(response, 400, "start the server with --tool-call-parser", "tools")
+def test_tools_without_a_parser(client: httpx2.Client) -> None:
+    response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
+    fails(response, 400, "start the server with --tool-call-parser", "tools")
 
 
-def test_curl_needs_no_header() -> None:
-    with served() as (server, _), server.client() as client:
-        for headers in (FORM, {"Content-Type": "text/plain"}, {}):
-            body = json.dumps(ASK).encode()
-            assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
+def test_curl_needs_no_header(client: httpx2.Client) -> None:
+    for headers in (FORM, {"Content-Type": "text/plain"}, {}):
+        body = json.dumps(ASK).encode()
+        assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_who_may_call_the_server_what() -> None:
@@ -215,33 +212,28 @@ def test_small_routes() -> None:
         assert cached() == 0
 
 
-def test_tokens_of_a_text_and_back() -> None:
-    with served() as (server, _), server.client() as client:
-        told = client.post("/tokenize", json={"prompt": "größer", "return_token_strs": True}).json()
-        assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-        assert (told["token_strs"][0], told["max_model_len"]) == ("<s>", 5000)
-        bare = {"prompt": "größer", "add_special_tokens": False}
-        assert client.post("/tokenize", json=bare).json()["tokens"] == told["tokens"][1:]
-        back = client.post("/detokenize", json={"tokens": told["tokens"]}).json()
-        assert back == {"prompt": "<s>größer"}
-        fails(client.post("/detokenize", json={"tokens": [320]}), 400, "outside", "tokens")
-        fails(client.post("/tokenize", json={"prompt": "x", "model": "y"}), 404, "`y`", "model")
-        assert client.post("/tokenize", json={}).status_code == 400
+def test_tokens_of_a_text_and_back(client: httpx2.Client) -> None:
+    told = client.post("/tokenize", json={"prompt": "größer", "return_token_strs": True}).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert (told["token_strs"][0], told["max_model_len"]) == ("<s>", 5000)
+    bare = {"prompt": "größer", "add_special_tokens": False}
+    assert client.post("/tokenize", json=bare).json()["tokens"] == told["tokens"][1:]
+    back = client.post("/detokenize", json={"tokens": told["tokens"]}).json()
+    assert back == {"prompt": "<s>größer"}
+    fails(client.post("/detokenize", json={"tokens": [320]}), 400, "outside", "tokens")
+    fails(client.post("/tokenize", json={"prompt": "x", "model": "y"}), 404, "`y`", "model")
+    assert client.post("/tokenize", json={}).status_code == 400
 
 
 def test_metrics_of_requests_and_steps() -> None:
     with served() as (server, _), server.client() as client:
         client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 9})
-        text = client.get("/metrics").text
-    labels = 'engine="0",model_name="fake"'
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert found[f"vllm:request_params_n_sum{{{labels}}}"] == "2.0"
-    assert found[f"vllm:request_params_max_tokens_sum{{{labels}}}"] == "18.0"
-    emitted = float(found[f"vllm:generation_tokens_total{{{labels}}}"])
-    filled = found[f"vllm:iteration_tokens_total_sum{{{labels}}}"]
-    assert float(filled) > emitted, "prompts' tokens are filled in too"
-    info = 'vllm:cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'
-    assert found[info] == "1.0"
+        found, text = metrics(client), client.get("/metrics").text
+    assert found["request_params_n_sum"] == "2.0"
+    assert found["request_params_max_tokens_sum"] == "18.0"
+    emitted, filled = found["generation_tokens_total"], found["iteration_tokens_total_sum"]
+    assert float(filled) > float(emitted), "prompts' tokens are filled in too"
+    assert found['cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'] == "1.0"
     assert float(found["process_resident_memory_bytes"]) > 0
     helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP")]
     assert not [name for _, _, name, about in helps if not about.endswith(".")]

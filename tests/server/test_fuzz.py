@@ -10,20 +10,17 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
 from mtpbuild.runtime.server.app import make_app
-from tests.support.fakes import FakePrograms, caching_engine, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
 from tests.support.live_server import Live, live, until
 
-CASES = [pytest.param(200), pytest.param(2000, marks=pytest.mark.full)]
+CASES = [pytest.param(100), pytest.param(2000, marks=pytest.mark.full)]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    manifest = fake_manifest(max_batch=2, max_seq_len=64)
-    with (
-        caching_engine(FakePrograms(manifest), manifest, fake_tokenizer()) as engine,
-        live(engine) as running,
-    ):
+    engine, _ = fake_engine(limit=1 << 20, max_batch=2, max_seq_len=64)
+    with engine, live(engine) as running:
         yield running
 
 
@@ -97,20 +94,9 @@ def check(response: Any, anthropic: bool = False) -> None:
 def test_the_schema_names_what_is_there(server: Live) -> None:
     paths = make_app(server.service).openapi()["paths"]
     assert sorted(paths) == [
-        "/detokenize",
-        "/health",
-        "/load",
-        "/metrics",
-        "/reset_prefix_cache",
-        "/tokenize",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/models/{name}",
-        "/v1/responses",
-        "/version",
-    ]
+        "/detokenize", "/health", "/load", "/metrics", "/reset_prefix_cache", "/tokenize",
+        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/models", "/v1/models/{name}", "/v1/responses", "/version",
+    ]  # fmt: skip
     body = paths["/v1/chat/completions"]["post"]
     assert "text/event-stream" in body["responses"]["200"]["content"]

@@ -32,7 +32,7 @@ from mtpbuild.runtime.server.service import Pool
 from mtpbuild.runtime.text.detokenizer import Span
 from mtpbuild.runtime.text.tokenizer import LONG, Tokenizer
 from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
-from tests.support.live_server import live, until, url_of
+from tests.support.live_server import live, post, until, url_of
 from tests.support.nasty_bodies import BODIES, QUICK
 from tests.support.served import ASK, fails, served
 
@@ -68,15 +68,10 @@ def test_bodies_that_are_refused(raw: bytes, says: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "[" * 200_000,
-        '\\"[{' * 100_000,
-        ['"' * 300, "\\", "[" * 600_000, "\ud800"],
-        {"a": 10**308, "b": [1.5e300, -0.0, True, None]},
-        [[0]] * (MOST_LISTS - 1),
-    ],
+    ["[" * 200_000, '\\"[{' * 100_000, ['"' * 300, "\\", "[" * 600_000, "\ud800"],
+     {"a": 10**308, "b": [1.5e300, -0.0, True, None]}, [[0]] * (MOST_LISTS - 1)],
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_bodies_that_are_read(value: Any) -> None:
     """Text is no structure, whatever is in it."""
     assert read_json(json.dumps(value).encode()) == value
@@ -95,21 +90,20 @@ def test_choices_are_counted_before_they_are_made() -> None:
         assert client.post("/v1/completions", json=ASK | {"prompt": [1] * 13}).status_code == 200
 
 
-def test_the_first_error_is_all_that_is_told() -> None:
-    with served() as (server, _), server.client() as client:
-        wrong: tuple[list[Any], ...] = ([{}] * 9000, [[1], *[["a"]] * 9000])
-        for prompt in wrong:
-            response = client.post("/v1/completions", json={"prompt": prompt})
-            fails(response, 400, "prompt: ", "prompt")
-            assert len(response.content) < 300
-        messages = {"messages": [7] * 9000}
-        for path, more in (("messages", {"max_tokens": 1}), ("chat/completions", {})):
-            response = client.post(f"/v1/{path}", json=messages | more)
-            assert response.status_code == 400
-            assert "messages.0: Input should be " in response.text
+def test_the_first_error_is_all_that_is_told(client: httpx2.Client) -> None:
+    wrong: tuple[list[Any], ...] = ([{}] * 9000, [[1], *[["a"]] * 9000])
+    for prompt in wrong:
+        response = client.post("/v1/completions", json={"prompt": prompt})
+        fails(response, 400, "prompt: ", "prompt")
+        assert len(response.content) < 300
+    messages = {"messages": [7] * 9000}
+    for path, more in (("messages", {"max_tokens": 1}), ("chat/completions", {})):
+        response = client.post(f"/v1/{path}", json=messages | more)
+        assert response.status_code == 400
+        assert "messages.0: Input should be " in response.text
 
 
-def test_a_text_that_is_too_long_is_not_tokenised() -> None:
+def test_a_text_that_is_too_long_is_not_tokenised(client: httpx2.Client) -> None:
     told: list[int] = []
 
     class Counting(Tokenizer):
@@ -129,16 +123,15 @@ def test_a_text_that_is_too_long_is_not_tokenised() -> None:
             text = piece * (count // 3)
             many = len(fake_tokenizer().encode(text, add_special_tokens=False))
             assert not tokenizer.exceeds(text, many)
-    with served() as (server, _), server.client() as client:
-        text, says = "ab " * 60_000, "the prompt has more than 5000 tokens"
-        fails(client.post("/v1/completions", json={"prompt": text}), 400, says, "prompt")
-        chat = {"messages": [{"role": "user", "content": text}]}
-        fails(client.post("/v1/chat/completions", json=chat), 400, says, "messages")
-        says = "the text has more than 20000 tokens"
-        fails(client.post("/tokenize", json={"prompt": text}), 400, says, "prompt")
-        for name in ("stop", "bad_words"):
-            body = ASK | {name: ["a" * 1025]}
-            fails(client.post("/v1/completions", json=body), 400, " characters", name)
+    text, says = "ab " * 60_000, "the prompt has more than 5000 tokens"
+    fails(client.post("/v1/completions", json={"prompt": text}), 400, says, "prompt")
+    chat = {"messages": [{"role": "user", "content": text}]}
+    fails(client.post("/v1/chat/completions", json=chat), 400, says, "messages")
+    says = "the text has more than 20000 tokens"
+    fails(client.post("/tokenize", json={"prompt": text}), 400, says, "prompt")
+    for name in ("stop", "bad_words"):
+        body = ASK | {name: ["a" * 1025]}
+        fails(client.post("/v1/completions", json=body), 400, " characters", name)
 
 
 def test_an_event_costs_what_it_says() -> None:
@@ -249,11 +242,9 @@ def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
         client.options("/v1/models?key=secret", headers=preflight)
     said = [record.getMessage() for record in caplog.records if record.name == "mtpbuild.access"]
     assert [line.split('"')[1] for line in said] == [
-        "GET /v1/models HTTP/1.1",
-        "GET /health HTTP/1.1",
-        "GET /none HTTP/1.1",
+        "GET /v1/models HTTP/1.1", "GET /health HTTP/1.1", "GET /none HTTP/1.1",
         "OPTIONS /v1/models HTTP/1.1",
-    ]
+    ]  # fmt: skip
     assert "secret" not in caplog.text
 
 
@@ -264,16 +255,6 @@ def process() -> Iterator[tuple[int, str]]:
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
         yield running.pid, url_of(running).removeprefix("http://")
         running.send_signal(signal.SIGTERM)
-
-
-def post(address: str, path: str, body: bytes) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=120)
-    try:
-        connection.request("POST", path, body)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
 
 
 def megabytes(pid: int, name: str) -> int:
@@ -305,7 +286,7 @@ def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
     before, prober = megabytes(pid, "VmRSS"), threading.Thread(target=probe)
     prober.start()
     try:
-        status, said = post(address, path, body)
+        status, said = post(address, path, body, timeout=120)
     finally:
         over.set()
         prober.join()

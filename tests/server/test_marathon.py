@@ -19,14 +19,9 @@ def test_the_server_is_whole_in_the_end(
 ) -> None:
     engine = tiny_engine(3) if requests < 1000 else tiny_engine(3, max_batch=8)
     run = [
-        sys.executable,
-        str(SCRIPT),
-        str(engine),
-        "--requests",
-        str(requests),
-        "--clients",
+        sys.executable, str(SCRIPT), str(engine), "--requests", str(requests), "--clients",
         str(clients),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "canary" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 from mtpbuild.runtime.server.messages import MessagesBody
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
-from tests.support.served import TOOL_TEMPLATE, events, saying, served
+from tests.support.served import SAID, TOOL_TEMPLATE, events, saying, served
 
 HI: Any = [{"role": "user", "content": "hi"}]
 ASK: Any = {"model": "fake", "messages": HI, "max_tokens": 100, "stop_sequences": ["｜end｜"]}
@@ -17,10 +17,6 @@ WEATHER: Any = {
     "name": "weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-SAID = (
-    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
-    "</tool_call>｜end｜"
-)
 GREEDY = {"temperature": 0}
 
 
@@ -88,18 +84,9 @@ def test_why_it_ends(client: anthropic.Anthropic) -> None:
 def test_errors_are_the_packages_own(client: anthropic.Anthropic, server: Live) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASK | {"model": "other"})
+    picture = {"type": "image", "source": {"type": "url", "url": "x"}}
     with pytest.raises(anthropic.BadRequestError, match="no block of type 'image'"):
-        client.messages.create(
-            **ASK
-            | {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image", "source": {"type": "url", "url": "x"}}],
-                    }
-                ]
-            }
-        )
+        client.messages.create(**ASK | {"messages": [{"role": "user", "content": [picture]}]})
     with pytest.raises(anthropic.BadRequestError, match="a server has no tool web"):
         client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
     with pytest.raises(anthropic.AuthenticationError) as error:
@@ -125,38 +112,35 @@ def test_a_failure_in_a_stream() -> None:
 
 
 def test_what_a_conversation_becomes() -> None:
-    chat = MessagesBody.chat_body(
-        MessagesBody.model_validate(
+    body: Any = {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "be brief"}],
+        "top_k": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "messages": [
+            {"role": "user", "content": "weather?"},
             {
-                "model": "m",
-                "max_tokens": 5,
-                "system": [{"type": "text", "text": "be brief"}],
-                "top_k": 3,
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-                "tools": [WEATHER],
-                "tool_choice": {"type": "tool", "name": "weather"},
-                "messages": [
-                    {"role": "user", "content": "weather?"},
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "so", "signature": ""},
-                            {"type": "text", "text": "I look."},
-                            {"type": "tool_use", "id": "a", "name": "weather", "input": {"x": 1}},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "a", "content": "20"},
-                            {"type": "text", "text": "well?"},
-                        ],
-                    },
-                    {"role": "assistant", "content": "It is"},
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "so", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "a", "name": "weather", "input": {"x": 1}},
                 ],
-            }
-        )
-    )
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": "20"},
+                    {"type": "text", "text": "well?"},
+                ],
+            },
+            {"role": "assistant", "content": "It is"},
+        ],
+    }
+    chat = MessagesBody.chat_body(MessagesBody.model_validate(body))
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"x": 1}'}}
     assert chat.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be brief"}]},

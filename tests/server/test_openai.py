@@ -24,14 +24,9 @@ from tests.support.live_server import Live, live, url_of
 pytestmark = pytest.mark.xdist_group("tiny")
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
 MODEL = "deepseek-tiny"
+CHAT: Any = {"model": MODEL, "messages": SUM, "temperature": 0}
+CODE: Any = {"model": MODEL, "prompt": "def f("}
 ACCESS = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200\n'
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    folder = tiny_engine(3)
-    with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +37,7 @@ def server(engine: Engine) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
-    ) as made:
+    with server.openai() as made:
         yield made
 
 
@@ -52,8 +45,8 @@ def greedy(engine: Engine, prompt: Any, count: int = 200, **settings: Any) -> An
     return engine.generate(prompt, SamplingParams(max_tokens=count, **settings))
 
 
-def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=SUM, temperature=0)
+def test_a_chat(client: Any, engine: Engine) -> None:
+    answer = client.chat.completions.create(**CHAT)
     ids = engine.chat_ids(SUM)
     wanted = greedy(engine, ids)
     (choice,) = answer.choices
@@ -61,158 +54,108 @@ def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
     assert (choice.message.content, choice.finish_reason) == (said, "stop")
     assert "132" in said
     extra = choice.message.model_extra
-    assert extra is not None
     assert extra["reasoning_content"] == extra["reasoning"] == thought
     usage = answer.usage
-    assert usage is not None
     assert usage.prompt_tokens == len(ids)
     assert usage.completion_tokens == len(wanted.token_ids)
-    details = usage.completion_tokens_details
-    assert details is not None
-    assert details.reasoning_tokens == wanted.token_ids.index(3) + 1
-    told = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    reasoning = usage.completion_tokens_details.reasoning_tokens
+    assert reasoning == wanted.token_ids.index(3) + 1
+    told = answer.model_extra["metrics"]["speculative_decoding"]
     assert told["num_spec_tokens"] == 3
     assert told["mean_acceptance_length"] > 1.5
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model=MODEL, messages=SUM, temperature=0, logprobs=True, top_logprobs=20
-    )
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=SUM,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=20,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    events = list(stream)
+def test_a_stream_says_what_the_whole_answer_says(client: Any) -> None:
+    asked = CHAT | {"logprobs": True, "top_logprobs": 20}
+    whole = client.chat.completions.create(**asked)
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    events: list[Any] = [*client.chat.completions.create(**asked, **options)]
     assert len({event.id for event in events}) == 1
     assert events[0].choices[0].delta.role == "assistant"
     told = [event.choices[0] for event in events if event.choices]
     (choice,) = whole.choices
     assert "".join(c.delta.content or "" for c in told) == choice.message.content
     thought = "".join((c.delta.model_extra or {}).get("reasoning", "") for c in told)
-    assert thought == choice.message.model_extra["reasoning"]  # type: ignore[index]
+    assert thought == choice.message.model_extra["reasoning"]
     assert [c.finish_reason for c in told if c.finish_reason] == [choice.finish_reason]
     streamed = [e for c in told if c.logprobs for e in c.logprobs.content or []]
-    assert choice.logprobs is not None
     assert [e.token for e in streamed] == [e.token for e in choice.logprobs.content or []]
     for entry in streamed:
         likely = [top.logprob for top in entry.top_logprobs]
         assert (len(likely), likely) == (20, sorted(likely, reverse=True))
         assert entry.logprob == likely[0]  # the text is greedy
     assert events[-1].choices == []
-    assert events[-1].usage is not None
-    assert whole.usage is not None
     assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert events[-1].model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    assert events[-1].model_extra["metrics"]["speculative_decoding"]
     assert all(event.usage is None for event in events[:-1])
 
 
-def test_a_conversation_fills_in_its_new_turns(client: openai.OpenAI) -> None:
+def test_a_conversation_fills_in_its_new_turns(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": "Sort these numbers: 42, 7, 19, 88"}]
     cached = []
     for _ in range(3):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        answer = client.chat.completions.create(**CHAT | {"messages": messages})
         said = answer.choices[0].message.content
-        assert answer.usage is not None
-        details = answer.usage.prompt_tokens_details
-        assert details is not None
-        cached.append(details.cached_tokens or 0)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
         messages += [{"role": "assistant", "content": said}, *SUM]
     assert cached[0] < cached[1] < cached[2]
 
 
-def test_choices_and_seeds(client: openai.OpenAI, engine: Engine) -> None:
+def test_choices_and_seeds(client: Any, engine: Engine) -> None:
     """There are more choices than slots; choice i is what seed + i gives."""
-    answer = client.completions.create(
-        model=MODEL, prompt="def f(", n=6, seed=5, temperature=0.8, max_tokens=12
-    )
+    asked = CODE | {"seed": 5, "temperature": 0.8, "max_tokens": 12}
+    answer = client.completions.create(**asked, n=6)
     texts = [choice.text for choice in answer.choices]
     defaults: Any = {"temperature": 0.8, "top_p": 1.0, "max_tokens": 12}
     for i, text in enumerate(texts):
         wanted = engine.generate("def f(", SamplingParams(seed=5 + i, **defaults))
         assert text == wanted.text
     assert len(set(texts)) > 1
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 72
-    stream = client.completions.create(
-        model=MODEL, prompt="def f(", n=3, seed=5, temperature=0.8, max_tokens=12, stream=True
-    )
     streamed = ["", "", ""]
-    for event in stream:
+    for event in client.completions.create(**asked, n=3, stream=True):
         for choice in event.choices:
             streamed[choice.index] += choice.text
     assert streamed == texts[:3]
 
 
-def test_completions(client: openai.OpenAI, engine: Engine) -> None:
+def test_completions(client: Any, engine: Engine) -> None:
     text, ids = "import os\nimport sys\n\n", engine.encode("def f(")
     prompts: list[Any] = [[text, "def f("], [ids, [5, 6]]]
     for prompt in prompts:
-        answer = client.completions.create(
-            model=MODEL, prompt=prompt, temperature=0, max_tokens=9, logprobs=1
-        )
+        asked = {"model": MODEL, "prompt": prompt, "temperature": 0}
+        answer = client.completions.create(**asked, max_tokens=9, logprobs=1)
         for one, choice in zip(prompt, answer.choices, strict=True):
             assert choice.text == greedy(engine, one, 9).text
-            assert choice.logprobs is not None
             tokens = choice.logprobs.tokens or []
             assert "".join(tokens).startswith(choice.text)
             assert (choice.logprobs.text_offset or [])[1] == len(tokens[0])
-    stopped = client.completions.create(
-        model=MODEL, prompt=text, temperature=0, max_tokens=40, stop=["\n\n", "def"]
-    )
+    asked = {"model": MODEL, "prompt": text, "temperature": 0, "max_tokens": 40}
+    (stopped,) = client.completions.create(**asked, stop=["\n\n", "def"]).choices
     wanted = greedy(engine, text, 40, stop=["\n\n", "def"])
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (
-        wanted.text,
-        wanted.finish_reason,
-    )
+    assert (stopped.text, stopped.finish_reason) == (wanted.text, wanted.finish_reason)
     (model,) = client.models.list().data
     assert model.id == MODEL
 
 
-def test_what_vllm_adds(client: openai.OpenAI, engine: Engine) -> None:
-    extra = {"top_k": 3, "min_p": 0.1, "min_tokens": 9, "acceptance": "rejection", "new": 1}
-    answer = client.completions.create(
-        model=MODEL, prompt="def f(", seed=3, temperature=0.7, max_tokens=9, extra_body=extra
-    )
-    wanted = engine.generate(
-        "def f(",
-        SamplingParams(
-            temperature=0.7,
-            top_k=3,
-            min_p=0.1,
-            min_tokens=9,
-            max_tokens=9,
-            seed=3,
-            acceptance="rejection",
-        ),
-    )
+def test_what_vllm_adds(client: Any, engine: Engine) -> None:
+    extra: Any = {"top_k": 3, "min_p": 0.1, "min_tokens": 9, "acceptance": "rejection"}
+    drawn: Any = {"seed": 3, "temperature": 0.7, "max_tokens": 9}
+    answer = client.completions.create(**CODE, **drawn, extra_body=extra | {"new": 1})
+    wanted = engine.generate("def f(", SamplingParams(**drawn, **extra))
     assert answer.choices[0].text == wanted.text
 
 
-def test_penalties(client: openai.OpenAI, engine: Engine) -> None:
+def test_penalties(client: Any, engine: Engine) -> None:
     asked: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=SUM,
-        temperature=0,
-        max_tokens=30,
-        logit_bias={"56": -100, "7": 1},
-        extra_body={"repetition_penalty": 1.1},
-        logprobs=True,
-        **asked,
-    )
+    extra = {"logit_bias": {"56": -100, "7": 1}, "extra_body": {"repetition_penalty": 1.1}}
+    answer = client.chat.completions.create(**CHAT, max_tokens=30, logprobs=True, **asked, **extra)
     params = SamplingParams(
         max_tokens=30, repetition_penalty=1.1, logit_bias={56: -100, 7: 1}, **asked
     )
     wanted = engine.generate(engine.chat_ids(SUM), replace(params, logprobs=0))
     plain = engine.generate(engine.chat_ids(SUM), SamplingParams(max_tokens=30))
     (choice,) = answer.choices
-    assert choice.logprobs is not None
     said = [entry.logprob for entry in choice.logprobs.content or []]
     assert said == [entry.logprob for entry in wanted.logprobs or []]
     assert (plain.token_ids[0], 56 in wanted.token_ids) == (56, False)
@@ -221,7 +164,7 @@ def test_penalties(client: openai.OpenAI, engine: Engine) -> None:
     assert error.value.param == "logit_bias"
 
 
-def test_errors_are_the_packages_own(client: openai.OpenAI, server: Live) -> None:
+def test_errors_are_the_packages_own(client: Any, server: Live) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError) as error:
@@ -235,9 +178,8 @@ def test_errors_are_the_packages_own(client: openai.OpenAI, server: Live) -> Non
 def test_asyncio(server: Live, engine: Engine) -> None:
     async def ask(client: openai.AsyncOpenAI, question: str) -> str:
         messages: Any = [{"role": "user", "content": question}]
-        stream: Any = await client.chat.completions.create(
-            model=MODEL, messages=messages, temperature=0, stream=True
-        )
+        asked = CHAT | {"messages": messages, "stream": True}
+        stream: Any = await client.chat.completions.create(**asked)
         return "".join([e.choices[0].delta.content or "" async for e in stream if e.choices])
 
     async def main() -> list[str]:

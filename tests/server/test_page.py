@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,13 @@ DOM, PAGE = ROOT / "tests/support/page_dom.mjs", ROOT / "runtime/server/page.htm
 QUESTIONS = ("What is 47 + 85?", "And 3 + 4?")
 
 
-def test_thoughts_are_folded(tiny_engine: Callable[..., Path]) -> None:
+def test_thoughts_are_folded(engine: Engine) -> None:
     """Thought and answer stand apart, `</think>` nowhere; turns are sent without their thought."""
-    with Engine.load(tiny_engine(3), threads=1) as engine:
-        asked = [{"role": "user", "content": QUESTIONS[0]}]
-        whole = engine.generate(engine.chat_ids(asked), SamplingParams(max_tokens=300)).text
-        with live(engine, ServerOptions(key="k")) as server:
-            run: list[str | Path] = ["node", DOM, PAGE, server.url, "k", *QUESTIONS]
-            done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    asked = [{"role": "user", "content": QUESTIONS[0]}]
+    whole = engine.generate(engine.chat_ids(asked), SamplingParams(max_tokens=300)).text
+    with live(engine, ServerOptions(key="k")) as server:
+        run: list[str | Path] = ["node", DOM, PAGE, server.url, "k", *QUESTIONS]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert [bubble["kind"] for bubble in told["seen"]] == ["user", "answer"] * 2

@@ -10,6 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.live_server import url_of
+
 pytestmark = [pytest.mark.xdist_group("tiny"), pytest.mark.full]
 PROMPT = "def fibonacci(n):\n    " * 20
 
@@ -23,7 +25,7 @@ def ask(url: str) -> tuple[tuple[int, ...], int, int]:
     return tuple(told["choices"][0]["token_ids"]), cached, usage["prompt_tokens"]
 
 
-def as_text(kept: Path, since: int) -> list[Path]:
+def row_files(kept: Path, since: int) -> list[Path]:
     """Wait until all rows of the prompt are in files: they are written behind the answer's back."""
     end = time.monotonic() + 60
     while len(files := sorted(kept.glob("*.rows"))) < since and time.monotonic() < end:
@@ -42,10 +44,9 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     for life in range(4):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            line = next(line for line in process.stderr if line.startswith("serving"))
-            url = line.split()[-1]
+            url = url_of(process)
             answers.append(ask(url))
-            files = as_text(kept, answers[0][2] // 64)
+            files = row_files(kept, answers[0][2] // 64)
             if life == 1:
                 body = {"prompt": PROMPT * 2, "max_tokens": 500, "stream": True}
                 with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as told:
@@ -63,8 +64,5 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     assert cached[0] == cached[3] == 0
     assert min(cached[1:3]) > 100
     assert [each.count("damaged, so its tokens are filled in anew") for each in said] == [
-        0,
-        0,
-        0,
-        1,
-    ]
+        0, 0, 0, 1,
+    ]  # fmt: skip

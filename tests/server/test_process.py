@@ -13,11 +13,12 @@ from typing import Any
 import httpx2
 
 from mtpbuild.runtime.server.server import on_signals
+from tests.support.live_server import url_of
 
 ROOT = Path(__file__).parents[2]
 
 
-def started(loading: float, step: float = 0, drain: float = 5) -> subprocess.Popen[str]:
+def started(loading: float, step: float = 0, drain: float = 5) -> Any:
     times = map(str, (loading, step, drain))
     command = [sys.executable, "-m", "tests.support.fake_server", *times]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -25,7 +26,6 @@ def started(loading: float, step: float = 0, drain: float = 5) -> subprocess.Pop
 
 def test_a_signal_while_the_engine_is_loaded() -> None:
     with started(60) as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == "loading\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
@@ -33,8 +33,7 @@ def test_a_signal_while_the_engine_is_loaded() -> None:
 
 def test_requests_are_logged_if_asked_for() -> None:
     with started(0) as process:
-        assert process.stderr is not None
-        url = process.stderr.readline().split()[-1]
+        url = url_of(process)
         body = {"prompt": "a\nb", "max_tokens": 2, "request_id": "x\ny"}
         response = httpx2.post(f"{url}/v1/completions", json=body, timeout=20, trust_env=False)
         assert response.status_code == 200
@@ -49,8 +48,7 @@ def test_requests_are_logged_if_asked_for() -> None:
 def test_requests_that_are_cut_off_hear_of_it() -> None:
     """A stream ends with an error and [DONE], others get an error, and one line is logged."""
     with started(0, step=0.02, drain=0.5) as process, ThreadPoolExecutor() as pool:
-        assert process.stderr is not None
-        url = process.stderr.readline().split()[-1]
+        url = url_of(process)
         body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 
         def ask(**more: object) -> httpx2.Response:

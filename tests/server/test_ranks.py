@@ -25,6 +25,7 @@ from tests.reference.recompute import greedy
 from tests.support import eager_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.live_server import url_of
 from tests.support.rank_engines import PROMPT, SHAPE, make
 
 ROOT = Path(__file__).parents[2]
@@ -79,15 +80,6 @@ def engine(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> It
         yield make(checkpoint, out, tp=2)
 
 
-def serving(process: subprocess.Popen[str]) -> str:
-    """Wait for the line with the server's address."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("serving"):
-            return line.split()[-1]
-    raise AssertionError(f"no server: exit code {process.wait()}")
-
-
 def ranks_of(process: int) -> dict[int, int]:
     """Find the processes of the group below a process: their ranks, and their ids."""
     found = dict[int, int]()
@@ -122,7 +114,7 @@ def test_two_ranks(
     command = [*launcher, *SERVE, "--engine", str(engine), "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            url = serving(process)
+            url = url_of(process)
             body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
             for _ in range(2):
                 asked = body | {"return_token_ids": True}
@@ -146,7 +138,7 @@ def test_a_signal_to_torchrun_lets_requests_end(engine: Path) -> None:
     command = [*TORCHRUN, *SERVE, "--engine", str(engine), "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            url = serving(process)
+            url = url_of(process)
             body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True}
             with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
                 lines = response.iter_lines()

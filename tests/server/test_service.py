@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -16,10 +17,7 @@ from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
 from mtpbuild.runtime.server.options import ServerOptions
-from tests.support.fakes import (
-    backend_tokenizer,
-    fake_tokenizer,
-)
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_tokenizer
 from tests.support.live_server import live, until
 from tests.support.served import (
     ASK,
@@ -27,8 +25,10 @@ from tests.support.served import (
     LONG,
     TOOL_TEMPLATE,
     TOOLS,
+    chat,
     events,
     fails,
+    metrics,
     saying,
     served,
 )
@@ -39,22 +39,17 @@ def test_it_loads_serves_and_drains() -> None:
         assert client.get("/health").status_code == 503
         fails(client.post("/v1/completions", json=ASK), 503, "being loaded")
         fails(client.get("/v1/models"), 503, "being loaded")
-    with served(step_s=0.002) as (server, _), server.client() as client:
+    pool = ThreadPoolExecutor(1)
+    with pool, served(step_s=0.002) as (server, _), server.client() as client:
         assert client.get("/health").status_code == 200
-        answers: list[httpx2.Response] = []
-        body = LONG | {"max_tokens": 600}
-        thread = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body))
-        )
-        thread.start()
+        answer = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 600})
         until(lambda: server.service.open)
         server.service.draining = True
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/completions", json=ASK)
         fails(refused, 503, "shutting down")
         assert refused.headers["retry-after"] == "1"
-        thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 600
+        assert answer.result().json()["usage"]["completion_tokens"] == 600
 
 
 @pytest.mark.parametrize(
@@ -97,14 +92,13 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": "\ud800"}, "not valid Unicode", "prompt"),
     ],
 )
-def test_what_a_client_gets_wrong(body: dict[str, Any], says: str, param: str) -> None:
-    with served() as (server, programs), server.client() as client:
-        content = json.dumps(body).encode()
-        response = client.post(
-            "/v1/completions", content=content, headers={"Content-Type": "application/json"}
-        )
-        fails(response, 400, says, param)
-        assert programs.steps == 0
+def test_what_a_client_gets_wrong(
+    body: dict[str, Any], says: str, param: str, client: httpx2.Client, programs: FakePrograms
+) -> None:
+    steps, kind = programs.steps, {"Content-Type": "application/json"}
+    response = client.post("/v1/completions", content=json.dumps(body).encode(), headers=kind)
+    fails(response, 400, says, param)
+    assert programs.steps == steps
 
 
 def test_a_prompt_whose_logits_are_no_numbers() -> None:
@@ -119,45 +113,38 @@ def test_a_prompt_whose_logits_are_no_numbers() -> None:
         assert client.get("/health").status_code == 200
 
 
-def test_messages_that_can_not_be() -> None:
-    with served() as (server, _), server.client() as client:
+def test_messages_that_can_not_be(client: httpx2.Client) -> None:
 
-        def refused(says: str, **body: Any) -> None:
-            response = client.post("/v1/chat/completions", json=HELLO | body)
-            assert response.status_code == 400, response.text
-            assert says in response.json()["error"]["message"]
+    def refused(says: str, **body: Any) -> None:
+        response = client.post("/v1/chat/completions", json=HELLO | body)
+        assert response.status_code == 400, response.text
+        assert says in response.json()["error"]["message"]
 
-        refused("messages is empty", messages=[])
-        refused("role must be a text, not 7", messages=[{"role": 7, "content": "hi"}])
-        refused("role must be a text", messages=[{"content": "hi"}])
-        refused("messages.0", messages=["hi"])
-        refused("no role robot", messages=[{"role": "robot", "content": "hi"}])
-        refused(
-            "only parts of text", messages=[{"role": "user", "content": [{"type": "image_url"}]}]
-        )
-        refused("top_logprobs needs", top_logprobs=2)
-        refused("logprobs must be a whole number in 0..20", logprobs=True, top_logprobs=21)
-        refused("writes no calls of tools", tools=[{"function": {"name": "f"}}])
-        refused("writes no calls", tool_choice="required", tools=[{"function": {"name": "f"}}])
-        refused("take no grammar", response_format={"type": "json_object"})
-        refused("seed must be a whole number", seed="x")
-        assert client.post("/v1/chat/completions", content=b"{").status_code == 400
-        fails(client.post("/v1/completions", json=ASK | {"model": "x"}), 404, "`x`", "model")
-        fails(client.get("/nothing"), 404, "Not Found")
-        fails(client.get("/v1/completions"), 405, "Method Not Allowed")
+    refused("messages is empty", messages=[])
+    refused("role must be a text, not 7", messages=[{"role": 7, "content": "hi"}])
+    refused("role must be a text", messages=[{"content": "hi"}])
+    refused("messages.0", messages=["hi"])
+    refused("no role robot", messages=[{"role": "robot", "content": "hi"}])
+    refused("only parts of text", messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    refused("top_logprobs needs", top_logprobs=2)
+    refused("logprobs must be a whole number in 0..20", logprobs=True, top_logprobs=21)
+    refused("writes no calls of tools", tools=[{"function": {"name": "f"}}])
+    refused("writes no calls", tool_choice="required", tools=[{"function": {"name": "f"}}])
+    refused("take no grammar", response_format={"type": "json_object"})
+    refused("seed must be a whole number", seed="x")
+    assert client.post("/v1/chat/completions", content=b"{").status_code == 400
+    fails(client.post("/v1/completions", json=ASK | {"model": "x"}), 404, "`x`", "model")
+    fails(client.get("/nothing"), 404, "Not Found")
+    fails(client.get("/v1/completions"), 405, "Method Not Allowed")
 
 
-def test_parts_of_text_are_one_text() -> None:
-    with served() as (server, _), server.client() as client:
-        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-        one = client.post(
-            "/v1/chat/completions", json=HELLO | {"messages": [{"role": "user", "content": parts}]}
-        ).json()
-        two = client.post(
-            "/v1/chat/completions",
-            json=HELLO | {"messages": [{"role": "user", "content": "hel\nlo"}]},
-        ).json()
-        assert one["choices"] == two["choices"]
+def test_parts_of_text_are_one_text(client: httpx2.Client) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    one, two = (
+        chat(client, HELLO | {"messages": [{"role": "user", "content": content}]})
+        for content in (parts, "hel\nlo")
+    )
+    assert one == two
 
 
 def test_the_key() -> None:
@@ -215,9 +202,8 @@ def test_the_queue_has_an_end() -> None:
         contextlib.ExitStack() as stack,
     ):
         for _ in range(2):
-            stack.enter_context(
-                client.stream("POST", "/v1/completions", json=LONG | {"stream": True})
-            )
+            streamed = client.stream("POST", "/v1/completions", json=LONG | {"stream": True})
+            stack.enter_context(streamed)
         until(lambda: server.service.open == 2)
         refused = client.post("/v1/completions", json=ASK)
         fails(refused, 429, "wait already")
@@ -245,40 +231,36 @@ def test_many_who_come_at_once() -> None:
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     """It takes a while to become tokens; who asks for something short is answered meanwhile."""
-    with served(max_seq_len=100_000) as (server, _), server.client() as client:
+    pool = ThreadPoolExecutor(1)
+    with pool, served(max_seq_len=100_000) as (server, _), server.client() as client:
         long = ASK | {"prompt": "hello world " * 500_000}
-        refusals: list[httpx2.Response] = []
-        thread = threading.Thread(
-            target=lambda: refusals.append(client.post("/v1/completions", json=long))
-        )
         quick = list[float]()
         with server.client() as other:
             assert other.get("/health").status_code == 200
             began = time.monotonic()
-            thread.start()
-            while thread.is_alive():
+            refusal = pool.submit(client.post, "/v1/completions", json=long)
+            while not refusal.done():
                 asked = time.monotonic()
                 assert other.get("/health").status_code == 200
                 quick.append(time.monotonic() - asked)
                 time.sleep(0.01)
         whole = time.monotonic() - began
-        fails(refusals[0], 400, "this engine takes at most 99999", "prompt")
+        fails(refusal.result(), 400, "this engine takes at most 99999", "prompt")
         assert max(quick) < whole / 3
 
 
-def test_half_a_surrogate_pair_comes_back() -> None:
+def test_half_a_surrogate_pair_comes_back(client: httpx2.Client) -> None:
     half = "\ud800"
-    with served() as (server, _), server.client() as client:
 
-        def post(**body: Any) -> httpx2.Response:
-            content = json.dumps(ASK | body).encode()
-            kind = {"Content-Type": "application/json"}
-            return client.post("/v1/completions", content=content, headers=kind)
+    def post(**body: Any) -> httpx2.Response:
+        content = json.dumps(ASK | body).encode()
+        kind = {"Content-Type": "application/json"}
+        return client.post("/v1/completions", content=content, headers=kind)
 
-        fails(post(model=half), 404, f"`{half}`", "model")
-        for name in (half, "x" * 257):
-            assert post(request_id=name).json()["error"]["param"] == "request_id"
-        assert post(user=half).status_code == 200
+    fails(post(model=half), 404, f"`{half}`", "model")
+    for name in (half, "x" * 257):
+        assert post(request_id=name).json()["error"]["param"] == "request_id"
+    assert post(user=half).status_code == 200
 
 
 def test_closing_what_is_merged_closes_the_streams() -> None:
@@ -304,28 +286,27 @@ def test_closing_what_is_merged_closes_the_streams() -> None:
         asyncio.run(main(count))
 
 
-def test_every_event_of_a_stream_has_a_choice() -> None:
+def test_every_event_of_a_stream_has_a_choice(client: httpx2.Client) -> None:
     """But the usage that was asked for: clients look at `choices[0]`."""
-    with served() as (server, _), server.client() as client:
-        for route, body in (("completions", ASK), ("chat/completions", HELLO)):
-            *told, done = events(client.post(f"/v1/{route}", json=body | {"stream": True}))
-            assert done == "[DONE]"
-            assert all(len(event["choices"]) == 1 for event in told)
-            assert [event for event in told if event.get("metrics")] == [told[-1]]
-            asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-            *told, last, done = events(client.post(f"/v1/{route}", json=asked))
-            assert (last["choices"], done) == ([], "[DONE]")
-            assert last["usage"]["completion_tokens"]
-            assert last["metrics"]["speculative_decoding"]
-            assert all(event["usage"] is None for event in told)
+    for route, body in (("completions", ASK), ("chat/completions", HELLO)):
+        *told, done = events(client.post(f"/v1/{route}", json=body | {"stream": True}))
+        assert done == "[DONE]"
+        assert all(len(event["choices"]) == 1 for event in told)
+        assert [event for event in told if event.get("metrics")] == [told[-1]]
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+        *told, last, done = events(client.post(f"/v1/{route}", json=asked))
+        assert (last["choices"], done) == ([], "[DONE]")
+        assert last["usage"]["completion_tokens"]
+        assert last["metrics"]["speculative_decoding"]
+        assert all(event["usage"] is None for event in told)
 
 
 def test_a_request_that_takes_too_long() -> None:
     settings = ServerOptions(request_timeout=0.1)
     with served(settings=settings, step_s=0.01) as (server, programs), server.client() as client:
-        import_lazily = client.post("/v1/completions", json=LONG)
-        fails(import_lazily, 408, "took too long")
-        assert import_lazily.headers["x-should-retry"] == "false", "clients would ask twice more"
+        late = client.post("/v1/completions", json=LONG)
+        fails(late, 408, "took too long")
+        assert late.headers["x-should-retry"] == "false", "clients would ask twice more"
         told = events(client.post("/v1/completions", json=LONG | {"stream": True}))
         assert "took too long" in told[-2]["error"]["message"]
         assert told[-1] == "[DONE]"
@@ -396,7 +377,7 @@ def test_thoughts_are_apart_at_every_cut() -> None:
         text = "<think>" + "x" * lead + "so</think>The answer ｜end｜"
         with served(**saying(text)) as (server, _), server.client() as client:
             body = HELLO | {"stop": "｜end｜", "max_tokens": 60}
-            message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            message = chat(client, body)["message"]
             assert message["reasoning_content"] == message["reasoning"] == "x" * lead + "so"
             assert message["content"] == "The answer "
             told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
@@ -412,7 +393,7 @@ def test_thoughts_are_apart_at_every_cut() -> None:
             assert {draft for _, draft, _ in spans} == {True, False}
         whole = ServerOptions(no_thinking_split=True)
         with served(settings=whole, **saying(text)) as (server, _), server.client() as client:
-            message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            message = chat(client, body)["message"]
             assert message["content"] == text.removesuffix("｜end｜")
 
 
@@ -424,8 +405,7 @@ def test_markers_that_are_special_tokens() -> None:
     text = f"<think>so</think>I <x>look.{call}｜end｜"
     with served(**saying(text, TOOL_TEMPLATE, backend)) as (server, _), server.client() as client:
         body = HELLO | {"stop": "｜end｜", "max_tokens": 100, "tools": TOOLS}
-        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
-        message = choice["message"]
+        message = chat(client, body)["message"]
         assert (message["reasoning"], message["content"]) == ("so", "I look.")
         assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Ulm"}'
         told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
@@ -443,60 +423,52 @@ def test_markers_that_are_special_tokens() -> None:
             assert '"city": "Ulm"' in plain
 
 
-def test_a_prompt_that_is_repeated() -> None:
+def test_a_prompt_that_is_repeated(client: httpx2.Client) -> None:
     """Each choice begins with it, whole or streamed: a text as it was sent, ids as their text."""
-    with served() as (server, _), server.client() as client:
-        ids = fake_tokenizer().encode("größer 🙂", add_special_tokens=False)
-        for prompt, first in (("größer 🙂", "größer 🙂"), ([0, *ids], "größer 🙂")):
-            body = ASK | {"prompt": prompt, "n": 2}
-            plain = client.post("/v1/completions", json=body).json()
-            told = client.post("/v1/completions", json=body | {"echo": True}).json()
-            texts = [first + choice["text"] for choice in plain["choices"]]
-            assert [choice["text"] for choice in told["choices"]] == texts
-            assert told["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-            *streamed, _ = events(
-                client.post("/v1/completions", json=body | {"echo": True, "stream": True})
-            )
-            said = ["", ""]
-            for event in streamed:
-                said[event["choices"][0]["index"]] += event["choices"][0]["text"]
-            assert said == texts
+    ids = fake_tokenizer().encode("größer 🙂", add_special_tokens=False)
+    for prompt, first in (("größer 🙂", "größer 🙂"), ([0, *ids], "größer 🙂")):
+        body = ASK | {"prompt": prompt, "n": 2}
+        plain = client.post("/v1/completions", json=body).json()
+        told = client.post("/v1/completions", json=body | {"echo": True}).json()
+        texts = [first + choice["text"] for choice in plain["choices"]]
+        assert [choice["text"] for choice in told["choices"]] == texts
+        assert told["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+        streaming = body | {"echo": True, "stream": True}
+        *streamed, _ = events(client.post("/v1/completions", json=streaming))
+        said = ["", ""]
+        for event in streamed:
+            said[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert said == texts
 
 
 def test_tools() -> None:
     text = 'I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>｜end｜'
     with served(**saying(text, TOOL_TEMPLATE)) as (server, _), server.client() as client:
         body = HELLO | {"stop": "｜end｜", "max_tokens": 100, "tools": TOOLS}
-        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        choice = chat(client, body)
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == "I look."
         (call,) = choice["message"]["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}
         told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
-        deltas = [
-            call
-            for event in told[:-1]
-            for call in event["choices"][0]["delta"].get("tool_calls", [])
-        ]
+        whole = [event["choices"][0]["delta"] for event in told[:-1]]
+        deltas = [call for delta in whole for call in delta.get("tool_calls", [])]
         assert deltas[0]["function"]["name"] == "weather"
         assert deltas[0]["id"]
         assert not any("id" in delta or "name" in delta["function"] for delta in deltas[1:])
         assert "".join(d["function"]["arguments"] for d in deltas) == '{"city": "Ulm"}'
         assert len(deltas) > 2, "arguments come in pieces"
-        plain = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()
-        assert plain["choices"][0]["message"]["content"] == text.removesuffix("｜end｜")
+        plain = chat(client, body | {"tool_choice": "none"})
+        assert plain["message"]["content"] == text.removesuffix("｜end｜")
 
 
 def test_only_the_first_call_is_given() -> None:
     calls = '<tool_call>{"name": "weather", "arguments": {"n": 1}}</tool_call>' * 2
-    with (
-        served(**saying(f"{calls} so｜end｜", TOOL_TEMPLATE)) as (server, _),
-        server.client() as http,
-    ):
+    says = saying(f"{calls} so｜end｜", TOOL_TEMPLATE)
+    with served(**says) as (server, _), server.client() as client:
         body = HELLO | {"stop": "｜end｜", "max_tokens": 200, "tools": TOOLS}
         for parallel, count in ((False, 1), (None, 2)):
-            asked = body | {"parallel_tool_calls": parallel}
-            (choice,) = http.post("/v1/chat/completions", json=asked).json()["choices"]
+            choice = chat(client, body | {"parallel_tool_calls": parallel})
             assert choice["finish_reason"] == "tool_calls"
             assert len(choice["message"]["tool_calls"]) == count
             assert choice["message"]["content"] == (None if parallel is False else " so")
@@ -513,20 +485,18 @@ def test_metrics_have_vllms_names() -> None:
     with served() as (server, _), server.client() as client:
         for _ in range(2):
             client.post("/v1/completions", json=ASK | {"max_tokens": 9})
-        lines = client.get("/metrics").text.splitlines()
-    labels = 'engine="0",model_name="fake"'
-    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert found[f"vllm:generation_tokens_total{{{labels}}}"] == "18.0"
-    assert found[f"vllm:spec_decode_num_drafts_total{{{labels}}}"] == "4.0"
-    assert found[f"vllm:spec_decode_num_draft_tokens_total{{{labels}}}"] == "12.0"
-    assert found[f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}}"] == "12.0"
-    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    assert [found[f'{per_position}{{{labels},position="{i}"}}'] for i in range(3)] == ["4.0"] * 3
-    assert found[f"vllm:time_to_first_token_seconds_count{{{labels}}}"] == "2.0"
-    assert found[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == "4.0"
-    ended = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="fake"}'
+        found = metrics(client)
+    assert found["generation_tokens_total"] == "18.0"
+    assert found["spec_decode_num_drafts_total"] == "4.0"
+    assert found["spec_decode_num_draft_tokens_total"] == "12.0"
+    assert found["spec_decode_num_accepted_tokens_total"] == "12.0"
+    at = 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake"'
+    assert [found[f'{at},position="{i}"}}'] for i in range(3)] == ["4.0"] * 3
+    assert found["time_to_first_token_seconds_count"] == "2.0"
+    assert found["inter_token_latency_seconds_count"] == "4.0"
+    ended = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
     assert found[ended] == "2.0"
-    assert float(found[f"vllm:prefix_cache_hits_total{{{labels}}}"]) > 0
+    assert float(found["prefix_cache_hits_total"]) > 0
     assert not any("_created" in name for name in found)
 
 
@@ -553,21 +523,16 @@ def test_what_one_answer_raises_is_its_own(
     else:
         monkeypatch.setattr("mtpbuild.runtime.server.answering.encode_json", serialise)
         monkeypatch.setattr(errors, "encode_json", serialise)
-    with served(step_s=0.001) as (server, _), server.client() as client:
-        answers: list[httpx2.Response] = []
-        body = LONG | {"max_tokens": 300}
-        other = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body))
-        )
-        other.start()
+    pool = ThreadPoolExecutor(1)
+    with pool, served(step_s=0.001) as (server, _), server.client() as client:
+        other = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 300})
         until(lambda: server.service.open)
         unlucky = ASK | {"max_tokens": 13, "n": 2, "stream": stream}
         answer = client.post("/v1/completions", json=unlucky)
         told = events(answer)[-2] if stream else answer.json()
         assert told["error"]["message"] == "the server failed"
         assert answer.status_code == (200 if stream else 500)
-        other.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 300
+        assert other.result().json()["usage"]["completion_tokens"] == 300
         until(lambda: server.service.open == 0)
         assert client.get("/health").status_code == 200
         assert client.post("/v1/completions", json=ASK).status_code == 200

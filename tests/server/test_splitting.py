@@ -32,14 +32,12 @@ QWEN = (
 )
 TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES, "qwen3_coder": QWEN}
 ODD = (
-    "no call, 1 < 2 <tool",
-    "<tool_call>not JSON</tool_call> after",
-    '<tool_call>{"name": "f"',
+    "no call, 1 < 2 <tool", "<tool_call>not JSON</tool_call> after", '<tool_call>{"name": "f"',
     '<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "f"}</tool_call>',
     '<tool_call>{"name": "f", "arguments": {"x": "</tool_call> {\\"", "y": [1, {}]}}</tool_call>  ',
     '  <tool_call>{"name": "f", "arguments": null}</tool_call> said  behind  ',
     '<tool_call>{"name": "f"}</tool_call>',
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", TEXTS)
@@ -62,15 +60,10 @@ def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) ->
 
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
-    [
-        (ODD[0], ODD[0], []),
-        (ODD[1], ODD[1], []),
-        (ODD[2], ODD[2], []),
-        (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
-        (ODD[5], "   said  behind", [("f", "{}")]),
-        (ODD[6], "", [("f", "{}")]),
-    ],
-)
+    [(ODD[0], ODD[0], []), (ODD[1], ODD[1], []), (ODD[2], ODD[2], []),
+     (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
+     (ODD[5], "   said  behind", [("f", "{}")]), (ODD[6], "", [("f", "{}")])],
+)  # fmt: skip
 def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> None:
     texts, found = joined(fed(ToolCalls(FORMS["hermes"]), [text]))
     assert (texts["content"], found) == (content, calls)
@@ -89,15 +82,12 @@ SCHEMA = {
 
 @pytest.mark.parametrize(
     ("written", "arguments"),
-    [
-        ([("city", "12")], {"city": "12"}),
-        ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
-        ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
-        ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
-        ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}),
-        ([("other", "5")], {"other": "5"}),
-    ],
-)
+    [([("city", "12")], {"city": "12"}),
+     ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
+     ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
+     ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
+     ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}), ([("other", "5")], {"other": "5"})],
+)  # fmt: skip
 def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, object]) -> None:
     """They get the types of the function's schema; without one they are strings."""
     tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)

@@ -1,7 +1,6 @@
 """Requests with fields at their bounds and beyond, next to canaries whose texts never change."""
 
 import contextlib
-import http.client
 import json
 import math
 import threading
@@ -15,17 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Stream
 from mtpbuild.runtime.sampling.params import DEFAULTS, http_settings
 from mtpbuild.runtime.server.options import ServerOptions
-from tests.support.live_server import Live, live, until
+from tests.support.live_server import Live, live, post, until
 
 PROMPT = "What is 47 + 85?"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -123,11 +117,13 @@ def machine(server: Live, engine: Engine, canaries: Canaries, seen: Counter[str]
             self.streams: list[Stream] = []
 
         @rule(data=st.data(), route=st.sampled_from(sorted(ROUTES)))
-        def post(self, data: st.DataObject, route: str) -> None:
+        def ask_by_http(self, data: st.DataObject, route: str) -> None:
             good, fields = ROUTES[route]
             chosen = data.draw(st.lists(st.sampled_from([*names, *fields.split()]), max_size=3))
             body = good | {name: data.draw(VALUES, name) for name in chosen}
-            status, text = post(server.url, route, json.dumps(body).encode())
+            status, raw = post(urlsplit(server.url).netloc, route, json.dumps(body).encode())
+            text = raw.decode()
+            assert not text.startswith("event") or "the server failed" not in text
             seen[f"HTTP {status}"] += 1
             assert status in (200, 400, 404, 413, 429), (status, text[:500], body)
 
@@ -164,19 +160,6 @@ def machine(server: Live, engine: Engine, canaries: Canaries, seen: Counter[str]
             assert server.service.ready
 
     return Requests
-
-
-def post(url: str, route: str, body: bytes) -> tuple[int, str]:
-    """Send a body; read all of the answer, at most 30 s."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    try:
-        connection.request("POST", route, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-    finally:
-        connection.close()
-    assert not text.startswith("event") or "the server failed" not in text
-    return response.status, text
 
 
 @pytest.mark.xdist_group("tiny")

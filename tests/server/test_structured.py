@@ -30,6 +30,7 @@ from tests.support.live_server import live
 pytestmark = pytest.mark.xdist_group("tiny")
 MODEL = "deepseek-tiny"
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
+CHAT: Any = {"model": MODEL, "messages": SUM}
 CODE, TEXT = "def f(", "The dog"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,19 +56,11 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
     return tiny_engine(3)
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
-        yield loaded
-
-
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
     """A client of a server that writes tool calls in a form."""
-    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.client() as http:
-        yield openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=http
-        )
+    with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.openai() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +110,9 @@ def schemas(rng: np.random.Generator, depth: int) -> Any:
         some = [name for name in names if rng.random() < 0.6]
         properties = {name: schemas(rng, depth - 1) for name in names}
         return {
-            "type": "object",
-            "properties": properties,
-            "required": some,
+            "type": "object", "properties": properties, "required": some,
             "additionalProperties": False,
-        }
+        }  # fmt: skip
     return [
         {"type": "boolean"},
         {"type": "integer", "minimum": -20, "maximum": int(rng.integers(1, 2000))},
@@ -241,20 +232,17 @@ class Animal(BaseModel):
     owner: str | None = Field(max_length=8)
 
 
-def test_parse(client: openai.OpenAI) -> None:
+def test_parse(client: Any) -> None:
     for temperature in (0.0, 1.0):
-        answer = client.chat.completions.parse(
-            model=MODEL, messages=SUM, response_format=Animal, temperature=temperature, seed=1
-        )
+        asked = CHAT | {"temperature": temperature, "seed": 1}
+        answer = client.chat.completions.parse(**asked, response_format=Animal)
         (choice,) = answer.choices
         assert isinstance(choice.message.parsed, Animal)
-        assert choice.message.model_extra is not None
         assert choice.message.model_extra["reasoning"], "it has thought before"
-        assert answer.model_extra is not None
         assert answer.model_extra["metrics"]["forced_tokens"] > 0
 
 
-def test_a_schema_of_pydantic_ends(client: openai.OpenAI) -> None:
+def test_a_schema_of_pydantic_ends(client: Any) -> None:
     """It leaves open whether there are other properties, which this model would go on inventing."""
 
     class Open(BaseModel):
@@ -265,68 +253,45 @@ def test_a_schema_of_pydantic_ends(client: openai.OpenAI) -> None:
     assert "additionalProperties" not in schema
     form: Any = {"type": "json_schema", "json_schema": {"name": "open", "schema": schema}}
     for seed in range(3):
-        answer = client.chat.completions.create(
-            model=MODEL, messages=SUM, response_format=form, seed=seed, max_tokens=400
-        )
+        asked = CHAT | {"response_format": form, "seed": seed, "max_tokens": 400}
+        answer = client.chat.completions.create(**asked)
         (choice,) = answer.choices
         assert choice.finish_reason == "stop"
         assert Open.model_validate_json(choice.message.content or "").model_extra is None
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    asked: Any = {
-        "model": MODEL,
-        "messages": SUM,
-        "temperature": 0,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-    }
+def test_a_stream_says_the_same(client: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    asked = CHAT | {"temperature": 0, "response_format": form}
     whole = client.chat.completions.create(**asked).choices[0].message.content
     events = client.chat.completions.create(**asked, stream=True)
     told = [event.choices[0].delta.content or "" for event in events if event.choices]
     assert "".join(told) == whole
-    assert whole is not None
     assert fits(whole)
 
 
 @pytest.mark.parametrize(
     ("form", "matches"),
-    [
-        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
-        ({"regex": "[0-9]{3}"}, str.isdigit),
-        ({"json": SCHEMA}, fits),
-        ({"json": json.dumps(SCHEMA)}, fits),
-        ({"grammar": 'start: "a" "b"+'}, lambda text: text.startswith("ab")),
-    ],
-)
-def test_vllms_names(
-    form: dict[str, Any], matches: Callable[[str], bool], client: openai.OpenAI
-) -> None:
+    [({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+     ({"regex": "[0-9]{3}"}, str.isdigit), ({"json": SCHEMA}, fits),
+     ({"json": json.dumps(SCHEMA)}, fits),
+     ({"grammar": 'start: "a" "b"+'}, lambda text: text.startswith("ab"))],
+)  # fmt: skip
+def test_vllms_names(form: dict[str, Any], matches: Callable[[str], bool], client: Any) -> None:
     answer = client.completions.create(
-        model=MODEL,
-        prompt=CODE,
-        max_tokens=100,
-        seed=1,
-        extra_body={"structured_outputs": form},
+        model=MODEL, prompt=CODE, max_tokens=100, seed=1, extra_body={"structured_outputs": form}
     )
     assert matches(answer.choices[0].text)
 
 
+WEATHER: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "maxLength": 8},
-                    "unit": {"enum": ["C", "F"]},
-                },
-                "required": ["city", "unit"],
-                "additionalProperties": False,
-            },
-        },
-    },
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": 'now "here"'}},
 ]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
@@ -337,20 +302,14 @@ TEXTUAL: Any = [
 
 @pytest.mark.parametrize("parser", FORMS)
 def test_forced_calls(parser: str, engine: Engine) -> None:
-    schemas = {"weather": TOOLS[0]["function"]["parameters"], 'now "here"': {"const": {}}}
-    asked: list[tuple[Any, int]] = [(NAMED, 1), ("required", 2), ("required", 3)]
+    schemas = {"weather": WEATHER, 'now "here"': {"const": {}}}
+    choices: list[tuple[Any, int]] = [(NAMED, 1), ("required", 2), ("required", 3)]
     with asking(engine, parser) as client:
-        for choice, seed in asked:
-            answer = client.chat.completions.create(
-                model=MODEL,
-                messages=SUM,
-                tools=TOOLS,
-                tool_choice=choice,
-                parallel_tool_calls=False,
-                seed=seed,
-            )
+        for choice, seed in choices:
+            asked = CHAT | {"tools": TOOLS, "tool_choice": choice, "seed": seed}
+            answer = client.chat.completions.create(**asked, parallel_tool_calls=False)
             (said,) = answer.choices
-            (call,) = said.message.tool_calls or []
+            (call,) = said.message.tool_calls
             assert call.type == "function"
             assert said.finish_reason == "tool_calls"
             assert not said.message.content
@@ -370,40 +329,30 @@ def test_forced_calls(parser: str, engine: Engine) -> None:
                     "json_schema": {"name": "x", "schema": {"not": {}}},
                 }
             },
-            'response_format: Unimplemented keys: ["not"]',
-            "response_format",
+            'response_format: Unimplemented keys: ["not"]', "response_format",
         ),
         ({"structured_outputs": {"regex": "(?=a)"}}, "look-around", "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "not 2", "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "not supp", "structured_outputs"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "can't go with structured_outputs",
-            "response_format",
-        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "can't go with structured_outputs", "response_format"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_t", "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
         ({"tool_choice": "some", "tools": TOOLS}, "tool_choice must be", "tool_choice"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
-            "no tool 'g'",
-            "tool_choice",
-        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+         "no tool 'g'", "tool_choice"),
         ({"tool_choice": NAMED, "tools": TEXTUAL}, "must be of type object", "tools"),
-        (
-            {"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "can't go with a forced tool call",
-            "response_format",
-        ),
+        ({"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
+         "can't go with a forced tool call", "response_format"),
     ],
-)
-def test_refusals(body: dict[str, Any], says: str, param: str, client: openai.OpenAI) -> None:
-    extra: Any = body
+)  # fmt: skip
+def test_refusals(body: dict[str, Any], says: str, param: str, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="400") as refused:
-        client.chat.completions.create(model=MODEL, messages=SUM, extra_body=extra)
+        client.chat.completions.create(**CHAT, extra_body=body)
     assert says in str(refused.value)
     assert refused.value.param == param
-    assert "\n" not in str(refused.value.body["message"])  # type: ignore[index]
+    assert isinstance(refused.value.body, dict)
+    assert "\n" not in refused.value.body["message"]
 
 
 PREFILL: Any = [
@@ -415,7 +364,7 @@ FLAG: Any = {"type": "object", "properties": {"a": {"type": "boolean"}}, "requir
 MARKED = ["<think>", "a <think> b", "x<｜User｜>", "x<｜end▁of▁sentence｜>y", "</think>"]
 
 
-def test_a_users_think_opens_no_thought(client: openai.OpenAI, engine: Engine) -> None:
+def test_a_users_think_opens_no_thought(client: Any, engine: Engine) -> None:
     form = {"structured_outputs": {"json": FLAG}}
     asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 30}
     for prompt in ("Explain <think> tags: ", "Explain <think>"):
@@ -434,7 +383,7 @@ def test_a_users_think_opens_no_thought(client: openai.OpenAI, engine: Engine) -
 
 
 @pytest.mark.parametrize("text", MARKED)
-def test_a_form_with_the_text_of_a_mark(text: str, client: openai.OpenAI, engine: Engine) -> None:
+def test_a_form_with_the_text_of_a_mark(text: str, client: Any, engine: Engine) -> None:
     """It is said by ordinary tokens, and is content."""
     asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 60}
     schema = {"type": "object", "properties": {text: {"enum": [text]}}, "required": [text]}
@@ -460,7 +409,7 @@ def only(text: str) -> StructuredOutputs:
     return StructuredOutputs(choice=[text])
 
 
-def test_forced_arguments_are_an_object(client: openai.OpenAI) -> None:
+def test_forced_arguments_are_an_object(client: Any) -> None:
     """Whatever the tool's parameters leave open; a name with a mark's text is that text."""
     open_ones: list[Any] = [
         {},
@@ -469,18 +418,11 @@ def test_forced_arguments_are_an_object(client: openai.OpenAI) -> None:
         {"type": ["object", "null"], "properties": {"a": {"type": "boolean"}}},
     ]
     for parameters in open_ones:
-        tool: Any = {"name": "f<think>", "parameters": parameters}
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=PREFILL,
-            tools=[{"type": "function", "function": tool}],
-            tool_choice="required",
-            n=4,
-            seed=5,
-            temperature=1.2,
-            max_tokens=120,
-            extra_body=ON | {"parallel_tool_calls": False},
-        )
+        tool = {"type": "function", "function": {"name": "f<think>", "parameters": parameters}}
+        asked = {"model": MODEL, "messages": PREFILL, "tools": [tool], "tool_choice": "required"}
+        drawn = {"n": 4, "seed": 5, "temperature": 1.2, "max_tokens": 120}
+        extra = ON | {"parallel_tool_calls": False}
+        answer = client.chat.completions.create(**asked, **drawn, extra_body=extra)
         done = [choice for choice in answer.choices if choice.finish_reason != "length"]
         for choice in done:
             (call,) = choice.message.tool_calls or []

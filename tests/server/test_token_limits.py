@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -14,7 +15,6 @@ from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOut
 from mtpbuild.runtime.constraints.grammar import Grammars
 from mtpbuild.runtime.constraints.token_limits import TokenLimits, spellings
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.live_server import live
@@ -38,9 +38,9 @@ MODES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    with Engine.load(tiny_engine(3), threads=1) as loaded:
-        yield loaded
+def client(engine: Engine) -> Iterator[httpx2.Client]:
+    with live(engine) as server, server.client() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -203,22 +203,19 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
         ({"bad_words": [""]}, "bad_words: a text is empty"),
         ({"bad_words": [7]}, "bad_words must be a list of str"),
         ({"bad_words": ["a"] * 301}, "bad_words must be a list of 300 at most, not of 301"),
-        (
-            {"allowed_token_ids": [EOS], "min_tokens": 1},
-            "allowed_token_ids: no token is left that an answer could begin with",
-        ),
-        (
-            {"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}},
-            "structured_outputs can't go with bad_words",
-        ),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1},
+         "allowed_token_ids: no token is left that an answer could begin with"),
+        ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}},
+         "structured_outputs can't go with bad_words"),
     ],
-)
-def test_what_is_refused(asked: dict[str, Any], says: str, engine: Engine) -> None:
+)  # fmt: skip
+def test_what_is_refused(
+    asked: dict[str, Any], says: str, engine: Engine, client: httpx2.Client
+) -> None:
     """With 400 and the field's name by the server, and as a RequestError in Python."""
     field = says.partition(" ")[0].rstrip(":")
-    with live(engine, ServerOptions()) as server, server.client() as client:
-        body = {"prompt": CODE, "max_tokens": 4} | asked
-        error = client.post("/v1/completions", json=body).json()["error"]
+    body = {"prompt": CODE, "max_tokens": 4} | asked
+    error = client.post("/v1/completions", json=body).json()["error"]
     assert says in error["message"]
     assert error["param"] == field
     if form := asked.get("structured_outputs"):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from hypothesis import strategies as st
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls, detect_form
 from mtpbuild.runtime.server.tools.json_reader import JsonReader
-from tests.support.call_templates import FILES, UNKNOWN, template_of, templates_of
+from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from tests.support.model_tokenizers import TEMPLATES
 from tests.support.split_pieces import cut, fed, joined
 
+# Chat templates that write calls, as published ones do: a file for each form, or another model's.
+WRITTEN = TEMPLATES.with_name("call_templates")
+LIKE = {"deepseek_v3": "deepseek", "glm45": "glm", "hermes": "qwen", "qwen3_coder": "qwen3_5"}
+UNKNOWN = [*sorted((WRITTEN / "unknown").iterdir()), TEMPLATES / "gigachat_like.jinja"]
 ASKED = "what is asked"
 MARKS = sorted(
     {mark for form in FORMS.values() for mark in form.tokens}
@@ -30,14 +36,23 @@ MARKS = sorted(
 )
 TEXTS = st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=6).map("".join)
 VALUES: Any = {
-    "string": TEXTS,
-    "integer": st.integers(),
+    "string": TEXTS, "integer": st.integers(),
     "number": st.integers() | st.floats(allow_nan=False, allow_infinity=False),
-    "boolean": st.booleans(),
-    "null": st.none(),
+    "boolean": st.booleans(), "null": st.none(),
     "array": st.lists(st.recursive(st.none() | TEXTS, st.lists, max_leaves=3), max_size=3),
     "object": st.dictionaries(TEXTS, st.none() | st.booleans() | TEXTS, max_size=3),
-}
+}  # fmt: skip
+
+
+def template(path: Path) -> ChatTemplates:
+    text = TemplateText("template", path.read_text(encoding="utf-8"))
+    return ChatTemplates({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def template_of(form: str) -> ChatTemplates:
+    """Return a template that writes calls in a form."""
+    like = TEMPLATES / f"{LIKE.get(form)}_like.jinja"
+    return template(like if form in LIKE else WRITTEN / f"{form}.jinja")
 
 
 def found(form: str, text: str, tools: Any = None, parts: list[str] | None = None) -> Any:
@@ -60,19 +75,12 @@ def strict(text: str) -> dict[str, Any]:
 def rendered(form: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Write calls as a model of that form does: what its template says after the question."""
     asked = {"role": "user", "content": ASKED}
-    for as_text in (False, True):
+    as_text: Any = functools.partial(json.dumps, ensure_ascii=False)
+    for write in (lambda arguments: arguments, as_text):
+        functions = [{"name": name, "arguments": write(arguments)} for name, arguments in calls]
         each = [
-            {
-                "id": f"functions.{name}:{number}",
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": json.dumps(arguments, ensure_ascii=False)
-                    if as_text
-                    else arguments,
-                },
-            }
-            for number, (name, arguments) in enumerate(calls)
+            {"id": f"functions.{function['name']}:{n}", "type": "function", "function": function}
+            for n, function in enumerate(functions)
         ]
         answer = {"role": "assistant", "content": "", "tool_calls": each}
         try:
@@ -153,10 +161,9 @@ def test_the_form_is_what_the_template_writes(form: str) -> None:
     assert detect_form(template_of(form)) == form
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_form_that_is_not_known_is_not_taken_for_another(name: str) -> None:
-    assert detect_form(templates_of(UNKNOWN[name])) is None
-    assert detect_form(templates_of((FILES / "gigachat_like.jinja").read_text())) is None
+@pytest.mark.parametrize("path", UNKNOWN, ids=lambda path: path.stem)
+def test_a_form_that_is_not_known_is_not_taken_for_another(path: Path) -> None:
+    assert detect_form(template(path)) is None
 
 
 F = ("f", {"a": 1})
@@ -170,63 +177,33 @@ def hermes(*calls: str) -> str:
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (
-            OPEN + '{"name": "f", "arguments": {"a": 1}}\n' + hermes('{"name": "g"}'),
-            "",
-            [F, ("g", {})],
-        ),
-        (
-            "So <tool_call>: " + hermes('{"name": "f", "arguments": {"a": 1}}'),
-            "So <tool_call>: ",
-            [F],
-        ),
+        (OPEN + '{"name": "f", "arguments": {"a": 1}}\n' + hermes('{"name": "g"}'), "",
+         [F, ("g", {})]),
+        ("So <tool_call>: " + hermes('{"name": "f", "arguments": {"a": 1}}'), "So <tool_call>: ",
+         [F]),
         (hermes('{"arguments": {"a": 1}, "name": "f"}'), "", [F]),
         (hermes('{"id": "x", "name": "f", "parameters": {"a": 1}}'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}, "id": "</tool_call>"}'), "", [F]),
-        (
-            hermes('{"arguments": {"a": "x </tool_call>"}, "name": "f"}'),
-            "",
-            [("f", {"a": "x </tool_call>"})],
-        ),
+        (hermes('{"arguments": {"a": "x </tool_call>"}, "name": "f"}'), "",
+         [("f", {"a": "x </tool_call>"})]),
         (hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [F]),
-        (
-            hermes('{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'),
-            "",
-            [("f", {})] * 2,
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": 1}}', '{"name": " ", "arguments": {}}'),
-            "\n" + hermes('{"name": " ", "arguments": {}}'),
-            [F],
-        ),
+        (hermes('{"name": "f", "arguments": null}', '{"name": "f", "arguments": ""}'), "",
+         [("f", {})] * 2),
+        (hermes('{"name": "f", "arguments": {"a": 1}}', '{"name": " ", "arguments": {}}'),
+         "\n" + hermes('{"name": " ", "arguments": {}}'), [F]),
         (hermes('{"name": "f", "arguments": [1]}'), hermes('{"name": "f", "arguments": [1]}'), []),
-        (
-            hermes('{"name": "f", "arguments": "no"}'),
-            hermes('{"name": "f", "arguments": "no"}'),
-            [],
-        ),
+        (hermes('{"name": "f", "arguments": "no"}'), hermes('{"name": "f", "arguments": "no"}'),
+         []),
         (hermes('{"name": "a\\qb\n", "arguments": {}}'), "", [("a\\qb", {})]),
-        (
-            hermes('{"name": "f", "arguments": {"a": NaN, "b": 1e400, "c": -Infinity}}'),
-            "",
-            [("f", dict.fromkeys("abc"))],
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": "line\nline\t"}}'),
-            "",
-            [("f", {"a": "line\nline\t"})],
-        ),
-        (
-            hermes('{"name": "f", "arguments": {"a": "\\ud800 \\ud83d\\ude00"}}'),
-            "",
-            [("f", {"a": "\ufffd 😀"})],
-        ),
+        (hermes('{"name": "f", "arguments": {"a": NaN, "b": 1e400, "c": -Infinity}}'), "",
+         [("f", dict.fromkeys("abc"))]),
+        (hermes('{"name": "f", "arguments": {"a": "line\nline\t"}}'), "",
+         [("f", {"a": "line\nline\t"})]),
+        (hermes('{"name": "f", "arguments": {"a": "\\ud800 \\ud83d\\ude00"}}'), "",
+         [("f", {"a": "\ufffd 😀"})]),
         (hermes('[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'), "", [F, ("g", {})]),
-        (
-            hermes('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}'),
-            "",
-            [F],
-        ),
+        (hermes('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}'), "",
+         [F]),
         (hermes('```json\n{"name": "f", "arguments": {"a": 1}}\n```'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}}}'), "", [F]),
         (hermes('{"name": "f", "arguments": {"a": 1}'), "", [F]),
@@ -235,7 +212,7 @@ def hermes(*calls: str) -> str:
         (OPEN + '{"name": "f", "arguments": {"a": "x', "", [("f", {"a": "x"})]),
         (OPEN + '{"arguments": {"a": 1}, "na', OPEN + '{"arguments": {"a": 1}, "na', []),
     ],
-)
+)  # fmt: skip
 def test_what_models_write_as_hermes_calls(text: str, content: str, calls: Any) -> None:
     whole, chars = found("hermes", text), found("hermes", text, None, list(text))
     assert whole == chars
@@ -252,26 +229,18 @@ END = "<｜tool▁call▁end｜>"
     [
         ("deepseek_v3", V3 + '{"a": 1}\n``', "", [F]),
         ("deepseek_v3", V3 + '{"a": 1}\n```' + V3 + '{"a": 1}```' + END, "", [F, F]),
-        (
-            "deepseek_v3",
-            V3 + '{"a": "```\n```json"}\n```' + END,
-            "",
-            [("f", {"a": "```\n```json"})],
-        ),
+        ("deepseek_v3", V3 + '{"a": "```\n```json"}\n```' + END, "",
+         [("f", {"a": "```\n```json"})]),
         ("deepseek_v3", V3 + "null\n```" + END, "", [("f", {})]),
         ("deepseek_v3", V3 + '"{\\"a\\": 1}"\n```' + END, "", [F]),
         ("deepseek_v3", V3 + "no\n```" + END + "so", V3 + "no\n```" + END + "so", []),
         ("deepseek_v31", V31 + '{"a": 1}' + V31 + '{"a": 1}<｜tool▁calls▁end｜>', "", [F, F]),
         ("deepseek_v31", V31 + END, "", [("f", {})]),
         ("deepseek_v31", V31, V31.removeprefix("<｜tool▁calls▁begin｜>"), []),
-        (
-            "kimi_k2",
-            "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
-            "",
-            [("f", {})],
-        ),
+        ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
+         [("f", {})]),
     ],
-)
+)  # fmt: skip
 def test_damaged_calls_of_other_forms(form: str, text: str, content: str, calls: Any) -> None:
     assert found(form, text) == found(form, text, None, list(text)) == (content, calls)
 
@@ -306,34 +275,15 @@ SCHEMA = {
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [
-        *((name, "12345", "12345") for name in ("s", "optional", "nullable", "ref", "all")),
-        ("s", "null", "null"),
-        ("all", "None", "None"),
-        ("optional", "true", "true"),
-        ("optional", "None", None),
-        ("nullable", "null", None),
-        ("object", '{"a": 1}', {"a": 1}),
-        ("object", "{'a': None}", {"a": None}),
-        ("enum", "1", "1"),
-        ("mixed", "1", 1),
-        ("mixed", "True", True),
-        ("const", "5", "5"),
-        ("maybe", "None", None),
-        ("maybe", "7", 7),
-        ("flag", "True", True),
-        ("flag", "False", False),
-        ("flag", "true", True),
-        ("n", "NaN", "NaN"),
-        ("n", "1e400", "1e400"),
-        ("n", "1.5", 1.5),
-        ("paths", '["a"]', ["a"]),
-        ("paths", "[a", "[a"),
-        ("odd", "1", 1),
-        ("none", "x", "x"),
-        ("loop", "x", "x"),
-    ],
-)
+    [*((name, "12345", "12345") for name in ("s", "optional", "nullable", "ref", "all")),
+     ("s", "null", "null"), ("all", "None", "None"), ("optional", "true", "true"),
+     ("optional", "None", None), ("nullable", "null", None), ("object", '{"a": 1}', {"a": 1}),
+     ("object", "{'a': None}", {"a": None}), ("enum", "1", "1"), ("mixed", "1", 1),
+     ("mixed", "True", True), ("const", "5", "5"), ("maybe", "None", None), ("maybe", "7", 7),
+     ("flag", "True", True), ("flag", "False", False), ("flag", "true", True), ("n", "NaN", "NaN"),
+     ("n", "1e400", "1e400"), ("n", "1.5", 1.5), ("paths", '["a"]', ["a"]), ("paths", "[a", "[a"),
+     ("odd", "1", 1), ("none", "x", "x"), ("loop", "x", "x")],
+)  # fmt: skip
 @pytest.mark.parametrize("form", ["glm45", "qwen3_coder", "minimax_m2"])
 def test_tagged_arguments_have_the_types_of_their_schema(
     form: str, name: str, text: str, value: Any
@@ -356,47 +306,24 @@ def function(name: str, **arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (
-            qwen(function("f", n="1"), function("g", flag="True")),
-            "",
-            [("f", {"n": 1}), ("g", {"flag": True})],
-        ),
-        (
-            qwen(function("f", s="re.sub('<parameter=n>x</parameter>', y)")),
-            "",
-            [("f", {"s": "re.sub('<parameter=n>x</parameter>', y)"})],
-        ),
-        (
-            qwen(function("f", s="</tool_call></function> <tool_call>")),
-            "",
-            [("f", {"s": "</tool_call></function> <tool_call>"})],
-        ),
-        (
-            OPEN
-            + "<function=f>\n<parameter=s>\nabc\n<parameter=n>\n5\n</parameter>\n</function>"
-            + CLOSE,
-            "",
-            [("f", {"s": "abc", "n": 5})],
-        ),
-        (
-            OPEN + "<function=f>\n<parameter=s>\nabc\n</function>" + CLOSE + qwen(function("g")),
-            "",
-            [("f", {"s": "abc"}), ("g", {})],
-        ),
+        (qwen(function("f", n="1"), function("g", flag="True")), "",
+         [("f", {"n": 1}), ("g", {"flag": True})]),
+        (qwen(function("f", s="re.sub('<parameter=n>x</parameter>', y)")), "",
+         [("f", {"s": "re.sub('<parameter=n>x</parameter>', y)"})]),
+        (qwen(function("f", s="</tool_call></function> <tool_call>")), "",
+         [("f", {"s": "</tool_call></function> <tool_call>"})]),
+        (OPEN + "<function=f>\n<parameter=s>\nabc\n<parameter=n>\n5\n</parameter>\n</function>"
+         + CLOSE, "", [("f", {"s": "abc", "n": 5})]),
+        (OPEN + "<function=f>\n<parameter=s>\nabc\n</function>" + CLOSE + qwen(function("g")), "",
+         [("f", {"s": "abc"}), ("g", {})]),
         (function("f", n="5") + " so", "so", [("f", {"n": 5})]),
         (function("f", n="5") + CLOSE, "", [("f", {"n": 5})]),
-        (
-            qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu",
-            OPEN.rstrip() + "\n<function=g>\n<parameter=s>\ncu",
-            [("f", {})],
-        ),
-        (
-            "Write <function=name> and <tool_call>, so.",
-            "Write <function=name> and <tool_call>, so.",
-            [],
-        ),
+        (qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu",
+         OPEN.rstrip() + "\n<function=g>\n<parameter=s>\ncu", [("f", {})]),
+        ("Write <function=name> and <tool_call>, so.", "Write <function=name> and <tool_call>, so.",
+         []),
     ],
-)
+)  # fmt: skip
 def test_what_models_write_as_tagged_calls(text: str, content: str, calls: Any) -> None:
     tools = {"f": SCHEMA, "g": SCHEMA}
     whole = found("qwen3_coder", text, tools)

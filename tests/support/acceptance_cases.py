@@ -5,8 +5,10 @@ Tokens are letters. docs/acceptance.md states the rules.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from mtpbuild.plugins.control_tensors import Controls
 from tests.support.kernels import asked_of
@@ -93,12 +95,7 @@ RELAXED = {
         [BEGIN], [[0.4, 0.1, 0.1, 0.1, 0.3, 0.0], SURE], [A], 3, 0.2, thinking=False
     ),
     "</think> and <think> in one step": Case(
-        [END, BEGIN, B],
-        [ENDING, BEGINNING, CLOSE, SURE],
-        [END, BEGIN, B, A],
-        3,
-        0.1,
-        after=True,
+        [END, BEGIN, B], [ENDING, BEGINNING, CLOSE, SURE], [END, BEGIN, B, A], 3, 0.1, after=True
     ),
     "outside the phase it is strict": Case([B], [CLOSE, SURE], [A], 3, 1.0, thinking=False),
     "outside the phase ties are strict": Case([B], [TIE, SURE], [A], 3, 1.0, thinking=False),
@@ -109,54 +106,51 @@ RELAXED = {
     "the phase ends with the bonus": Case([A], [SURE, ENDING], [A, END], 1, after=False),
     "a rejected </think> leaves the phase": Case([END], [SURE, SURE], [A], 1, after=True),
     "an inactive slot keeps its phase": Case([A], [ENDING, SURE], [], 1, active=False, after=True),
-}
+}  # fmt: skip
 
 HALF = (0.5, 0.5, 0.5)
 
+sampled = partial(Case, temperature=1, rejection=True)
+blockwise = partial(sampled, block=True)
+
 REJECTION = {
-    "accepted below the ratio": Case(
-        [B], [CLOSE, CLOSE], [B, B], temperature=1, rejection=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.49, 0.9), (0, 0, 0.5)],
+    "accepted below the ratio": sampled(
+        [B], [CLOSE, CLOSE], [B, B], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]],
+        uniforms=[(0.9, 0.49, 0.9), (0, 0, 0.5)],
     ),
-    "rejected above the ratio": Case(
-        [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.51, 0.2), HALF],
+    "rejected above the ratio": sampled(
+        [B], [CLOSE, CLOSE], [A], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]],
+        uniforms=[(0.9, 0.51, 0.2), HALF],
     ),
-    "the residual has no mass where q is more": Case(
-        [B], [CLOSE, CLOSE], [D], temperature=1, rejection=True,
-        draft_probs=[[0.4, 0.4, 0.2, 0, 0, 0]], uniforms=[(0, 0.99, 0.5), HALF],
+    "the residual has no mass where q is more": sampled(
+        [B], [CLOSE, CLOSE], [D], draft_probs=[[0.4, 0.4, 0.2, 0, 0, 0]],
+        uniforms=[(0, 0.99, 0.5), HALF],
     ),
-    "p = 0 is never accepted, whatever the number": Case(
-        [BEGIN], [ENDING, CLOSE], [A], temperature=1, rejection=True,
-        draft_probs=[point(BEGIN)], uniforms=[(0, 0.0, 0.1), HALF],
+    "p = 0 is never accepted, whatever the number": sampled(
+        [BEGIN], [ENDING, CLOSE], [A], draft_probs=[point(BEGIN)], uniforms=[(0, 0.0, 0.1), HALF],
     ),
-    "argmax drafts: accepted with p(d)": Case(
-        [A], [CLOSE, CLOSE], [A, B], temperature=1, rejection=True,
-        draft_probs=[point(A)], uniforms=[(0, 0.39, 0), (0, 0, 0.5)],
+    "argmax drafts: accepted with p(d)": sampled(
+        [A], [CLOSE, CLOSE], [A, B], draft_probs=[point(A)], uniforms=[(0, 0.39, 0), (0, 0, 0.5)],
     ),
-    "argmax drafts: recovered without d": Case(
-        [A], [CLOSE, CLOSE], [B], temperature=1, rejection=True,
-        draft_probs=[point(A)], uniforms=[(0, 0.41, 0.0), HALF],
+    "argmax drafts: recovered without d": sampled(
+        [A], [CLOSE, CLOSE], [B], draft_probs=[point(A)], uniforms=[(0, 0.41, 0.0), HALF],
     ),
-    "p equal to q: recovers from p": Case(
-        [A], [point(A), CLOSE], [A, B], temperature=1, rejection=True,
-        draft_probs=[point(A)], uniforms=[(0, 0.999, 0), (0, 0, 0.5)],
+    "p equal to q: recovers from p": sampled(
+        [A], [point(A), CLOSE], [A, B], draft_probs=[point(A)],
+        uniforms=[(0, 0.999, 0), (0, 0, 0.5)],
     ),
-    "the bonus comes from p": Case(
-        [A], [point(A), CLOSE], [A, C], temperature=1, rejection=True,
-        draft_probs=[point(A)], uniforms=[(0, 0.5, 0), (0, 0, 0.8)],
+    "the bonus comes from p": sampled(
+        [A], [point(A), CLOSE], [A, C], draft_probs=[point(A)], uniforms=[(0, 0.5, 0), (0, 0, 0.8)],
     ),
-    "num_drafts 0: from p, not from a residual": Case(
-        [A], [CLOSE, CLOSE], [A], temperature=1, rejection=True, num_drafts=0,
-        draft_probs=[point(A)], uniforms=[(0, 0, 0.3), HALF],
+    "num_drafts 0: from p, not from a residual": sampled(
+        [A], [CLOSE, CLOSE], [A], num_drafts=0, draft_probs=[point(A)],
+        uniforms=[(0, 0, 0.3), HALF],
     ),
-    "greedy requests are strict": Case(
-        [B], [CLOSE, CLOSE], [A], temperature=0, rejection=True,
-        draft_probs=[point(B)], uniforms=[(0, 0, 0), HALF],
+    "greedy requests are strict": sampled(
+        [B], [CLOSE, CLOSE], [A], temperature=0, draft_probs=[point(B)], uniforms=[(0, 0, 0), HALF],
     ),
-    "-1 is rejected": Case(
-        [-1], [CLOSE, CLOSE], [A], temperature=1, rejection=True,
-        draft_probs=[[0.0] * V], uniforms=[(0, 0.0, 0.1), HALF],
+    "-1 is rejected": sampled(
+        [-1], [CLOSE, CLOSE], [A], draft_probs=[[0.0] * V], uniforms=[(0, 0.0, 0.1), HALF],
     ),
 }  # fmt: skip
 
@@ -179,58 +173,54 @@ SAMPLED = {
     "relaxed does not apply to sampled text": Case(
         [A], [CLOSE, CLOSE], [B], 3, 1.0, temperature=1, uniforms=[(0.5, 0, 0), (0.1, 0, 0)]
     ),
-}
+}  # fmt: skip
 
 BLOCK = {
     # Drafts B, C: p/q = 0.5, then 3 (c = 0.5, 1): both are kept, whatever number is drawn.
-    "a late surplus makes up for an early deficit": Case(
+    "a late surplus makes up for an early deficit": blockwise(
         [B, C], [CLOSE, [0.1, 0.3, 0.6, 0, 0, 0], SURE], [B, C, A],
-        temperature=1, rejection=True, block=True,
         draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0], [0.5, 0.3, 0.2, 0, 0, 0]],
         uniforms=[(0, 0.99, 0), (0, 0.99, 0), (0, 0, 0.5)],
     ),
-    "of one draft it is the plain rule": Case(
-        [B], [CLOSE, CLOSE], [B, B], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.49, 0.9), (0, 0, 0.5)],
+    "of one draft it is the plain rule": blockwise(
+        [B], [CLOSE, CLOSE], [B, B], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]],
+        uniforms=[(0.9, 0.49, 0.9), (0, 0, 0.5)],
     ),
-    "of one draft, above the ratio": Case(
-        [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.51, 0.2), HALF],
+    "of one draft, above the ratio": blockwise(
+        [B], [CLOSE, CLOSE], [A], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]],
+        uniforms=[(0.9, 0.51, 0.2), HALF],
     ),
     # c = 0.5, 0.25; h_2 = 0.25; after one draft S = 0.05, h_1 = 0.05 / 0.55; P(>= 1) = 0.318.
-    "the number falls on two": Case(
-        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.24, 0), HALF, (0, 0, 0.5)],
+    "the number falls on two": blockwise(
+        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+        uniforms=[(0, 0.24, 0), HALF, (0, 0, 0.5)],
     ),
-    "the number falls on one": Case(
-        [B, B], [CLOSE, CLOSE, SURE], [B, D], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.30, 0), (0, 0, 0.5), HALF],
+    "the number falls on one": blockwise(
+        [B, B], [CLOSE, CLOSE, SURE], [B, D], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+        uniforms=[(0, 0.30, 0), (0, 0, 0.5), HALF],
     ),
-    "the number falls on none": Case(
-        [B, B], [CLOSE, CLOSE, SURE], [A], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.45, 0.2), HALF, HALF],
+    "the number falls on none": blockwise(
+        [B, B], [CLOSE, CLOSE, SURE], [A], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+        uniforms=[(0, 0.45, 0.2), HALF, HALF],
     ),
-    "only the first number counts": Case(
-        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+    "only the first number counts": blockwise(
+        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
         uniforms=[(0, 0.24, 0), (0, 0.99, 0.5), (0, 0.99, 0.5)],
     ),
-    "num_drafts 1 of 2": Case(
-        [B, B], [CLOSE, SURE, SURE], [B, A], temperature=1, rejection=True, block=True,
-        num_drafts=1, draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
-        uniforms=[(0, 0.49, 0), (0, 0, 0.5), HALF],
+    "num_drafts 1 of 2": blockwise(
+        [B, B], [CLOSE, SURE, SURE], [B, A], num_drafts=1,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.49, 0), (0, 0, 0.5), HALF],
     ),
-    "num_drafts 0": Case(
-        [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True, block=True, num_drafts=0,
-        draft_probs=[point(B)], uniforms=[(0, 0, 0.3), HALF],
+    "num_drafts 0": blockwise(
+        [B], [CLOSE, CLOSE], [A], num_drafts=0, draft_probs=[point(B)],
+        uniforms=[(0, 0, 0.3), HALF],
     ),
-    "-1 is rejected": Case(
-        [-1, A], [CLOSE, CLOSE, SURE], [A], temperature=1, rejection=True, block=True,
-        draft_probs=[[0.0] * V] * 2, uniforms=[(0, 0.0, 0.1), HALF, HALF],
+    "-1 is rejected": blockwise(
+        [-1, A], [CLOSE, CLOSE, SURE], [A], draft_probs=[[0.0] * V] * 2,
+        uniforms=[(0, 0.0, 0.1), HALF, HALF],
     ),
-    "greedy requests are strict": Case(
-        [B], [CLOSE, CLOSE], [A], temperature=0, rejection=True, block=True,
-        draft_probs=[point(B)], uniforms=[(0, 0, 0), HALF],
+    "greedy requests are strict": blockwise(
+        [B], [CLOSE, CLOSE], [A], temperature=0, draft_probs=[point(B)], uniforms=[(0, 0, 0), HALF],
     ),
 }  # fmt: skip
 
@@ -278,16 +268,7 @@ BANNED = {
     ),
 }  # fmt: skip
 
-Operands = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    Controls,
-]
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Controls]
 
 
 def operands(case: Case) -> Operands:
@@ -313,12 +294,7 @@ def operands(case: Case) -> Operands:
     )
     probs = torch.tensor(case.draft_probs) if case.draft_probs else torch.zeros(K, V)
     return (
-        torch.tensor(case.rows).log()[None],
-        torch.tensor([[A, *case.drafts]]),
-        torch.tensor([drafts]),
-        torch.tensor([7]),
-        torch.tensor([case.active]),
-        torch.tensor([case.thinking]),
-        probs.reshape(1, K, V),
-        asked,
-    )
+        torch.tensor(case.rows).log()[None], torch.tensor([[A, *case.drafts]]),
+        torch.tensor([drafts]), torch.tensor([7]), torch.tensor([case.active]),
+        torch.tensor([case.thinking]), probs.reshape(1, K, V), asked,
+    )  # fmt: skip

@@ -6,10 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.figures import (
-    NextnRow,
-    make_rows,
-)
+from mtpbuild.builder.bench.figures import NextnRow, make_rows
 from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.measure.host import describe_machine
@@ -18,7 +15,7 @@ from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, SpeculativeDecoding
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support import fakes
 
 
 def small_tokens(history: Sequence[int]) -> int:
@@ -61,8 +58,7 @@ def by_hand() -> dict[Nextn, Measurements]:
 
 
 def fake_engine(nextn: int, **build: Any) -> Engine:
-    manifest = fake_manifest(nextn=nextn, max_seq_len=1024, **build)
-    return Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    return fakes.fake_engine(nextn=nextn, max_seq_len=1024, **build)[0]
 
 
 def contender(nextn: int, **build: Any) -> Contender:

@@ -9,116 +9,77 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.models.common.plain import PlainMTPModule
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.plain import PlainLM, PlainMTPModule
 from mtpbuild.builder.models.common.weight import WHOLE, Share, Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 
 BASE: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 3,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "rope_theta": 10000,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 61,
+    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 10000,
     "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32,
+        "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
-}
+}  # fmt: skip
 # A shape is named after its purpose; oracles O1 to O3 run on all shapes.
 SHAPES: dict[str, dict[str, Any]] = {
     "yarn-three-modules": {},
     "no-q-lora-one-module": {
-        "q_lora_rank": None,
-        "n_routed_experts": 24,  # experts are gathered, not computed densely
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 1,
-        "rope_theta": None,
-        "rope_scaling": None,
+        "q_lora_rank": None, "n_routed_experts": 24,  # experts are gathered, not computed densely
+        "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1,
+        "num_nextn_predict_layers": 1, "rope_theta": None, "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
     "ragged-no-interleave": {
-        "hidden_size": 40,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 14,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 14,
-        "n_routed_experts": 6,
-        "n_group": 2,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 2,
+        "hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 20,
+        "q_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14,
+        "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "num_nextn_predict_layers": 2,
         "rope_interleave": False,
         "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
         },
     },
     "all-dense-no-modules": {"first_k_dense_replace": 3, "num_nextn_predict_layers": 0},
-}
+}  # fmt: skip
 
 
 def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
-    """Makes a plain model with random weights that spread the logits: near-ties are rare."""
-    config = {k: v for k, v in (BASE | overrides).items() if v is not None}
-    if overrides.get("q_lora_rank", 1) is None:
-        config["q_lora_rank"] = None
+    """Makes a plain model with random weights (`randomise`)."""
     torch.manual_seed(seed)
-    model = PlainDeepseek(parse_config(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.35)
-            else:
-                parameter.uniform_(0.5, 1.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.3, 0.3)
+    model = PlainDeepseek(parse_config(without_nulls(BASE | overrides))).eval()
+    randomise(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3)
     return model
+
+
+def without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the keys whose value is None, but for `q_lora_rank`, where None has a meaning."""
+    return {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draws random weights that spread the logits, so that near-ties are rare."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.35)
+        else:
+            parameter.uniform_(0.5, 1.5)
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> PlainDeepseek:
@@ -143,9 +104,12 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
 
 
 def save_checkpoint(folder: Path, model: PlainDeepseek, **overrides: Any) -> Path:
-    """Writes config.json and model.safetensors as DeepSeek's repositories have them."""
+    return write_checkpoint(folder, without_nulls(BASE | overrides), model)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
+    """Writes config.json and model.safetensors as repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {k: v for k, v in (BASE | overrides).items() if v is not None or k == "q_lora_rank"}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -165,24 +129,22 @@ def load_config(folder: Path) -> DeepseekV3Config:
 
 def load_reference(folder: Path) -> PlainDeepseek:
     """Loads the plain model with a checkpoint's weights in fp32."""
-    from safetensors.torch import load_file
-
     model = PlainDeepseek(load_config(folder)).eval()
-    weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    weights = {k: v.float() for k, v in load_file(folder / SINGLE).items()}
     model.load_state_dict(weights)
     return model
 
 
-def lower(reference: PlainDeepseek, share: Share = WHOLE) -> DeepseekV3:
+def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
     """Makes the program's model with the plain model's weights, through the table of weights."""
-    tensors = reference.state_dict()
-    model = DeepseekV3(reference.config, share.ranks)
+    tensors, family = reference.state_dict(), models.family_of(reference.config)
+    model = family.make_model(reference.config, share.ranks)
     weights = {
         name: torch.tensor([share.rank])
         for name, _ in model.named_parameters()
         if name.rpartition(".")[2] == "rank"
     }
-    for weight in weight_table(reference.config, share):
+    for weight in family.weight_table(reference.config, share):
         cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
         weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)
@@ -203,10 +165,8 @@ def write_tokenizer(path: Path, size: int = 1) -> None:
 
 
 SMALLEST: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
+    "num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 
 
@@ -225,14 +185,9 @@ def shard(folder: Path, count: int = 3) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-QUANTIZABLE: dict[str, Any] = {  # all sizes split into blocks of 32
-    "hidden_size": 160,
-    "intermediate_size": 192,
-    "moe_intermediate_size": 64,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_hidden_layers": 2,
+# All sizes split into blocks of 32
+QUANTIZABLE: dict[str, Any] = {
+    "hidden_size": 160, "intermediate_size": 192, "moe_intermediate_size": 64, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
-}
+}  # fmt: skip

@@ -42,15 +42,10 @@ def operands(
         new[b, :, int(first[b]) + tokens :] = garbage
     angles = torch.rand(slots, tokens, half) * (levels is None)
     return {
-        "q": draw(slots, tokens, heads * size),
-        "weights": draw(slots, tokens, heads),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "cache": cache,
-        "fresh": new,
-        "base": base,
+        "q": draw(slots, tokens, heads * size), "weights": draw(slots, tokens, heads),
+        "cos": angles.cos(), "sin": angles.sin(), "cache": cache, "fresh": new, "base": base,
         "first": first,
-    }
+    }  # fmt: skip
 
 
 def choose_plainly(given: dict[str, Any], count: int, interleaved: bool) -> Tensor:

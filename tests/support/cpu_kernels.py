@@ -1,6 +1,5 @@
 """What tests of the CPU's kernels share: the library, random weights, and attention by token."""
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,9 @@ from mtpbuild.runtime.cpu_library import find_library
 from tests.support import exact
 from tests.support.cpu_host import record
 from tests.support.isas import isas
+from tests.support.scripts import ROOT, load_script
 
-SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
+SOURCE = ROOT / "plugins/cpu/source"
 HOST = Path(__file__).with_name("cpu_host.cpp")
 SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
 LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
@@ -116,12 +116,7 @@ def attended(given: Mapping[str, NDArray[Any]], scale: float, latent: int) -> ND
 
 def load_backend() -> ModuleType:
     """Import the build backend, which compiles the library."""
-    file = SOURCE.parents[2] / "tools/compile_kernels.py"
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
+    return load_script(ROOT / "tools/compile_kernels.py")
 
 
 def compiled(

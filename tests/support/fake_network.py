@@ -31,13 +31,10 @@ class DataType(Enum):
 
 
 TORCH = {
-    DataType.FLOAT: torch.float32,
-    DataType.BF16: torch.bfloat16,
-    DataType.INT32: torch.int32,
-    DataType.INT64: torch.int64,
-    DataType.BOOL: torch.bool,
+    DataType.FLOAT: torch.float32, DataType.BF16: torch.bfloat16, DataType.INT32: torch.int32,
+    DataType.INT64: torch.int64, DataType.BOOL: torch.bool,
     DataType.INT8: torch.uint8,  # our kernels read bytes
-}
+}  # fmt: skip
 TYPES = {dtype: name for name, dtype in TORCH.items()}
 BITS = {DataType.FP8: 8, DataType.FP4: 4}  # types in which PyTorch does not compute
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, DataType)
@@ -311,12 +308,12 @@ class Compiled:
 
 def compiled(network: Network, strip: bool) -> Compiled:
     """Compiles a network; raises ValueError where TensorRT would refuse it."""
-    as_text = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
+    producers = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
     calls, collectives = list[Any](), list[str]()
     constants, stripped = dict[int, Tensor](), dict[str, Any]()
     aliases = dict[str, str]()
     for output in network.outputs:
-        layer = as_text.get(id(output))
+        layer = producers.get(id(output))
         if layer is not None and layer.type is LayerType.KV_CACHE_UPDATE:
             aliases[output.name] = layer.args[0].name
     for layer in network.layers:
@@ -409,13 +406,10 @@ def _sum_over(x: Tensor, axes: int) -> Tensor:
 
 
 OWN: dict[str, Callable[..., Any]] = {
-    "cast": lambda x, dtype: x.to(TORCH[dtype]),
-    "cumulative": lambda x, axis: x.cumsum(int(axis)),
-    "gather": lambda x, ids, axis: x.gather(axis, ids),
-    "reduce": _sum_over,
-    "dequantize": _dequantize,
-    "kv_update": _update,
-}
+    "cast": lambda x, dtype: x.to(TORCH[dtype]), "cumulative": lambda x, axis: x.cumsum(int(axis)),
+    "gather": lambda x, ids, axis: x.gather(axis, ids), "reduce": _sum_over,
+    "dequantize": _dequantize, "kv_update": _update,
+}  # fmt: skip
 NUMBERS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)

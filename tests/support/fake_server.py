@@ -11,7 +11,7 @@ from pathlib import Path
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, serve
-from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import fake_engine
 
 LOADING, STEP, DRAIN = map(float, sys.argv[1:4])
 QUIET = sys.argv[4:] == ["quiet"]
@@ -21,8 +21,7 @@ def load() -> Engine:
     if LOADING:
         print("loading", file=sys.stderr, flush=True)
     time.sleep(LOADING)
-    manifest = fake_manifest(max_seq_len=5000)
-    return Engine(FakePrograms(manifest, step_s=STEP), manifest, fake_tokenizer())
+    return fake_engine(max_seq_len=5000, step_s=STEP)[0]
 
 
 if __name__ == "__main__":

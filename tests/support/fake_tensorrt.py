@@ -22,6 +22,7 @@ import onnxruntime as ort
 from tests.support.fake_cuda import STREAM, FakeCuda
 
 SCRATCH = 4096  # bytes that a program needs, plus one per output
+Arrays = dict[str, np.ndarray[Any, Any]]
 DTYPES = {"tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(float)": np.float32}
 
 
@@ -32,7 +33,7 @@ class ILogger:
 
 
 class BuilderFlag(IntEnum):
-    TF32 = 7
+    TF32, STRIP_PLAN, REFIT_IDENTICAL = 7, 12, 16
 
 
 class Flag(IntEnum):
@@ -45,39 +46,6 @@ class ComputeCapability(IntEnum):
 
 class Strategy(IntEnum):
     STATIC, ON_PROFILE_CHANGE, USER_MANAGED = 0, 1, 2
-
-
-class FakeTensorRt:
-    """Stands in for the module: contexts run on `gpu`; `flags` are those of the last build."""
-
-    ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
-    NetworkDefinitionCreationFlag = Flag
-    ExecutionContextAllocationStrategy = Strategy
-    bfloat16 = "BF16"
-
-    def __init__(self, gpu: FakeCuda | None = None, version: str = "1.7.1.116") -> None:
-        self.gpu, self.__version__ = gpu or FakeCuda(), version
-        self.flags: set[BuilderFlag] = set()
-        self.contexts: list[Context] = []
-        self.refit_fails = ""  # and log these words
-
-    def Builder(self, logger: Any) -> "Builder":  # noqa: N802  # TensorRT's names
-        return Builder(self, logger)
-
-    def OnnxParser(self, network: "Network", logger: Any) -> "Parser":  # noqa: N802
-        return Parser(network)
-
-    def Runtime(self, logger: Any) -> "Runtime":  # noqa: N802
-        return Runtime(self, logger)
-
-    def Refitter(self, engine: "Engine", logger: Any) -> "Refitter":  # noqa: N802
-        return Refitter(engine, logger, self.refit_fails)
-
-    def Weights(self, dtype: str, address: int, size: int) -> "Weights":  # noqa: N802
-        return Weights(dtype, address, size)
-
-    def nptype(self, dtype: type) -> type:
-        return dtype
 
 
 @dataclass
@@ -141,6 +109,9 @@ class Config:
         self.capabilities: dict[int, ComputeCapability] = {}
         self.flags, self.profiles = {BuilderFlag.TF32}, list[Profile]()
 
+    def set_flag(self, flag: BuilderFlag) -> None:
+        self.flags.add(flag)
+
     def clear_flag(self, flag: BuilderFlag) -> None:
         self.flags.discard(flag)
 
@@ -153,42 +124,51 @@ class Config:
 
 
 class Builder:
-    def __init__(self, trt: FakeTensorRt, logger: Any) -> None:
+    network: Any = Network
+    config: Any = Config
+
+    def __init__(self, trt: Any, logger: Any) -> None:
         self.trt, self.logger = trt, logger
 
-    def create_network(self, flags: int) -> Network:
+    def create_network(self, flags: int) -> Any:
         assert flags == 1 << Flag.STRONGLY_TYPED
-        return Network()
+        return self.network()
 
-    def create_builder_config(self) -> Config:
-        return Config()
+    def create_builder_config(self) -> Any:
+        return self.config()
 
     def create_optimization_profile(self) -> Profile:
         return Profile()
 
-    def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
+    def build_serialized_network(self, network: Any, config: Any) -> bytes | None:
+        inputs = map(network.get_input, range(network.num_inputs))
+        shapes = config.profiles[0].shapes if config.profiles else {}
+        try:
+            if set(shapes) != {tensor.name for tensor in inputs if -1 in tensor.shape}:
+                raise ValueError("a varying size has no profile")
+            stored = self._compile(network, config)
+        except ValueError as error:
+            self.logger.log(ILogger.ERROR, str(error))
+            return None
+        header = json.dumps({"profile": shapes, "version": self.trt.__version__})
+        return header.encode() + b"\n" + stored
+
+    def _compile(self, network: Any, config: Any) -> bytes:
+        """Compiles a network; raises ValueError where TensorRT would refuse it."""
         graph = network.model.graph
         assert len(config.capabilities) == config.num_compute_capabilities > 0
         self.trt.flags = config.flags
-        varying = {
-            i.name for i in map(network.get_input, range(network.num_inputs)) if -1 in i.shape
-        }
-        shapes = config.profiles[0].shapes if config.profiles else {}
-        problem = None if set(shapes) == varying else "a varying size has no profile"
         inputs, outputs = ({v.name: v for v in side} for side in (graph.input, graph.output))
         for node in graph.node:
             if node.op_type == "TensorScatter":
                 if node.input[0] not in inputs or node.output[0] not in outputs:
-                    problem = "the cache of a KVCacheUpdate is a network input and output"
-                elif not _has_four_fixed_sizes(inputs[node.input[0]]):
-                    problem = "a KVCacheUpdate wants a cache of 4 fixed dimensions"
+                    raise ValueError("the cache of a KVCacheUpdate is a network input and output")
+                if not _has_four_fixed_sizes(inputs[node.input[0]]):
+                    raise ValueError("a KVCacheUpdate wants a cache of 4 fixed dimensions")
             if node.op_type == "TopK" and _sorts_more(graph, node, 3840):
-                problem = "TopK takes at most 3840"
-        if problem:
-            self.logger.log(ILogger.ERROR, problem)
-            return None
-        header = json.dumps({"profile": shapes, "version": self.trt.__version__})
-        return header.encode() + b"\n" + network.model.SerializeToString()
+                raise ValueError("TopK takes at most 3840")
+        compiled: bytes = network.model.SerializeToString()
+        return compiled
 
 
 def _has_four_fixed_sizes(value: Any) -> bool:
@@ -202,36 +182,37 @@ def _sorts_more(graph: Any, node: Any, most: int) -> bool:
     return count is not None and int(onnx.numpy_helper.to_array(count).item()) > most
 
 
-class Runtime:
-    def __init__(self, trt: FakeTensorRt, logger: Any) -> None:
-        self.trt, self.logger = trt, logger
-
-    def deserialize_cuda_engine(self, data: bytes) -> "Engine | None":
-        try:
-            header, _, graph = data.partition(b"\n")
-            return Engine(self.trt, json.loads(header), graph)
-        except ValueError:
-            self.logger.log(ILogger.ERROR, "Magic tag does not match")
-            return None
-
-
 class Engine:
-    def __init__(self, trt: FakeTensorRt, header: dict[str, Any], graph: bytes) -> None:
-        self.trt, self.profile, self.graph = trt, header["profile"], graph
-        self.stripped: dict[str, list[int]] = header.get("stripped", {})
+    """Is one program; `inputs` and `outputs` have the types and shapes of its tensors."""
+
+    inputs: dict[str, tuple[Any, tuple[int, ...]]]
+    outputs: dict[str, tuple[Any, tuple[int, ...]]]
+
+    def __init__(self, trt: Any, header: dict[str, Any], stored: bytes) -> None:
+        self.trt, self.profile, self.aliases = trt, header["profile"], dict[str, str]()
+        self.stripped: dict[str, Any] = header.get("stripped", {})
+        self.graph = stored
         if not self.stripped:
-            self._open(graph)
+            self._open(stored)
 
     def _open(self, graph: bytes) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        self.inputs = {v.name: v for v in self.session.get_inputs()}
-        self.outputs = {v.name: v for v in self.session.get_outputs()}
-        self.tensors = self.inputs | self.outputs
+        self.inputs, self.outputs = (
+            {v.name: (DTYPES[v.type], _sizes(v.shape)) for v in side}
+            for side in (self.session.get_inputs(), self.session.get_outputs())
+        )
         nodes = onnx.load_from_string(graph).graph.node
         self.aliases = {n.output[0]: n.input[0] for n in nodes if n.op_type == "TensorScatter"}
-        self.device_memory_size_v2 = SCRATCH + len(self.outputs)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        return self.inputs | self.outputs
+
+    @property
+    def device_memory_size_v2(self) -> int:
+        return SCRATCH + len(self.outputs)
 
     @property
     def num_io_tensors(self) -> int:
@@ -241,15 +222,15 @@ class Engine:
         return list(self.tensors)[index]
 
     def get_tensor_dtype(self, name: str) -> Any:
-        return DTYPES[self.tensors[name].type]
+        return self.tensors[name][0]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(d if isinstance(d, int) else -1 for d in self.tensors[name].shape)
+        return self.tensors[name][1]
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self.aliases.get(name)
 
-    def run(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def run(self, feed: Arrays) -> list[np.ndarray[Any, Any]]:
         """Runs the program; returns the outputs in their order."""
         results: list[np.ndarray[Any, Any]] = self.session.run(None, feed)
         return results
@@ -260,11 +241,30 @@ class Engine:
 
     def create_execution_context(self, strategy: Strategy) -> "Context":
         assert strategy is Strategy.USER_MANAGED
-        self.trt.contexts.append(Context(self))
-        return self.trt.contexts[-1]
+        context: Context = self.trt.context(self)
+        self.trt.contexts.append(context)
+        return context
 
 
-def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def _sizes(shape: list[int | str]) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else -1 for size in shape)
+
+
+class Runtime:
+    def __init__(self, trt: Any, logger: Any) -> None:
+        self.trt, self.logger = trt, logger
+
+    def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
+        try:
+            header, _, stored = data.partition(b"\n")
+            engine: Engine = self.trt.engine(self.trt, json.loads(header), stored)
+        except ValueError:
+            self.logger.log(ILogger.ERROR, "Magic tag does not match")
+            return None
+        return engine
+
+
+def without_weights(data: bytes) -> tuple[bytes, Arrays]:
     """Splits an engine into the remains after `--strip-weights` and the floats that it removes."""
     header, _, graph = data.partition(b"\n")
     model = onnx.load_from_string(graph)
@@ -278,9 +278,8 @@ def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]
 
 
 class Refitter:
-    def __init__(self, engine: Engine, logger: Any, fails: str) -> None:
-        self.engine, self.logger, self.fails = engine, logger, fails
-        self.given: dict[str, np.ndarray[Any, Any]] = {}
+    def __init__(self, engine: Any, logger: Any) -> None:
+        self.engine, self.logger, self.given = engine, logger, dict[str, Any]()
 
     def get_all_weights(self) -> list[str]:
         return list(self.engine.stripped)
@@ -288,13 +287,14 @@ class Refitter:
     def get_weights_prototype(self, name: str) -> Any:
         return SimpleNamespace(size=math.prod(self.engine.stripped[name]))
 
-    def set_named_weights(self, name: str, weights: np.ndarray[Any, Any]) -> bool:
+    def set_named_weights(self, name: str, weights: Any) -> bool:
         self.given[name] = weights
-        return weights.size == math.prod(self.engine.stripped[name])
+        fits: bool = weights.size == math.prod(self.engine.stripped[name])
+        return fits
 
     def refit_cuda_engine(self) -> bool:
-        if self.fails:
-            self.logger.log(ILogger.ERROR, self.fails)
+        if fails := self.engine.trt.refit_fails:
+            self.logger.log(ILogger.ERROR, fails)
             return False
         model = onnx.load_from_string(self.engine.graph)
         for name, dims in self.engine.stripped.items():
@@ -349,7 +349,7 @@ class Context:
         for name, result in zip(self.engine.outputs, results, strict=True):
             self._array(name, places[name], result.shape)[...] = result
 
-    def results(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def results(self, feed: Arrays) -> list[np.ndarray[Any, Any]]:
         found: list[np.ndarray[Any, Any]] = self.engine.run(feed)
         return found
 
@@ -359,3 +359,36 @@ class Context:
         assert self.gpu.on_device(address, size), f"{name} has memory of its size"
         raw: Any = (ctypes.c_byte * size).from_address(address)
         return np.frombuffer(raw, dtype).reshape(shape)
+
+
+class FakeTensorRt:
+    """Stands in for the module: contexts run on `gpu`; `flags` are those of the last build."""
+
+    ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
+    NetworkDefinitionCreationFlag = Flag
+    ExecutionContextAllocationStrategy = Strategy
+    Weights: Any = Weights
+    bfloat16: Any = "BF16"
+    builder, engine, context, refitter = Builder, Engine, Context, Refitter  # what it makes
+
+    def __init__(self, gpu: FakeCuda | None = None, version: str = "1.7.1.116") -> None:
+        self.gpu, self.__version__ = gpu or FakeCuda(), version
+        self.flags: set[BuilderFlag] = set()
+        self.contexts: list[Any] = []
+        self.refit_fails = ""  # and log these words
+
+    def Builder(self, logger: Any) -> Builder:  # noqa: N802  # TensorRT's names
+        return self.builder(self, logger)
+
+    def OnnxParser(self, network: Network, logger: Any) -> Parser:  # noqa: N802
+        return Parser(network)
+
+    def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
+        return Runtime(self, logger)
+
+    def Refitter(self, engine: Engine, logger: Any) -> Refitter:  # noqa: N802
+        return self.refitter(engine, logger)
+
+    @staticmethod
+    def nptype(dtype: Any) -> Any:
+        return dtype

@@ -11,12 +11,10 @@ import contextlib
 import ctypes
 import hashlib
 import io
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -45,11 +43,12 @@ from tests.support.fake_network import (
     ITensor,
     LayerType,
     Network,
+    Sum,
     Weights,
     compiled,
     name_of,
 )
-from tests.support.fake_tensorrt import SCRATCH, Context, Flag, Profile, Strategy
+from tests.support.fake_tensorrt import Arrays, BuilderFlag, Context, Flag
 from tests.support.stand_ins import importing
 
 VERSION = "11.0.0.114"
@@ -62,29 +61,12 @@ NUMPY = {
 MISMATCH = "a collective does not match the other ranks'"
 
 
-class BuilderFlag(IntEnum):
-    TF32, STRIP_PLAN, REFIT_IDENTICAL = 7, 12, 16
-
-
 class TimingCache:
     def serialize(self) -> bytes:
         return b"timings"
 
 
-class Config:
-    def __init__(self) -> None:
-        self.profiling_verbosity, self.builder_optimization_level = 0, 3
-        self.flags, self.profiles = {BuilderFlag.TF32}, list[Profile]()
-
-    def set_flag(self, flag: BuilderFlag) -> None:
-        self.flags.add(flag)
-
-    def clear_flag(self, flag: BuilderFlag) -> None:
-        self.flags.discard(flag)
-
-    def add_optimization_profile(self, profile: Profile) -> None:
-        self.profiles.append(profile)
-
+class Config(fake_tensorrt.Config):
     def create_timing_cache(self, data: bytes) -> TimingCache:
         return TimingCache()
 
@@ -95,69 +77,33 @@ class Config:
         return TimingCache()
 
 
-class Builder:
+class Builder(fake_tensorrt.Builder):
     """Compiles a network for this GPU."""
 
-    def __init__(self, trt: "FakeDataCentre", logger: Any) -> None:
-        self.trt, self.logger = trt, logger
+    network, config = Network, Config
 
-    def create_network(self, flags: int) -> Network:
-        assert flags == 1 << Flag.STRONGLY_TYPED
-        return Network()
-
-    def create_builder_config(self) -> Config:
-        return Config()
-
-    def create_optimization_profile(self) -> Profile:
-        return Profile()
-
-    def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
+    def _compile(self, network: Network, config: Config) -> bytes:
         self.trt.networks.append(network)
         assert BuilderFlag.TF32 not in config.flags
-        varying = {tensor.name for tensor in network.inputs if -1 in tensor.shape}
-        shapes = config.profiles[0].shapes if config.profiles else {}
-        assert set(shapes) == varying, "a varying size has no profile"
-        try:
-            done = compiled(network, BuilderFlag.STRIP_PLAN in config.flags)
-        except ValueError as error:
-            self.logger.log(fake_tensorrt.ILogger.ERROR, str(error))
-            return None
-        header = json.dumps({"profile": shapes, "version": self.trt.__version__})
-        return header.encode() + b"\n" + done.to_bytes()
+        return compiled(network, BuilderFlag.STRIP_PLAN in config.flags).to_bytes()
 
 
-class Engine:
+class Engine(fake_tensorrt.Engine):
     """Is a list of PyTorch calls, where TensorRT has kernels."""
 
-    def __init__(self, trt: "FakeDataCentre", header: dict[str, Any], done: Compiled) -> None:
-        self.trt, self.profile, self.done = trt, header["profile"], done
-        self.inputs, self.outputs, self.aliases = done.inputs, done.outputs, done.aliases
-        self.tensors = self.inputs | self.outputs
-        self.device_memory_size_v2 = SCRATCH + len(self.outputs)
-        self.stripped, self.total = done.stripped, None
-
-    @property
-    def num_io_tensors(self) -> int:
-        return len(self.tensors)
-
-    def get_tensor_name(self, index: int) -> str:
-        return list(self.tensors)[index]
-
-    def get_tensor_dtype(self, name: str) -> DataType:
-        return self.tensors[name][1]
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name][2]
-
-    def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self.aliases.get(name)
+    def _open(self, stored: bytes) -> None:
+        self.done: Compiled = torch.load(io.BytesIO(stored), weights_only=False)
+        self.inputs, self.outputs = (
+            {name: (dtype, shape) for name, (_, dtype, shape) in side.items()}
+            for side in (self.done.inputs, self.done.outputs)
+        )
+        self.aliases, self.stripped = self.done.aliases, self.done.stripped
 
     def host_dtype(self, name: str) -> np.dtype[Any]:
-        return _host_dtype(self.get_tensor_dtype(name))
+        dtype = self.get_tensor_dtype(name)
+        return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(self.trt.nptype(dtype))
 
-    def run(
-        self, feed: dict[str, np.ndarray[Any, Any]], total: fake_network.Sum | None
-    ) -> list[np.ndarray[Any, Any]]:
+    def run(self, feed: Arrays, total: Sum | None = None) -> list[np.ndarray[Any, Any]]:
         assert not self.stripped, "its weights were put back"
         given = {
             name: torch.from_numpy(array).view(TORCH[self.get_tensor_dtype(name)])
@@ -166,8 +112,7 @@ class Engine:
         with torch.no_grad():
             results = self.done.run(given, total)
         outputs = []
-        for name, result in zip(self.outputs, results, strict=True):
-            _, dtype, shape = self.outputs[name]
+        for (name, (dtype, shape)), result in zip(self.outputs.items(), results, strict=True):
             assert result.dtype == TORCH[dtype], f"{name} is {result.dtype}"
             assert len(result.shape) == len(shape)
             assert all(n in (-1, m) for n, m in zip(shape, result.shape, strict=True)), name
@@ -175,20 +120,11 @@ class Engine:
             outputs.append(bits.contiguous().numpy())
         return outputs
 
-    def create_execution_context(self, strategy: Strategy) -> "RankContext":
-        assert strategy is Strategy.USER_MANAGED
-        self.trt.contexts.append(RankContext(self))
-        return self.trt.contexts[-1]
-
-
-def _host_dtype(dtype: DataType) -> np.dtype[Any]:
-    return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(nptype(dtype))
-
 
 class RankContext(Context):
     """Is a context whose engine's collectives run in a given communicator."""
 
-    total: fake_network.Sum | None = None
+    total: Sum | None = None
 
     def set_communicator(self, capsule: object) -> bool:
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -196,32 +132,12 @@ class RankContext(Context):
         self.total = self.engine.trt.nccl.sums[pointer(capsule, CAPSULE)]
         return True
 
-    def results(self, feed: dict[str, np.ndarray[Any, Any]]) -> Any:
+    def results(self, feed: Arrays) -> Any:
         return self.engine.run(feed, self.total)
 
 
-class Runtime:
-    def __init__(self, trt: "FakeDataCentre", logger: Any) -> None:
-        self.trt, self.logger = trt, logger
-
-    def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
-        header, _, stored = data.partition(b"\n")
-        try:
-            known = json.loads(header)
-        except ValueError:
-            self.logger.log(fake_tensorrt.ILogger.ERROR, "Magic tag does not match")
-            return None
-        return Engine(self.trt, known, torch.load(io.BytesIO(stored), weights_only=False))
-
-
-class Refitter:
+class Refitter(fake_tensorrt.Refitter):
     """Restores weights by the names that `set_weights_name` gave."""
-
-    def __init__(self, engine: Engine, logger: Any) -> None:
-        self.engine, self.given = engine, dict[str, Any]()
-
-    def get_all_weights(self) -> list[str]:
-        return list(self.engine.stripped)
 
     def get_weights_prototype(self, name: str) -> Any:
         _, dtype, shape = self.engine.stripped[name]
@@ -231,11 +147,8 @@ class Refitter:
     def set_named_weights(self, name: str, weights: Any) -> bool:
         _, dtype, shape = self.engine.stripped[name]
         if not isinstance(weights, Weights):
-            weights = Weights(
-                TYPES[torch.from_numpy(np.zeros(0, weights.dtype)).dtype],
-                weights.ctypes.data,
-                weights.size,
-            )
+            kind = TYPES[torch.from_numpy(np.zeros(0, weights.dtype)).dtype]
+            weights = Weights(kind, weights.ctypes.data, weights.size)
         if (weights.dtype, weights.nbytes) != (dtype, self.get_weights_prototype(name).nbytes):
             return False
         raw = (ctypes.c_uint8 * weights.nbytes).from_address(weights.address)
@@ -250,13 +163,11 @@ class Refitter:
         return True
 
 
-class FakeDataCentre:
+class FakeDataCentre(fake_tensorrt.FakeTensorRt):
     """Stands in for `tensorrt`; `networks` are the compiled ones."""
 
-    ILogger, NetworkDefinitionCreationFlag = fake_tensorrt.ILogger, Flag
-    ExecutionContextAllocationStrategy = Strategy
     ITensor, IConstantLayer, Weights, LayerType = ITensor, IConstantLayer, Weights, LayerType
-    BuilderFlag = BuilderFlag
+    DataType: Any = DataType
     float32, bfloat16, int32 = DataType.FLOAT, DataType.BF16, DataType.INT32
     int64, bool, fp8, fp4 = DataType.INT64, DataType.BOOL, DataType.FP8, DataType.FP4
     int8 = DataType.INT8
@@ -264,39 +175,25 @@ class FakeDataCentre:
     GatherMode = KVCacheMode = Choice
     ProfilingVerbosity = SimpleNamespace(DETAILED=2)
     PreviewFeature = SimpleNamespace()
-    __version__ = VERSION
+    builder, engine, context, refitter = Builder, Engine, RankContext, Refitter
 
     def __init__(self, gpu: FakeCuda | None = None, nccl: "FakeNccl | None" = None) -> None:
-        self.gpu, self.nccl = gpu or FakeCuda(), nccl or FakeNccl()
-        self.networks, self.contexts = list[Network](), list[RankContext]()
-        self.DataType = DataType
-
-    def Builder(self, logger: Any) -> Builder:  # noqa: N802
-        return Builder(self, logger)
-
-    def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
-        return Runtime(self, logger)
-
-    def Refitter(self, engine: Engine, logger: Any) -> Refitter:  # noqa: N802
-        return Refitter(engine, logger)
+        super().__init__(gpu, VERSION)
+        self.nccl, self.networks = nccl or FakeNccl(), list[Network]()
 
     @staticmethod
-    def nptype(dtype: DataType) -> Any:
-        return nptype(dtype)
-
-
-def nptype(dtype: DataType) -> Any:
-    """Returns NumPy's type, where it has one."""
-    if dtype not in NUMPY:
-        raise TypeError(f"NumPy has no {dtype.name}")
-    return NUMPY[dtype]
+    def nptype(dtype: Any) -> Any:
+        """Returns NumPy's type, where it has one."""
+        if dtype not in NUMPY:
+            raise TypeError(f"NumPy has no {dtype.name}")
+        return NUMPY[dtype]
 
 
 class FakeNccl:
     """Is NCCL's library over gloo: it sums by a communicator's handle."""
 
     def __init__(self) -> None:
-        self.sums: dict[int, fake_network.Sum] = {}
+        self.sums: dict[int, Sum] = {}
         self.done: list[str] = []  # collectives, in order
         self.lost = False
         self.ncclGetErrorString: Any = lambda code: b"unhandled cuda error"
@@ -349,11 +246,7 @@ with contextlib.suppress(RuntimeError):  # as in the real package
     torch.library.impl(FUSED, "CompositeExplicitAutograd")(_fused)
 
 # What a plugin's converter makes of weights.
-OPERANDS = {
-    torch.bfloat16: DataType.BF16,
-    torch.float32: DataType.FLOAT,
-    torch.uint8: DataType.FP8,
-}
+OPERANDS = {torch.bfloat16: DataType.BF16, torch.float32: DataType.FLOAT, torch.uint8: DataType.FP8}
 
 # The ops whose launches are plugins.
 PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.facets.items() if file == "plugins"}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -226,20 +227,21 @@ class FakePrograms:
             num_drafts[b] = len(self.drafts[b])
             window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.drafts[b]]
             emitted = self._accept(b)
-            counts[b] = len(emitted)
-            tokens[b, : len(emitted)] = emitted
+            counts[b] = n = len(emitted)
+            tokens[b, :n], logprobs[b, :n], margins[b, :n] = zip(*emitted, strict=True)
             if self.damage in self.history[b]:
                 logprobs[b] = np.nan
         top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and the ones after it
         top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
         return StepOutput(tokens, counts, window, num_drafts, logprobs, margins, top_ids, top)
 
-    def _accept(self, b: int) -> list[int]:
+    def _accept(self, b: int) -> list[tuple[int, float, float]]:
+        """Judges and makes a slot's drafts; returns tokens, log-probabilities and margins."""
         history, emitted = self.history[b], []
         for draft in [*self.drafts[b], None]:
-            emitted.append(self.next_token(history))
-            history.append(emitted[-1])
-            if emitted[-1] != draft:
+            emitted.append((self.next_token(history), 0.0, 0.0))
+            history.append(emitted[-1][0])
+            if history[-1] != draft:
                 break
         guess = list(history)
         for _ in range(self.window - 1):
@@ -248,17 +250,6 @@ class FakePrograms:
             guess.append(right if self.draft_is_right(len(guess)) else wrong)
         self.drafts[b] = guess[len(history) :]
         return emitted
-
-
-def caching_engine(
-    programs: FakePrograms,
-    manifest: Manifest,
-    tokenizer: Tokenizer | None = None,
-    limit: int = 1 << 20,
-) -> Engine:
-    """Return an engine with a prefix cache of so many bytes."""
-    cache = PrefixCache(programs, manifest, limit)
-    return Engine(programs, manifest, tokenizer, prefix_cache=cache)
 
 
 class LaggingPrograms(FakePrograms):
@@ -327,3 +318,29 @@ def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
         ),
         bos_token="<s>",
     )
+
+
+@cache
+def shared_tokenizer() -> Tokenizer:
+    return fake_tokenizer()
+
+
+def fake_engine(
+    tokenizer: Tokenizer | None = None,
+    *,
+    limit: int | None = None,
+    next_token: NextToken = mixed,
+    draft_is_right: Callable[[int], bool] = lambda position: True,
+    step_s: float = 0.0,
+    **sizes: Any,
+) -> tuple[Engine, FakePrograms]:
+    """Make an engine over fake programs; returns them too. `sizes` are those of its manifest.
+
+    limit: bytes of its prefix cache; None: it has none.
+    """
+    manifest = fake_manifest(**sizes)
+    programs = FakePrograms(
+        manifest, next_token=next_token, draft_is_right=draft_is_right, step_s=step_s
+    )
+    pool = None if limit is None else PrefixCache(programs, manifest, limit)
+    return Engine(programs, manifest, tokenizer or shared_tokenizer(), prefix_cache=pool), programs

@@ -1,257 +1,132 @@
 """Makes random checkpoints of every family, in odd shapes that show differences to DeepSeek-V3."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from mtpbuild.builder.models import family_of, find_family
-from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
-from mtpbuild.builder.models.common.weight import WHOLE, Share
+from mtpbuild.builder.models import find_family
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from tests.support.checkpoints import BASE, made_of
+from tests.support.checkpoints import BASE, randomise, without_nulls, write_checkpoint
 
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.8,
-    "first_k_dense_replace": 1,
-}
+    "moe_intermediate_size": 16, "n_routed_experts": 6, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
+}  # fmt: skip
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_nextn_predict_layers": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 0,
-    "eos_token_id": [1, 2],
-}
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "bos_token_id": 0, "eos_token_id": [1, 2],
+}  # fmt: skip
 LATENT: dict[str, Any] = {
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "q_lora_rank": 10,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-}
+    "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
 YARN = {
-    "type": "yarn",
-    "original_max_position_embeddings": 64,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+    "type": "yarn", "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     # no q_lora, values wider than keys, steep YaRN with another theta
-    "gigachat": BASE
-    | SIZES
-    | EXPERTS
-    | LATENT
-    | {
-        "rms_norm_eps": 1e-6,
-        "q_lora_rank": None,
-        "n_routed_experts": 18,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.0,
-        "rope_theta": 100000,
+    "gigachat": BASE | SIZES | EXPERTS | LATENT | {
+        "rms_norm_eps": 1e-6, "q_lora_rank": None, "n_routed_experts": 18, "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.0, "rope_theta": 100000,
         "rope_scaling": YARN | {"factor": 64, "beta_fast": 32, "beta_slow": 1},
     },
     # two shared experts, no modules, another eps in the norms of latents
-    "moonlight": BASE
-    | SIZES
-    | EXPERTS
-    | LATENT
-    | {
-        "q_lora_rank": None,
-        "n_shared_experts": 2,
-        "num_nextn_predict_layers": 0,
-        "rope_theta": 50000,
-        "rope_scaling": None,
+    "moonlight": BASE | SIZES | EXPERTS | LATENT | {
+        "q_lora_rank": None, "n_shared_experts": 2, "num_nextn_predict_layers": 0,
+        "rope_theta": 50000, "rope_scaling": None,
     },
     # makes YaRN's ramp a step
-    "kimi": BASE
-    | SIZES
-    | EXPERTS
-    | LATENT
-    | {
-        "num_nextn_predict_layers": 0,
-        "rope_theta": 50000,
+    "kimi": BASE | SIZES | EXPERTS | LATENT | {
+        "num_nextn_predict_layers": 0, "rope_theta": 50000,
         "rope_scaling": YARN | {"factor": 32, "beta_fast": 1, "beta_slow": 1},
     },
-    "glm-flash": SIZES
-    | EXPERTS
-    | LATENT
-    | {
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "mlp_layer_types": ["dense", "sparse"],
-        "rope_theta": 1000000,
-        "rope_scaling": None,
+    "glm-flash": SIZES | EXPERTS | LATENT | {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "sparse"], "rope_theta": 1000000, "rope_scaling": None,
         "partial_rotary_factor": 1.0,
     },
-    "glm-air": SIZES
-    | EXPERTS
-    | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "attention_bias": True,
-        "use_qk_norm": False,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
+    "glm-air": SIZES | EXPERTS | {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "use_qk_norm": False,
+        "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None,
     },
     # normalised queries and keys, more dense layers
-    "glm-4.6": SIZES
-    | EXPERTS
-    | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
-        "n_routed_experts": 18,
+    "glm-4.6": SIZES | EXPERTS | {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 3,
+        "first_k_dense_replace": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000, "rope_scaling": None, "n_routed_experts": 18,
     },
-    "mimo": SIZES
-    | {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "mimo",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "attention_bias": True,
-        "rope_theta": 640000,
+    "mimo": SIZES | {
+        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "attention_bias": True, "rope_theta": 640000,
         "rope_scaling": None,
     },
-}
+}  # fmt: skip
 HYBRID: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 10,
-    "mtp_num_hidden_layers": 1,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
+    "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "mtp_num_hidden_layers": 1, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000,
-        "partial_rotary_factor": 0.25,
-        "mrope_interleaved": True,
-        "mrope_section": [1, 0, 0],
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True, "mrope_section": [1, 0, 0],
     },
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": [1, 2],
-}
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": [1, 2],
+}  # fmt: skip
 SPARSE: dict[str, Any] = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 6,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "num_experts": 6,
     "num_experts_per_tok": 2,
-}
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     # three layers of a delta rule to one of attention, as published
-    "qwen3.5": HYBRID
-    | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "intermediate_size": 40,
-        "tie_word_embeddings": True,
+    "qwen3.5": HYBRID | {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "intermediate_size": 40, "tie_word_embeddings": True,
     },
     # begins with attention; as many key heads as value heads; two taps; heads that rotate by half
-    "qwen3.5-ragged": HYBRID
-    | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "intermediate_size": 36,
-        "num_hidden_layers": 3,
+    "qwen3.5-ragged": HYBRID | {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "intermediate_size": 36, "num_hidden_layers": 3,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-        "linear_conv_kernel_dim": 2,
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
-        "linear_key_head_dim": 10,
-        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+        "linear_key_head_dim": 10, "linear_value_head_dim": 6,
         "rope_parameters": HYBRID["rope_parameters"]
         | {"rope_theta": 10000, "partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0]},
     },
     # three value heads to a key head; many experts, of which the chosen ones are read
-    "qwen3.5-moe": HYBRID
-    | SPARSE
-    | {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "num_hidden_layers": 2,
-        "full_attention_interval": 2,
-        "num_experts": 18,
+    "qwen3.5-moe": HYBRID | SPARSE | {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 18,
         "linear_num_value_heads": 6,
     },
     # packed projections, a dense layer
-    "qwen3-next": HYBRID
-    | SPARSE
-    | {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "intermediate_size": 40,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
+    "qwen3-next": HYBRID | SPARSE | {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True,
     },
-}
+}  # fmt: skip
 # Contexts of 30 tokens have several times the rows that are chosen.
 CHOICE: dict[str, Any] = {"index_topk": 8, "index_n_heads": 12, "index_head_dim": 10}
 CHOOSERS: dict[str, dict[str, Any]] = {
     # halves rotate in the indexer, neighbours in the attention; YaRN; drafts choose for themselves
-    "deepseek-v3.2": BASE
-    | SIZES
-    | EXPERTS
-    | LATENT
-    | CHOICE
-    | {
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
+    "deepseek-v3.2": BASE | SIZES | EXPERTS | LATENT | CHOICE | {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
         "rope_scaling": YARN | {"factor": 4, "beta_fast": 32, "beta_slow": 1},
     },
     # neighbours rotate in both; a layer without an indexer; later drafts take the first one's rows
-    "glm-5": SIZES
-    | EXPERTS
-    | LATENT
-    | CHOICE
-    | {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "model_type": "glm_moe_dsa",
-        "num_hidden_layers": 3,
-        "num_nextn_predict_layers": 1,
-        "indexer_types": ["full", "full", "shared"],
-        "index_share_for_mtp_iteration": True,
+    "glm-5": SIZES | EXPERTS | LATENT | CHOICE | {
+        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
+        "indexer_types": ["full", "full", "shared"], "index_share_for_mtp_iteration": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
     },
-}
+}  # fmt: skip
 FAMILIES |= HYBRIDS | CHOOSERS
 
 
@@ -278,13 +153,9 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
 
 @torch.no_grad()
 def spread(model: PlainCausalLM) -> None:
-    """Draws random weights that spread the logits, so that near-ties are rare."""
+    """Draws such weights."""
     c = model.config
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.35)
-        else:
-            parameter.uniform_(0.5, 1.5)
+    randomise(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith((".bias", "e_score_correction_bias")):
             tensor.uniform_(-0.3, 0.3)
@@ -311,33 +182,9 @@ def spread(model: PlainCausalLM) -> None:
 
 
 def config_of(name: str, **overrides: Any) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in (FAMILIES[name] | overrides).items()
-        if value is not None or key == "q_lora_rank"
-    }
+    return without_nulls(FAMILIES[name] | overrides)
 
 
 def save_family(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
-    """Writes config.json and model.safetensors as the family's repositories have them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(name, **overrides)))
-    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def lower_family(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
-    """Makes the program's model with the plain model's weights, through the table of weights."""
-    tensors, family = reference.state_dict(), family_of(reference.config)
-    model = family.make_model(reference.config, share.ranks)
-    weights = {
-        name: torch.tensor([share.rank])
-        for name, _ in model.named_parameters()
-        if name.rpartition(".")[2] == "rank"
-    }
-    for weight in family.weight_table(reference.config, share):
-        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
-        weights[weight.name] = made_of(weight, cut)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    """Writes a checkpoint as the family's repositories have it."""
+    return write_checkpoint(folder, config_of(name, **overrides), model)

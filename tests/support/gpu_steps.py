@@ -21,7 +21,7 @@ from mtpbuild.builder.targets.passes import gpu_graph, run_passes
 from mtpbuild.builder.targets.passes.in_place import update_in_place
 from mtpbuild.builder.weights.table import choose_formats, family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
-from tests.support.families import lower_family, make_family
+from tests.support.families import make_family
 from tests.support.steps import CHUNK, begin
 from tests.support.styles import style_of
 
@@ -94,6 +94,6 @@ def check_sparse_step(name: str, slots: int, nextn: int = 2) -> Any:
     """Checks a step whose layers choose rows, of which there are four times as many."""
     reference = make_family(name)
     plan = Plan(reference.config, nextn, "mtp-eagle", slots, 60, CHUNK, ON_GPU)
-    graph = graph_of(trace(make_programs(plan, lower_family(reference))[1], plan))
-    check_step(graph, lower_family(reference), plan, 4, idle=False, rows=32)
+    graph = graph_of(trace(make_programs(plan, lower(reference))[1], plan))
+    check_step(graph, lower(reference), plan, 4, idle=False, rows=32)
     return graph

@@ -17,15 +17,11 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
+from tests.support.checkpoints import SMALLEST
 
 CHUNK, NEXTN, SLOTS = 4, 2, 3
 # One layer and one module; too many rotary frequencies to be written into the code.
-SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "qk_rope_head_dim": 20,
-}
+SHAPE: dict[str, Any] = SMALLEST | {"qk_rope_head_dim": 20}
 GREEDY = SamplingParams(max_tokens=25, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]

@@ -53,12 +53,9 @@ class Resources:
     per_byte: float
 
     def row(self) -> str:
-        return (
-            f"| {self.case} | {self.kernel} | sm_{self.architecture} | {self.programs}"
-            f" | {self.registers} | {self.stack} | {self.spills} | {self.shared}"
-            f" | {self.tensor_memory} | {self.product} | {self.copies} | {self.steps}"
-            f" | {self.per_byte:.3f} |"
-        )
+        shown = {"architecture": f"sm_{self.architecture}", "per_byte": f"{self.per_byte:.3f}"}
+        cells = vars(self) | shown
+        return f"| {' | '.join(map(str, cells.values()))} |"
 
 
 HEADER = (
@@ -130,8 +127,8 @@ def _products(ops: Mapping[str, int]) -> int:
 
 def _iterations(loop: Mapping[str, int], ptx: str) -> int:
     """Counts how often the assembler unrolled a loop, by its products: PTX has each only once."""
-    as_text = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
-    return max(1, _products(loop) // max(1, as_text))
+    products = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
+    return max(1, _products(loop) // max(1, products))
 
 
 def streamed_bytes(launch: Launch) -> int:

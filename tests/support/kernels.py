@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/con
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -41,6 +41,18 @@ from mtpbuild.runtime.contract.controls import (
 )
 
 Draw = Callable[..., Any]
+SEEDS = st.integers(0, 1 << 20)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def on(device: str, operands: Iterable[Any]) -> list[Any]:
+    return [x.to(device) if isinstance(x, Tensor) else x for x in operands]
+
+
+def check_close(got: Tensor, wanted: Tensor, wide: float, narrow: float) -> None:
+    """Checks a result to the tolerance of its type; `wanted` may be of a wider type."""
+    tolerance = wide if got.dtype == torch.float32 else narrow
+    torch.testing.assert_close(got.to(wanted.dtype).cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,6 @@ class Attention:
 
 @st.composite
 def attentions(draw: Draw) -> Attention:
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     tokens = draw(st.integers(1, 16))
     return Attention(
         batch=draw(st.integers(1, 3)),
@@ -73,11 +84,11 @@ def attentions(draw: Draw) -> Attention:
         rank=draw(st.sampled_from([5, 16, 24, 130])),
         rope=draw(st.sampled_from([2, 16])),
         capacity=draw(st.integers(1, 90)),
-        dtype=dtype,
+        dtype=draw(DTYPES),
         splits=draw(st.sampled_from([None, 1, 2, 5])),
         shared=draw(st.sampled_from([AOT_SHARED, 1 << 20])),
         least=draw(st.sampled_from([1, 20, 64])),
-        seed=draw(st.integers(0, 1 << 20)),
+        seed=draw(SEEDS),
     )
 
 
@@ -98,7 +109,7 @@ def check_attention(case: Attention, device: str) -> None:
     for b in range(B):  # rows that no query sees may hold anything
         cache[b, :, int(base[b]) :] = float("nan")
         fresh[b, :, int(first[b]) + T :] = float("nan")
-    q, cache, fresh, base, first = (x.to(device) for x in (q, cache, fresh, base, first))
+    q, cache, fresh, base, first = on(device, (q, cache, fresh, base, first))
     before = cache.view(torch.uint8).clone()
     launches = mla_attention_launches(
         *(q, cache, fresh, base, first, 0.2, case.rank),
@@ -109,8 +120,7 @@ def check_attention(case: Attention, device: str) -> None:
     got = launches.run()
     assert got.dtype == case.dtype
     assert torch.equal(cache.view(torch.uint8), before)
-    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(got.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+    check_close(got, wanted, 1e-5, 3e-2)
 
 
 def check_kv_write(seed: int, device: str, width: int = 6) -> None:
@@ -122,7 +132,7 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
     from mtpbuild.plugins.kv_write.triton import kv_launch, kv_write_triton
 
     wanted = kv_write(cache, rows, start)
-    operands = [x.to(device) for x in (cache, rows, start)]
+    operands = on(device, (cache, rows, start))
     assert torch.equal(kv_write_triton(*operands).cpu(), wanted)
     assert torch.equal(operands[0].cpu(), cache)  # the op must not change its operand
     kv_launch(*operands).run()
@@ -144,7 +154,7 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
     active = torch.rand(B, generator=g) < 0.8
     operands = (logits, window, num_drafts, lengths, active)
     wanted = accept_rewind(*operands)
-    there = [x.to(device) for x in operands]
+    there = on(device, operands)
     best = kernels.best_of_blocks_triton(there[0])
     torch.testing.assert_close(best.cpu(), best_of_blocks(logits))
     again = kernels.accept_best_triton(best, *there[1:])
@@ -272,7 +282,7 @@ def check_rows_of_nan(vocab: int, device: str) -> None:
     wanted = accept_rewind(case.logits, *slots), accept_mixed_op(*case.operands)
     for damaged in (slice(None), slice(vocab - 1, None)):  # a whole row, or its last logit
         case.logits[1, :, damaged] = float("nan")
-        greedy = accept_rewind_triton(*(x.to(device) for x in (case.logits, *slots)))
+        greedy = accept_rewind_triton(*on(device, (case.logits, *slots)))
         mixed = accept_mixed_launches(*case.to(device).operands).run()
         for got, right in zip((greedy, mixed), wanted, strict=True):
             tokens, n, _, logprobs = (x.cpu() for x in got[:4])
@@ -298,7 +308,7 @@ def check_routes_of_nan(device: str) -> None:
         wanted = moe_route(logits, bias, *settings)
         right = moe(x, *wanted, gate_up, down)
         logits[1] = x[1] = float("nan")
-        given = [tensor.to(device) for tensor in (logits, bias, x, gate_up, down)]
+        given = on(device, (logits, bias, x, gate_up, down))
         weights, ids = (found.cpu() for found in moe_route_triton(*given[:2], *settings))
         assert ((ids >= 0) & (ids < experts)).sum(1).tolist() == [3, 3, 3]
         assert (ids[:, 3] == experts).all()
@@ -378,8 +388,8 @@ def expert_choices(draw: Draw) -> Experts:
         chosen=draw(st.integers(1, min(3, kept * size))),
         hidden=draw(st.sampled_from([8, 70])),
         inner=draw(st.sampled_from([4, 66])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        seed=draw(st.integers(0, 1 << 20)),
+        dtype=draw(DTYPES),
+        seed=draw(SEEDS),
     )
 
 
@@ -400,10 +410,9 @@ def check_moe(case: Experts, device: str) -> None:
     gate_up = (torch.randn(X, E, 2 * inner, generator=g) / E**0.5).to(case.dtype)
     down = (torch.randn(X, inner, E, generator=g) / inner**0.5).to(case.dtype)
     wanted = moe(x.float(), weights, ids, gate_up.float(), down.float())
-    y = moe_triton(*(t.to(device) for t in (x, weights, ids, gate_up, down)))
+    y = moe_triton(*on(device, (x, weights, ids, gate_up, down)))
     assert y.dtype == case.dtype
-    tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+    check_close(y, wanted, 1e-4, 5e-2)
 
     # Experts of other ranks, and ids that repeat within a token; the kernels write every row.
     ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, NOBODY, ids)
@@ -411,8 +420,8 @@ def check_moe(case: Experts, device: str) -> None:
     wanted = moe_by_hand(x.float(), weights, ids, gate_up.float(), down.float())
     torch.testing.assert_close(moe(x.float(), weights, ids, gate_up.float(), down.float()), wanted)
     with uninitialised_memory_is_nan():
-        y = moe_triton(*(t.to(device) for t in (x, weights, ids, gate_up, down)))
-    torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+        y = moe_triton(*on(device, (x, weights, ids, gate_up, down)))
+    check_close(y, wanted, 1e-4, 5e-2)
 
 
 def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -477,8 +486,8 @@ def products(draw: Draw) -> Product:
         inputs=draw(st.sampled_from([16, 48, 144, 256])),
         outputs=draw(st.sampled_from([1, 20, 70, 300])),
         by_input=draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        seed=draw(st.integers(0, 1 << 20)),
+        dtype=draw(DTYPES),
+        seed=draw(SEEDS),
     )
 
 
@@ -490,14 +499,10 @@ def check_product(case: Product, device: str) -> None:
     x = torch.randn(1, case.tokens, K, generator=g).to(case.dtype)
     weight = random_scaled(g, case.form, K, N, by_input=case.by_input, size=K**-0.5)
     wanted = matmul_scaled(x, *weight)
-    values, scales, second = weight
-    moved = (values.to(device), scales.to(device), None if second is None else second.to(device))
-    tolerance = 1e-4 if case.dtype == torch.float32 else 3e-2
     for kernel in (matmul_scaled_triton, few_rows):  # with few tokens the first one uses the kernel
-        y = kernel(x.to(device), *moved)
-        assert y.dtype == case.dtype
-        assert y.shape == wanted.shape
-        torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
+        y = kernel(*on(device, (x, *weight)))
+        assert (y.dtype, y.shape) == (case.dtype, wanted.shape)
+        check_close(y, wanted, 1e-4, 3e-2)
 
 
 def check_wide_product(seed: int, device: str) -> None:
@@ -537,12 +542,10 @@ def check_scaled_moe(
     down, *others = scaled_or_plain(g, forms[1], dtype, X, inner, E)
     operands = (x, weights, ids, gate_up, down, *scales, *others)
     wanted = moe(*operands)
-    y = moe_triton(*(t if t is None else t.to(device) for t in operands))
+    y = moe_triton(*on(device, operands))
     assert y.dtype == dtype
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
-    alone = (x[-1:], weights[-1:], ids[-1:], *operands[3:])
-    last = moe_triton(*(t if t is None else t.to(device) for t in alone))
+    check_close(y, wanted, 1e-4, 5e-2)
+    last = moe_triton(*on(device, (x[-1:], weights[-1:], ids[-1:], *operands[3:])))
     assert torch.equal(y[-1:], last)  # a token's sums don't depend on other tokens
 
 

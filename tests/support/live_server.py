@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import http.client
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx2
 
@@ -14,6 +16,9 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
 from mtpbuild.runtime.server.service import Service
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,13 @@ class Live:
 
     def client(self, **settings: object) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **settings)  # type: ignore[arg-type]
+
+    def openai(self) -> "OpenAI":
+        """Make a client of OpenAI's package; its key is k."""
+        import openai
+
+        url, transport = f"{self.url}/v1", self.client()
+        return openai.OpenAI(base_url=url, api_key="k", max_retries=0, http_client=transport)
 
 
 @contextlib.contextmanager
@@ -48,6 +60,14 @@ def live(engine: Engine | None, settings: ServerOptions | None = None) -> Iterat
         own.close()
         loop.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+def post(address: str, path: str, body: bytes | str, timeout: float = 30) -> tuple[int, bytes]:
+    """Send a body as it is; read all of the answer."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
 
 
 def until(condition: Callable[[], object], seconds: float = 10) -> None:

@@ -87,15 +87,10 @@ def glm() -> Files:
     config = {
         "added_tokens_decoder": added_tokens_decoder(backend),
         "additional_special_tokens": ["<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", *roles],
-        "clean_up_tokenization_spaces": False,
-        "do_lower_case": False,
-        "eos_token": "<|endoftext|>",
-        "extra_special_tokens": {},
-        "pad_token": "<|endoftext|>",
-        "padding_side": "left",
-        "remove_space": False,
-        "tokenizer_class": "PreTrainedTokenizer",
-    }
+        "clean_up_tokenization_spaces": False, "do_lower_case": False, "eos_token": "<|endoftext|>",
+        "extra_special_tokens": {}, "pad_token": "<|endoftext|>", "padding_side": "left",
+        "remove_space": False, "tokenizer_class": "PreTrainedTokenizer",
+    }  # fmt: skip
     return folder_of(backend, config) | {"chat_template.jinja": template("glm")}
 
 
@@ -110,11 +105,9 @@ def gigachat() -> Files:
     backend = train(by_regex(pattern), added, first=first, post_processor=bos)
     names = {"bos_token": "<s>", "eos_token": {"content": "</s>"} | flags(), "unk_token": "<unk>"}
     config = {
-        "add_bos_token": True,
-        "chat_template": template("gigachat"),
-        "model_max_length": 131072,
+        "add_bos_token": True, "chat_template": template("gigachat"), "model_max_length": 131072,
         "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    }  # fmt: skip
     return folder_of(backend, config) | {"special_tokens_map.json": names}
 
 
@@ -123,10 +116,7 @@ def qwen3_5() -> Files:
     files = qwen("<tool_response>", "</tool_response>", "<|image_pad|>")
     config = dict(files["tokenizer_config.json"])
     del config["chat_template"]
-    return files | {
-        "tokenizer_config.json": config,
-        "chat_template.jinja": template("qwen3_5"),
-    }
+    return files | {"tokenizer_config.json": config, "chat_template.jinja": template("qwen3_5")}
 
 
 def qwen(*more: str) -> Files:
@@ -140,19 +130,13 @@ def qwen(*more: str) -> Files:
         post_processor=processors.ByteLevel(trim_offsets=False),
     )
     config = {
-        "add_bos_token": False,
-        "add_prefix_space": False,
+        "add_bos_token": False, "add_prefix_space": False,
         "added_tokens_decoder": added_tokens_decoder(backend),
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|vision_pad|>"],
-        "bos_token": None,
-        "chat_template": template("qwen"),
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }
+        "bos_token": None, "chat_template": template("qwen"), "eos_token": "<|im_end|>",
+        "errors": "replace", "pad_token": "<|endoftext|>", "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
+    }  # fmt: skip
     return folder_of(backend, config)
 
 
@@ -204,9 +188,5 @@ def write_files(folder: Path, files: Files) -> Path:
 
 
 FAMILIES: dict[str, Callable[[], Files]] = {
-    "glm": glm,
-    "gigachat": gigachat,
-    "qwen": qwen,
-    "qwen3.5": qwen3_5,
-    "deepseek": deepseek,
-}
+    "glm": glm, "gigachat": gigachat, "qwen": qwen, "qwen3.5": qwen3_5, "deepseek": deepseek,
+}  # fmt: skip

@@ -8,7 +8,6 @@ reads. Prints how many calls each rank got wrong.
 """
 
 import ctypes
-import importlib.util
 import json
 import mmap
 import os
@@ -26,6 +25,7 @@ from torch import Tensor
 from mtpbuild.plugins.sum_of_ranks import triton as correct
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, PROGRAMS, RANKS
 from mtpbuild.runtime.group.one_shot import release
+from tests.support.scripts import load_script
 
 SIZES = (5, 2048, 4097, 1, 70, 1024)  # of tensors, in turn
 DTYPES = (torch.float32, torch.bfloat16)
@@ -91,12 +91,7 @@ def module_with(mistake: str | None, folder: Path) -> Any:
     text = text.replace("@by_kernels(sum_of_ranks)\n", "")  # the op is there already
     file = folder / "mistaken.py"
     file.write_text(text)
-    spec = importlib.util.spec_from_file_location("mistaken", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(file)
 
 
 def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any) -> int:
@@ -104,15 +99,15 @@ def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any)
     from triton.runtime import interpreter
 
     wrong, ranks, peers = 0, len(memory.addresses), memory.seen_by(rank)
-    import_lazily = [False]
+    late = [False]
 
     def barrier(self: Any) -> None:
-        if import_lazily[0]:
+        if late[0]:
             time.sleep(pause)
 
     interpreter.InterpreterBuilder.create_barrier = barrier
     for call in range(calls):
-        import_lazily[0] = call % ranks == rank
+        late[0] = call % ranks == rank
         got = launches(given(rank, call), peers).run()
         wrong += not torch.equal(got, expected(ranks, call))
     return wrong

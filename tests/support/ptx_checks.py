@@ -18,21 +18,18 @@ from functools import partial
 from typing import Any
 
 Check = Callable[[], Any]
-MISTAKES = {  # name -> check, pattern in the PTX, replacement
+# Name -> check, pattern in the PTX, replacement
+MISTAKES = {
     "no barrier": ("product bfloat16 in nvfp4", r"bar\.sync\s+0;", ""),
     "nobody waits for copies": (
-        "product bfloat16 in nvfp4",
-        r"cp\.async\.wait_group\s+\d+;",
-        "cp.async.wait_group 99;",
+        "product bfloat16 in nvfp4", r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 99;",
     ),
     "no mask": ("product bfloat16 in nvfp4 of 70 columns", r"@%p\d+ (ld\.global)", r"\1"),
     "no mask of copies": (
-        "product bfloat16 in nvfp4 with edges",
-        r"(cp\.async\.ca.* 0x4), %r\d+;",
-        r"\1;",
+        "product bfloat16 in nvfp4 with edges", r"(cp\.async\.ca.* 0x4), %r\d+;", r"\1;",
     ),
     "another scale": ("product bfloat16 in fp8", "0x7b807b80", "0x7b007b80"),
-}
+}  # fmt: skip
 
 
 def checks(shared: int) -> Iterator[tuple[str, Check]]:

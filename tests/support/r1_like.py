@@ -12,19 +12,13 @@ from mtpbuild.builder.weights.scheme import SCHEMES
 from tests.support.bfloat16 import rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint
 
-SHAPE: dict[str, Any] = {  # eight ranks can share it: each part splits into blocks of 16
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "n_routed_experts": 32,
-    "num_experts_per_tok": 3,
+# Eight ranks can share it: each part splits into blocks of 16
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128,
+    "num_hidden_layers": 1, "first_k_dense_replace": 0, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "n_routed_experts": 32, "num_experts_per_tok": 3,
     "num_nextn_predict_layers": 1,
-}
+}  # fmt: skip
 
 
 def r1_like(folder: Path) -> Path:

@@ -98,13 +98,9 @@ def fails_at_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 BUGS = (
-    captures_in_another_order,
-    captures_nothing,
-    computes_one_slot_more,
-    runs_prompts_behind_steps,
-    loads_no_rows,
-    fails_at_requests,
-)
+    captures_in_another_order, captures_nothing, computes_one_slot_more, runs_prompts_behind_steps,
+    loads_no_rows, fails_at_requests,
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -19,11 +19,9 @@ from mtpbuild.runtime.group.start import start_ranks
 from tests.support.requests import build_request
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
+    "vocab_size": 64, "num_hidden_layers": 1, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 1,
-}
+}  # fmt: skip
 CHUNK, NEXTN = 4, 2
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)

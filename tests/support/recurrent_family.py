@@ -3,14 +3,11 @@
 The layer between them, and the MTP module, are those of `toy_family.py`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import Reader
@@ -33,10 +30,8 @@ from tests.support import toy_family
 from tests.support.toy_family import PlainNorm, PlainToy, ToyAttention, ToyConfig
 
 CONFIG = toy_family.CONFIG | {
-    "architectures": ["SummingForCausalLM"],
-    "model_type": "summing",
-    "num_hidden_layers": 3,
-}
+    "architectures": ["SummingForCausalLM"], "model_type": "summing", "num_hidden_layers": 3,
+}  # fmt: skip
 SUMMING = (0, 2)  # layers
 
 
@@ -142,11 +137,3 @@ def make_summing() -> PlainSumming:
     torch.manual_seed(0)
     model = PlainSumming(parse_config(CONFIG)).eval()
     return toy_family.fill_toy(model)
-
-
-def save_summing(folder: Path, model: PlainSumming) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

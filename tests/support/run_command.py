@@ -1,4 +1,4 @@
-"""Runs the runtime's own commands in the test's process, on a terminal if needed."""
+"""Runs commands in the test's process, on a terminal if needed."""
 
 import contextlib
 import io
@@ -6,14 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import typer
 from typer.testing import CliRunner, Result
 
-from mtpbuild.runtime.cli import commands as cli
-
-app = typer.Typer()
-app.command("run")(cli.run)
-app.command("inspect")(cli.inspect)
+from mtpbuild.builder.cli import app
 
 
 class Terminal(io.StringIO):

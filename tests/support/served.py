@@ -8,7 +8,6 @@ from typing import Any
 import httpx2
 import tokenizers
 
-from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -17,9 +16,7 @@ from tests.support.fakes import (
     FakePrograms,
     NextToken,
     backend_tokenizer,
-    caching_engine,
-    fake_manifest,
-    fake_tokenizer,
+    fake_engine,
     mixed,
     scripted,
 )
@@ -31,32 +28,39 @@ CALLS = (
     "\n</tool_call>{% endfor %}"
 )
 TOOL_TEMPLATE = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+# A thought, a text and a call, as models say them, and what ends them.
+SAID = (
+    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
+    "</tool_call>｜end｜"
+)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
 HELLO = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
 
 
-def fake_engine(
-    next_token: NextToken = mixed,
-    *,
-    tokenizer: Tokenizer | None = None,
-    step_s: float = 0.0,
-    max_batch: int = 2,
-    max_seq_len: int = 5000,
-) -> tuple[Engine, FakePrograms]:
-    manifest = fake_manifest(max_batch=max_batch, max_seq_len=max_seq_len, prefill_chunk=64)
-    programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
-    return caching_engine(programs, manifest, tokenizer or fake_tokenizer()), programs
-
-
 @contextlib.contextmanager
 def served(
     next_token: NextToken = mixed, settings: ServerOptions | None = None, **flags: Any
 ) -> Iterator[tuple[Live, FakePrograms]]:
-    engine, programs = fake_engine(next_token, **flags)
+    sizes = {"max_batch": 2, "max_seq_len": 5000, "prefill_chunk": 64}
+    engine, programs = fake_engine(next_token=next_token, limit=1 << 20, **sizes | flags)
     with engine, live(engine, settings) as server:
         yield server, programs
+
+
+def chat(client: httpx2.Client, body: dict[str, Any]) -> Any:
+    """Return the only choice of a chat's answer."""
+    (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+    return choice
+
+
+def metrics(client: httpx2.Client) -> dict[str, str]:
+    """Return what /metrics says, by names without `vllm:` and the labels of all."""
+    lines = client.get("/metrics").text.splitlines()
+    found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    usual = '{engine="0",model_name="fake"}'
+    return {name.removeprefix("vllm:").removesuffix(usual): value for name, value in found}
 
 
 def events(response: httpx2.Response) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtpbuild.plugins import choose_rows, mla_attention
 from mtpbuild.plugins.sparse_rows.op import NONE
 from tests.support.choosers import operands
+from tests.support.kernels import check_close, on
 
 NAN = float("nan")
 
@@ -45,7 +46,7 @@ def check_choice(case: Choice, device: str) -> Tensor:
     how = case.count, case.interleaved
     finite = (x.nan_to_num() if x.is_floating_point() else x for x in given.values())
     wanted = choose_rows(*finite, *how)
-    moved = (x.to(device) for x in given.values())
+    moved = on(device, given.values())
     got: Tensor = choose_rows_launches(*moved, *how, rows=case.scored, block=case.block).run()
     assert got.dtype == torch.int64
     assert torch.equal(got.cpu(), wanted)
@@ -59,7 +60,7 @@ def check_nan(device: str) -> None:
     given = operands(0, 1, 1, 20, 1, levels=1)  # all zeros: everything ties
     given["base"][:], given["cache"] = 20, torch.zeros(1, 1, 20, 19)
     given["cache"][:, :, [1, 4]] = NAN
-    moved = [x.to(device) for x in given.values()]
+    moved = on(device, given.values())
     for count, wanted in ((4, [0, 2, 3, 5]), (20, [*range(4), *range(5, 21)])):
         assert choose_rows_launches(*moved, count, False).run().tolist() == [[wanted]]
 
@@ -107,12 +108,11 @@ def check_chosen(case: Chosen, device: str) -> None:
     wanted = mla_attention(q.float(), cache.float(), fresh.float(), *how)
     cache[unread[:, None, : case.capacity]] = NAN
     fresh[unread[:, None, case.capacity :]] = NAN
-    given = (x.to(device) if isinstance(x, Tensor) else x for x in (q, cache, fresh, *how))
+    given = on(device, (q, cache, fresh, *how))
     launches = mla_attention_launches(*given, splits=case.splits, shared=case.shared, least=20)
     got = launches.run()
     assert got.dtype == case.dtype
-    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(got.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+    check_close(got, wanted, 1e-5, 3e-2)
 
 
 def check_idle(device: str) -> None:
@@ -123,7 +123,7 @@ def check_idle(device: str) -> None:
     chosen = torch.full((2, 1, 12), NONE)
     chosen[:, 0, :9] = torch.arange(20, 29)
     base, first = torch.tensor([0, 30]), torch.zeros(2, dtype=torch.int64)
-    given = [x.to(device) for x in (q, cache, fresh, base, first)]
+    given = on(device, (q, cache, fresh, base, first))
     for splits in (1, 3):
         how: Any = 0.2, 16, chosen.to(device)
         got = mla_attention_launches(*given, *how, splits=splits, least=1).run().cpu()

@@ -3,9 +3,7 @@
 Without a GPU they run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -20,9 +18,14 @@ from mtpbuild.plugins import (
     moe_route,
     rotary_rows,
 )
-from tests.support.kernels import uninitialised_memory_is_nan
-
-Draw = Callable[..., Any]
+from tests.support.kernels import (
+    DTYPES,
+    SEEDS,
+    Draw,
+    check_close,
+    on,
+    uninitialised_memory_is_nan,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ def latents(draw: Draw) -> Latents:
         value=draw(st.sampled_from([4, 70])),
         query=draw(st.sampled_from([None, 7, 24])),
         interleaved=draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        seed=draw(st.integers(0, 1 << 20)),
+        dtype=draw(DTYPES),
+        seed=draw(SEEDS),
     )
 
 
@@ -172,12 +175,8 @@ def check_gated(seed: int, rows: int, hidden: int, inner: int, device: str) -> N
         close((got,), (gated_product(x, gate_up),), dtype)
 
 
-def on(device: str, operands: tuple[Any, ...]) -> list[Any]:
-    return [x.to(device) if isinstance(x, Tensor) else x for x in operands]
-
-
 def close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     for one, other in zip(got, wanted, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        torch.testing.assert_close(one.cpu(), other, rtol=tolerance, atol=tolerance)
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        check_close(one, other, tolerance, tolerance)

@@ -13,18 +13,13 @@ from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable
-from tests.support.families import lower_family
 from tests.support.forced import ROWS, STATES, Run, Seen
 
 CHUNK = 4
 
 
 def eager(
-    shape: str,
-    nextn: int,
-    drafter: DrafterName | None,
-    batch: int = 1,
-    adaptive: bool = False,
+    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1, adaptive: bool = False
 ) -> tuple[EagerPrograms, PlainDeepseek]:
     reference = make_predictable(**SHAPES[shape])
     plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK, adaptive=adaptive)
@@ -41,7 +36,7 @@ def check_family(
     """Checks a family's step program against its plain model; bug: a change of the program."""
 
     def make() -> tuple[EagerPrograms, PlainLM]:
-        model = lower_family(reference)
+        model = lower(reference)
         bug(model)
         return EagerPrograms(
             Plan(reference.config, nextn, drafter, 1, 200, CHUNK), model
@@ -100,8 +95,8 @@ def check_state(programs: EagerPrograms, reference: PlainLM, tokens: list[int]) 
         if "kv." not in name:
             continue
         module = int(name.partition(".")[2])  # slot p of module k is final iff p + k <= M
-        import_lazily = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
-        final = length - (module if import_lazily else 0)
+        late = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
+        final = length - (module if late else 0)
         got = programs.state[name][0, 0, :final]
         np.testing.assert_allclose(got, cache[0, 0, :final], atol=atol, err_msg=ROWS)
 

@@ -14,79 +14,58 @@ from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from tests.reference.sampling import distribution
-from tests.support.fakes import fake_manifest
+from tests.support.fakes import FakePrograms, fake_manifest
 
 V = 12
 DRAFT, ACCEPT, RECOVER = range(3)
 Law = NDArray[np.float64]
 
 
-class Toy:
+class Toy(FakePrograms):
     """Accepts correctly: strictly, by rejection and relaxed."""
 
     wrong_at = -1
 
     def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
         rng = np.random.default_rng(3)
-        self.lookahead, self.window = manifest.lookahead, manifest.window
-        self.features = manifest.features - {Feature.PREFIX_CACHE}
+        self.features -= {Feature.PREFIX_CACHE}
         self.logits = 1.5 * rng.normal(size=(V, V))
         self.drafter = self.logits + 1.2 * rng.normal(size=(V, V))
         B = manifest.build.max_batch
-        self.history: list[list[int]] = [[] for _ in range(B)]
-        self.drafts: list[list[tuple[int, Law]]] = [[] for _ in range(B)]
-        self.controls = [GREEDY] * B
+        self.laws: list[list[Law]] = [[] for _ in range(B)]  # of the drafts
         self.numbers: list[NDArray[Any]] = [np.zeros((3, 0))] * B
-        self.chunks = [0] * B
-        self.slots: tuple[list[Any], ...] = (
-            self.history,
-            self.drafts,
-            self.controls,
-            self.numbers,
-            self.chunks,
-        )
+        self.parts = [0] * B  # chunks of each slot's prompt
         self.running = 0
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        chunk = tokens[: len(tokens) - self.lookahead].tolist()
-        self.chunks[slot] = self.chunks[slot] + 1 if start else 1
-        self.history[slot] = self.history[slot][:start] + chunk
+        self.parts[slot] = self.parts[slot] + 1 if start else 1
+        super().prefill(slot, start, tokens)
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        self.history[slot] = [*self.history[slot][:length], newest]
-        self.drafts[slot] = []
-        self.controls[slot], self.numbers[slot] = controls, controls.uniforms(128)
+        super().begin(slot, length, newest, controls)
+        self.laws[slot], self.numbers[slot] = [], controls.uniforms(128)
 
     def move(self, source: int, target: int) -> None:
-        for tensors in self.slots:
-            tensors[target] = tensors[source]
-
-    def finite(self, slot: int, rows: int) -> bool:
-        return True
-
-    def clear(self, slot: int) -> None:
-        self.history[slot] = []
+        super().move(source, target)
+        own: tuple[list[Any], ...] = (self.laws, self.numbers, self.parts)
+        for values in own:
+            values[target] = values[source]
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        B, T = len(self.history), self.window
         self.running = int(active.sum())
-        tokens, floats = np.full((B, T), -1), np.zeros((2, B, T), np.float32)
-        counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
-        for b in np.flatnonzero(active).tolist():
-            num_drafts[b] = len(self.drafts[b])
-            for j, (token, logprob, margin) in enumerate(self.judged(b)):
-                tokens[b, j], floats[0, b, j], floats[1, b, j] = token, logprob, margin
-                counts[b] = j + 1
-            self.draft(b)
-        top = np.zeros((B, T, 5))
-        window = np.zeros((B, T), np.int64)
-        ids, logprobs = top.astype(np.int64), top.astype(np.float32)
-        return StepOutput(tokens, counts, window, num_drafts, floats[0], floats[1], ids, logprobs)
+        return super().step(active, rows)
+
+    def _accept(self, b: int) -> list[tuple[int, float, float]]:
+        emitted = self.judged(b)
+        self.make_drafts(b)
+        return emitted
 
     def judged(self, b: int) -> list[tuple[int, float, float]]:
         """Judges a slot's drafts; returns emitted tokens with log-probabilities and margins."""
         emitted = []
-        for draft in [*self.drafts[b], None]:
+        drafts = zip(self.drafts[b], self.laws[b], strict=True)
+        for draft in [*drafts, None]:
             logits = self.said(b, self.history[b][-1])
             token, margin = self.judge(b, logits, draft)
             if len(self.history[b]) == self.wrong_at:
@@ -116,9 +95,9 @@ class Toy:
             return token, 1.0
         return self.drawn(self.residual(p, q), self.number(b, RECOVER)), 1.0
 
-    def draft(self, b: int) -> None:
+    def make_drafts(self, b: int) -> None:
         controls, history = self.controls[b], list(self.history[b])
-        self.drafts[b] = []
+        self.drafts[b], self.laws[b] = [], []
         for _ in range(self.window - 1):
             logits = self.drafter[history[-1]]
             token, law = int(logits.argmax()), np.zeros(V)
@@ -126,7 +105,8 @@ class Toy:
             if controls.temperature > 0 and controls.sampled_drafts:
                 law = distribution(logits, controls)
                 token = self.drawn(law, self.numbers[b][DRAFT][len(history)])
-            self.drafts[b].append((token, law))
+            self.drafts[b].append(token)
+            self.laws[b].append(law)
             history.append(token)
 
     def said(self, b: int, last: int) -> Law:
@@ -178,7 +158,7 @@ class Chunky(Toy):
     """Loses track of prompts that come in chunks."""
 
     def said(self, b: int, last: int) -> Law:
-        return self.logits[last] if self.chunks[b] < 2 else np.roll(self.logits[last], 1)
+        return self.logits[last] if self.parts[b] < 2 else np.roll(self.logits[last], 1)
 
 
 class Crowded(Toy):
@@ -213,13 +193,12 @@ class Rounded(Toy):
 class Damaged(Toy):
     """Drafts tokens that are never right, as damaged modules do."""
 
-    def draft(self, b: int) -> None:
-        self.drafts[b] = []
-        last = self.history[b][-1]
+    def make_drafts(self, b: int) -> None:
+        self.drafts[b], last = [], self.history[b][-1]
         for _ in range(self.window - 1):
-            token = int(self.logits[last].argmin())
-            self.drafts[b].append((token, np.eye(V)[token]))
-            last = token
+            last = int(self.logits[last].argmin())
+            self.drafts[b].append(last)
+        self.laws[b] = [np.eye(V)[token] for token in self.drafts[b]]
 
 
 def toy_engine(kind: type[Toy], nextn: int = 2, **build: Any) -> Engine:

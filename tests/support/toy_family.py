@@ -3,15 +3,12 @@
 Two key-value heads serve four query heads. A cache row holds both heads' keys, then their values.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, integer
@@ -30,21 +27,14 @@ from mtpbuild.builder.models.common.weight import Share, Stored, Weight, mlp, pr
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import Family
 from mtpbuild.runtime.ranks import Ranks
+from tests.support.checkpoints import randomise
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["ToyForCausalLM"],
-    "model_type": "toy",
-    "vocab_size": 53,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 256,
-    "rope_theta": 1000.0,
-}
+    "architectures": ["ToyForCausalLM"], "model_type": "toy", "vocab_size": 53, "hidden_size": 32,
+    "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256, "rope_theta": 1000.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,12 +260,8 @@ def make_toy(seed: int = 0) -> PlainToy:
 
 def fill_toy(model: AnyToy) -> AnyToy:
     """Give a model such weights."""
+    randomise(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.35)
-            else:
-                parameter.uniform_(0.5, 1.5)
         embedding = model.model["embed_tokens"].weight
         assert isinstance(embedding, Tensor)
         embedding.normal_()
@@ -287,12 +273,3 @@ def fill_toy(model: AnyToy) -> AnyToy:
         module.eh_proj.weight.normal_(std=0.1)
         module.eh_proj.weight[:, :E] += torch.eye(E)
     return model
-
-
-def save_toy(folder: Path, model: PlainToy) -> Path:
-    """Writes a checkpoint in Hugging Face's layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

@@ -28,18 +28,10 @@ SMALL_STEPS: dict[str, Any] = {"prefill_chunk": 4, "max_seq_len": 100}
 
 # A layer with too many experts to compute all, and one module.
 R1_LIKE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
-    "num_nextn_predict_layers": 1,
-    "n_routed_experts": 32,
-    "n_group": 4,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 256, "moe_intermediate_size": 128,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1,
+    "first_k_dense_replace": 0, "num_nextn_predict_layers": 1, "n_routed_experts": 32, "n_group": 4,
+}  # fmt: skip
 
 
 def r1_like(folder: Path) -> Path:

@@ -4,16 +4,15 @@ The oracle compares a request's steps with those that the same request makes whe
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName, Plan
-from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, PrefixCaching, StepOutput
+from mtpbuild.runtime.contract.programs import Ints, Piece, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.engine.loop import Loop
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
@@ -34,58 +33,36 @@ COUNTED = "the cache counts something else than what is there"
 
 
 class Counted:
-    """Programs whose chunks are counted, in rows."""
+    """Programs whose chunks are counted, in rows; what it does not count goes to them."""
 
     def __init__(self, programs: Any) -> None:
-        self._own, self.rows, self.lookahead = programs, 0, programs.lookahead
+        self.own, self.rows, self.lookahead = programs, 0, programs.lookahead
         self.features = programs.features & {Feature.PREFIX_CACHE}
         self.saved: dict[int, int] = {}  # number -> rows that are saved under it, 0: states
         self.copied = 0  # rows that were ever saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
     def check_rows(self, wanted: int) -> None:
         assert self.rows == wanted, f"{FILLED}: {self.rows}, not {wanted}"
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self.rows += len(tokens) - self.lookahead
-        self._own.prefill(slot, start, tokens)
-
-    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        self._own.begin(slot, length, newest, controls)
-
-    def move(self, source: int, target: int) -> None:
-        self._own.move(source, target)
-
-    def finite(self, slot: int, rows: int) -> bool:
-        return self._own.finite(slot, rows)
-
-    def clear(self, slot: int) -> None:
-        self._own.clear(slot)
+        self.own.prefill(slot, start, tokens)
 
     def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
         self.saved |= dict(pieces)
         self.copied += sum(count for _, count in pieces)
-        return bool(self._own.save_rows(slot, start, pieces))
+        return bool(self.own.save_rows(slot, start, pieces))
 
     def save_states(self, slot: int, number: int) -> bool:
         self.saved[number] = 0
-        return bool(self._own.save_states(slot, number))
-
-    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
-        self._own.load_rows(slot, pieces)
-
-    def load_states(self, slot: int, number: int) -> None:
-        self._own.load_states(slot, number)
+        return bool(self.own.save_states(slot, number))
 
     def discard(self, number: int) -> None:
         self.saved.pop(number, None)
-        self._own.discard(number)
-
-    def saved_arrays(self, number: int) -> Any:
-        return self._own.saved(number)
-
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        output: StepOutput = self._own.step(active, rows)
-        return output
+        self.own.discard(number)
 
 
 class Noted:
@@ -119,21 +96,16 @@ class Service:
     """
 
     def __init__(
-        self,
-        programs: Any,
-        chunk: int = 4,
-        *,
-        pool: int = 0,
-        state: Sequence[StateSpec] = (),
+        self, programs: Any, chunk: int = 4, *, pool: int = 0, state: Sequence[StateSpec] = ()
     ) -> None:
         self.programs = Counted(programs)
         nextn = NEXTN if programs.lookahead else 0
         self.manifest = fake_manifest(
             nextn=nextn, max_batch=SLOTS, max_seq_len=200, prefill_chunk=chunk, eos=()
         ).model_copy(update={"state": tuple(state)})
-        programs = cast(PrefixCaching, self.programs)
-        own = PrefixCache(programs, self.manifest, pool) if pool else None
-        self.loop = Loop(self.programs, self.manifest, prefix_cache=own)
+        counted: Any = self.programs
+        own = PrefixCache(counted, self.manifest, pool) if pool else None
+        self.loop = Loop(counted, self.manifest, prefix_cache=own)
 
     @property
     def cache(self) -> PrefixCache:
@@ -146,7 +118,7 @@ class Service:
         found = [*tree.entries()]
         assert {kept.number for kept in found} == set(self.programs.saved), f"{COUNTED}: numbers"
         assert sum(kept.size for kept in found) == tree.used <= tree.limit, COUNTED
-        bytes_of = (self.programs.saved_arrays(kept.number).values() for kept in found)
+        bytes_of = (self.programs.own.saved(kept.number).values() for kept in found)
         held = sum(array.nbytes for arrays in bytes_of for array in arrays)
         assert held == tree.used, f"{COUNTED}: {held} bytes, not {tree.used}"
 
@@ -245,11 +217,11 @@ def a_prompt_is_cancelled(traffic: Traffic) -> None:
     """It is cancelled between its chunks, as others run; what it had filled in is used."""
     running = traffic.ask(tokens(5, 6), 60)
     traffic.steps(2)
-    import_lazily = traffic.ask(tokens(6, 40), 5)
+    late = traffic.ask(tokens(6, 40), 5)
     traffic.steps(5)
-    traffic.service.loop.scheduler.cancel(import_lazily)
+    traffic.service.loop.scheduler.cancel(late)
     traffic.steps(1)
-    traffic.ended(traffic.ask(import_lazily.prompt, 8))
+    traffic.ended(traffic.ask(late.prompt, 8))
     traffic.ended(running)
 
 
@@ -271,12 +243,9 @@ def some_share_their_beginning(traffic: Traffic) -> None:
 
 
 STORIES = (
-    a_gap_is_closed,
-    the_layout_grows,
-    a_prompt_is_cancelled,
-    a_prompt_comes_where_two_ended,
+    a_gap_is_closed, the_layout_grows, a_prompt_is_cancelled, a_prompt_comes_where_two_ended,
     some_share_their_beginning,
-)
+)  # fmt: skip
 
 
 def check_traffic(programs: Any, **options: Any) -> None:

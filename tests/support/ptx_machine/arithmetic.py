@@ -14,7 +14,7 @@ FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": ml_dt
 IGNORED = {"rn", "ftz", "lo", "approx", "full", "sync"}  # don't change the result
 
 
-def json_type(name: str) -> Any:
+def numpy_type(name: str) -> Any:
     """Returns the NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
     if name == "pred":
         return np.bool_
@@ -127,13 +127,9 @@ def permuted(a: Array, b: Array, selector: Array) -> Array:
 
 
 COMPARED: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
     "ge": operator.ge,
-}
+}  # fmt: skip
 OPPOSITE = {"ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt", "neu": "eq"}  # true for NaN too
 
 
@@ -173,39 +169,20 @@ def converted(how: str, to: str, kind: str, a: Array, *more: Array) -> Array:
     if to == "tf32":  # to the nearest, ties away from zero
         bits: Array = a.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)
         return bits
-    if a.dtype.kind == "f" and json_type(to)(0).dtype.kind in "iu":
+    if a.dtype.kind == "f" and numpy_type(to)(0).dtype.kind in "iu":
         a = ROUNDED[how](a)
-    return a.astype(json_type(to))
+    return a.astype(numpy_type(to))
 
 
 ARITHMETIC: dict[str, Callable[..., Array]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "mad": lambda a, b, c: a * b + c,
-    "fma": fused,
-    "div": quotient,
-    "rem": lambda a, b: a - quotient(a, b) * b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "neg": operator.neg,
-    "abs": np.abs,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "not": operator.invert,
-    "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
-    "bfe": bits_of,
-    "prmt": permuted,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda a: 1 / np.sqrt(a),
-    "rcp": lambda a: 1 / a,
-    "tanh": np.tanh,
-    "cvta": lambda a: a,
-    "mov": lambda a: a,
-}
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mad": lambda a, b, c: a * b + c,
+    "fma": fused, "div": quotient, "rem": lambda a, b: a - quotient(a, b) * b, "min": np.minimum,
+    "max": np.maximum, "neg": operator.neg, "abs": np.abs, "and": operator.and_, "or": operator.or_,
+    "xor": operator.xor, "not": operator.invert,
+    "popc": lambda a: np.bitwise_count(a).astype(np.uint32), "bfe": bits_of, "prmt": permuted,
+    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a),
+    "rcp": lambda a: 1 / a, "tanh": np.tanh, "cvta": lambda a: a, "mov": lambda a: a,
+}  # fmt: skip
 
 
 def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]:
@@ -214,7 +191,7 @@ def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]
     Raises KeyError for an unknown instruction.
     """
     verb, *how = name[0], *(part for part in name[1:] if part not in IGNORED)
-    kind = json_type(how[-1])
+    kind = numpy_type(how[-1])
     if verb == "setp":
         return [kind] * 2, lambda a, b: compared(how[0], a, b)
     if verb == "selp":

@@ -59,8 +59,8 @@ def _run(
     into = WRITTEN.get(launch.kernel.__name__)
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     given = [(tensor, name == into) for name, tensor in named if tensor is not None]
-    inputs = [tensor for tensor, as_text in given if not as_text]
-    tensors = Tensors(inputs, [*(t for t, as_text in given if as_text), *launch.outputs])
+    inputs = [tensor for tensor, written in given if not written]
+    tensors = Tensors(inputs, [*(t for t, written in given if written), *launch.outputs])
     places = {id(t): at for t, at in zip(tensors.tensors, tensors.addresses(), strict=True)}
     own = [places[id(tensor)] for tensor in launch.outputs]
     parameters = [*(places[id(tensor)] for tensor, _ in given), *sizes, *own]

@@ -6,15 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.ptx_machine.arithmetic import function_of, json_type, unsigned
-from tests.support.ptx_machine.memory import (
-    UNKNOWN,
-    Memory,
-    PtxError,
-    Shared,
-    Tensors,
-    Watch,
-)
+from tests.support.ptx_machine.arithmetic import function_of, numpy_type, unsigned
+from tests.support.ptx_machine.memory import UNKNOWN, Memory, PtxError, Shared, Tensors, Watch
 from tests.support.ptx_machine.program import (
     Address,
     Immediate,
@@ -28,12 +21,7 @@ from tests.support.ptx_machine.program import (
     parse,
 )
 from tests.support.ptx_machine.traffic import Traffic
-from tests.support.ptx_machine.warp import (
-    matrices_of_rows,
-    product,
-    rows_of_matrices,
-    shuffled,
-)
+from tests.support.ptx_machine.warp import matrices_of_rows, product, rows_of_matrices, shuffled
 
 Array = NDArray[Any]
 WARP = 32
@@ -179,7 +167,7 @@ class Machine:
 
     def _load(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
         to, where = operands
-        kind = np.dtype(json_type(name[-1]))
+        kind = np.dtype(numpy_type(name[-1]))
         if name[1] == "param":
             assert isinstance(where, Address)
             assert isinstance(where.base, Symbol)
@@ -218,7 +206,7 @@ class Machine:
 
     def _store(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
         where, given = operands
-        kind = np.dtype(json_type(name[-1]))
+        kind = np.dtype(numpy_type(name[-1]))
         addresses, width = self._addresses(where, lanes), kind.itemsize
         if name[1].startswith("shared"):
             self._count(lanes, addresses, width * len(_parts(given)))
@@ -239,7 +227,7 @@ class Machine:
     def _move_parts(self, kind: str, operands: Sequence[Operand], lanes: Any) -> None:
         """Moves values between a register and its parts, the lowest first."""
         to, given = operands
-        whole = np.dtype(json_type(kind))
+        whole = np.dtype(numpy_type(kind))
         parts = _parts(to if isinstance(to, Vector) else given)
         bits = 8 * whole.itemsize // len(parts)
         if isinstance(to, Vector):
@@ -336,7 +324,7 @@ class Machine:
                 put(to, both[: len(_parts(to))])
             case "redux":
                 to, given, _ = operands
-                found = value(given, json_type(name[-1]))
+                found = value(given, numpy_type(name[-1]))
                 total = REDUCED[name[2]].reduce(found, axis=1, dtype=found.dtype)
                 put(to, [np.repeat(total[:, None], WARP, 1)])
             case "ldmatrix":
