@@ -265,20 +265,6 @@ def test_versions_of_the_targets_own_packages_count(
         assert changes == (upgraded in target.packages), upgraded
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--rank", "0"), "--rank is one of several: say --tp, how many they are"),
-        (("--tp", "4", "--rank", "4"), "--rank 4 is outside 0..3"),
-        (("--tp", "4", "--rank", "-1"), "--rank -1 is outside 0..3"),
-    ],
-)
-def test_usage(flags: tuple[str, ...], says: str, checkpoint: Path, tmp_path: Path) -> None:
-    given = ("--model", checkpoint, "--target", "inductor", "--out", tmp_path / "engine")
-    assert invoke("build", *given, *flags) == (2, "", f"error: {says}\n")
-    assert not any(tmp_path.iterdir())
-
-
 @needs_compiler
 def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
