@@ -12,9 +12,7 @@ import typer
 
 from mtpbuild.builder.bench import engines, measure
 from mtpbuild.builder.bench.bench import BenchRequest, bench
-from mtpbuild.builder.bench.figures import (
-    make_rows,
-)
+from mtpbuild.builder.bench.figures import make_rows
 from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import TargetFlags

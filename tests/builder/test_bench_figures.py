@@ -27,11 +27,7 @@ from mtpbuild.builder.measure.statistics import (
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.show.results import check_writable
 from mtpbuild.runtime.errors import UsageError
-from tests.support.bench_samples import (
-    answer,
-    contender,
-    made_by_hand,
-)
+from tests.support.bench_samples import answer, contender, made_by_hand
 from tests.support.stand_ins import importing
 
 VLLM_KEYS = {

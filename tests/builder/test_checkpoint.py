@@ -18,10 +18,7 @@ from mtpbuild.builder.weights import stored as module
 from mtpbuild.builder.weights.formats import Entry
 from mtpbuild.builder.weights.made import WHOLE, made, whole
 from mtpbuild.builder.weights.placed import write_weights
-from mtpbuild.builder.weights.stored import (
-    Checkpoint,
-    open_checkpoint,
-)
+from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 from mtpbuild.plugins import take_rows
-from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.errors import UsageError
 from tests.support.families import CHOOSERS, config_of, make_family, save_family
 from tests.support.forced import COUNT, DRAFTS, ROWS, TOKENS
 from tests.support.steps import check_family
@@ -267,22 +267,6 @@ def test_ties() -> None:
     check_family(model, 2, "mtp-eagle")
     with pytest.raises(AssertionError, match=f"(?m)^({EITHER})"):
         check_family(model, 2, "mtp-eagle", chooses(the_newest_of_equal_rows))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"index_head_dim": 3}, "index_head_dim 3 is below qk_rope_head_dim 4"),
-        ({"index_topk": 0}, "index_topk must be an integer of 1.."),
-        ({"q_lora_rank": None}, "q_lora_rank is missing"),
-        ({"indexer_types": ["full", "shared"]}, "a name for each of 3 layers"),
-        ({"indexer_types": ["shared", "full", "full"]}, "the first one full, not 3 from"),
-        ({"indexer_types": ["full", "all", "full"]}, "indexer_types must be a list of names"),
-    ],
-)
-def test_configurations_that_do_not_fit(overrides: dict[str, Any], says: str) -> None:
-    with pytest.raises(CheckpointError, match=says):
-        make_family(GLM, **overrides)
 
 
 def test_which_layers_choose() -> None:

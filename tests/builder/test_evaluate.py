@@ -255,7 +255,7 @@ def test_the_command(here: Path) -> None:
     assert (here / "eval_results" / "eval.png").read_bytes().startswith(b"\x89PNG")
     lines = [*csv.DictReader((here / "eval_results" / "eval.csv").read_text().splitlines())]
     assert [(line["setting"], line["form"]) for line in lines[:3]] == [
-        *(("strict", form) for form in ("all", "form 0", "form 1")),
+        *(("strict", form) for form in ("all", "form 0", "form 1"))
     ]
     assert (len(lines), lines[6]["right"], lines[6]["against_strict.lost"]) == (9, "0", "8")
 

@@ -18,10 +18,7 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
 from mtpbuild.runtime.programs import onnxruntime
-from tests.support.checkpoints import (
-    QUANTIZABLE,
-    random_checkpoint,
-)
+from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 

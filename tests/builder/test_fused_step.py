@@ -21,13 +21,7 @@ from mtpbuild.plugins import IN_PLACE
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, make_model, make_predictable
-from tests.support.gpu_steps import (
-    MANY,
-    ON_GPU,
-    check_fused_step,
-    check_sparse_step,
-    with_joined,
-)
+from tests.support.gpu_steps import MANY, ON_GPU, check_fused_step, check_sparse_step, with_joined
 from tests.support.op_calls import OpCalls
 from tests.support.steps import CHUNK, check_steps
 

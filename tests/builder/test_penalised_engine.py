@@ -18,11 +18,7 @@ from tests.support.fakes import fake_manifest
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK, COUNT = 4, 40
-ENGINES = [
-    (0, None),
-    (3, "mtp-vanilla"),
-    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-]
+ENGINES = [(0, None), (3, "mtp-vanilla"), pytest.param(3, "mtp-eagle", marks=pytest.mark.full)]
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 ALL = replace(
     PLAIN,

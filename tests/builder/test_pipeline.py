@@ -19,11 +19,7 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.contract.manifest import (
-    MANIFEST,
-    check_files,
-    read_manifest,
-)
+from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import (
     BuildError,
     CheckpointError,

@@ -225,10 +225,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
     other = run(checkpoint, tmp_path / "other" / "engine", 1, max_batch=2).folder
     shutil.copytree(other / "rank1", out / "rank1")
     code, _, err = invoke("inspect", out)
-    assert (code, err) == (
-        1,
-        f"error: {out}/rank1: rank 1 of another build; rebuild the engine\n",
-    )
+    assert (code, err) == (1, f"error: {out}/rank1: rank 1 of another build; rebuild the engine\n")
     assert not run(checkpoint, out, 1).unchanged
     assert_whole(out, 0, 1)
     run(checkpoint, out, 1, max_batch=2, force=True)

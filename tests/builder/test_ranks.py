@@ -192,10 +192,7 @@ def test_a_rank_that_dies_or_hangs(
     check_death(engine, number, 4, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("number", "idle"),
-    [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)],
-)
+@pytest.mark.parametrize(("number", "idle"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)])
 @pytest.mark.full
 def test_rank_0_dies_or_hangs(engine: Path, number: signal.Signals, idle: float) -> None:
     """The others notice, also while nothing runs; to wait is no failure."""
@@ -287,10 +284,7 @@ def test_a_folder_of_another_build(copy: Path) -> None:
     shutil.rmtree(copy / "rank1")
     shutil.copytree(copy / "rank0", copy / "rank1")
     code, _, err = invoke("inspect", copy)
-    assert (code, err) == (
-        1,
-        f"error: {copy}/rank1: rank 0 of another build; rebuild the engine\n",
-    )
+    assert (code, err) == (1, f"error: {copy}/rank1: rank 0 of another build; rebuild the engine\n")
     shutil.rmtree(copy / "rank1")
     code, out, _ = invoke("inspect", copy)
     assert code == 0

@@ -18,11 +18,7 @@ from tests.support.engines import EngineBuilder
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK, COUNT = 4, 60
 BEGIN, END = 7, 4  # 4 is in no text of `test_relaxed_acceptance`
-ENGINES = [
-    (0, None),
-    (3, "mtp-vanilla"),
-    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-]
+ENGINES = [(0, None), (3, "mtp-vanilla"), pytest.param(3, "mtp-eagle", marks=pytest.mark.full)]
 HOT = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, top_p=0.95, seed=5)
 SETTINGS = [
     HOT,

@@ -22,11 +22,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import (
-    lower_tensorrt,
-    lower_tensorrt_rtx,
-    tensorrt_rtx,
-)
+from mtpbuild.builder.targets import lower_tensorrt, lower_tensorrt_rtx, tensorrt_rtx
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.plugins.ptx import ContractError
@@ -56,12 +52,7 @@ from tests.support.checkpoints import SMALLEST, make_predictable, save_checkpoin
 from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.support.fake_target import quick_target
-from tests.support.fake_tensorrt import (
-    BuilderFlag,
-    FakeTensorRt,
-    Network,
-    without_weights,
-)
+from tests.support.fake_tensorrt import BuilderFlag, FakeTensorRt, Network, without_weights
 from tests.support.requests import altered, build_request
 from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
@@ -397,11 +388,7 @@ class TestWeightsPutBack:
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
     """A build that is to fail, and to leave no engine."""
     yield build_request(
-        folder,
-        (0,),
-        out=tmp_path / "engine",
-        target="tensorrt-rtx",
-        compute_capability="sm120",
+        folder, (0,), out=tmp_path / "engine", target="tensorrt-rtx", compute_capability="sm120"
     )
     assert not (tmp_path / "engine").exists()
 
@@ -410,14 +397,8 @@ class TestWhatCanNotBeBuilt:
     @pytest.mark.parametrize(
         ("asked", "says"),
         [
-            (
-                None,
-                "target tensorrt-rtx needs --compute-capability: of sm80, sm86, sm89, sm120, s",
-            ),
-            (
-                "sm90",
-                "--compute-capability sm90: TensorRT-RTX engines are for RTX GPUs, not for",
-            ),
+            (None, "target tensorrt-rtx needs --compute-capability: of sm80, sm86, sm89, sm120, s"),
+            ("sm90", "--compute-capability sm90: TensorRT-RTX engines are for RTX GPUs, not for"),
             ("sm120,sm75", "--compute-capability sm75: "),
             ("", "--compute-capability : TensorRT-RTX engines are"),
         ],
@@ -535,11 +516,7 @@ class TestTargetTensorRt:
     @pytest.mark.usefixtures("quick")
     @pytest.mark.parametrize("strip", [False, True])
     def test_where_the_weights_are(
-        self,
-        strip: bool,
-        folder: Path,
-        tmp_path: Path,
-        trt: FakeTensorRt,
+        self, strip: bool, folder: Path, tmp_path: Path, trt: FakeTensorRt
     ) -> None:
         def lower(traced: Traced, weights: object, folder: Path) -> str:
             assert traced.plan.options.strip_weights == strip
@@ -573,10 +550,7 @@ class TestTargetTensorRt:
 
 @pytest.mark.parametrize(
     ("asked", "found"),
-    [
-        ("sm120, SM89,12.0", ("8.9", "12.0")),
-        ("12.1,8.6,sm_80", ("8.0", "8.6", "12.1")),
-    ],
+    [("sm120, SM89,12.0", ("8.9", "12.0")), ("12.1,8.6,sm_80", ("8.0", "8.6", "12.1"))],
 )
 def test_compute_capabilities(asked: str, found: tuple[str, ...]) -> None:
     options = tensorrt_rtx.RtxOptions(asked)

@@ -80,8 +80,7 @@ def test_its_options_at_load_are_its_own(smallest: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("command", "flag"),
-    [("build", "--toy-mark"), ("run", "--toy-log"), ("serve", "--toy-log")],
+    ("command", "flag"), [("build", "--toy-mark"), ("run", "--toy-log"), ("serve", "--toy-log")]
 )
 def test_the_command_line_has_its_flags(command: str, flag: str, installed: Path) -> None:
     """Only where the target is installed."""

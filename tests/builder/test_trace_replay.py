@@ -23,9 +23,7 @@ HOT = replace(GREEDY, temperature=0.8, top_p=0.95)  # the seed is drawn
 
 @pytest.fixture(scope="module")
 def traced(
-    predictable_folder: Path,
-    build_engine: EngineBuilder,
-    tmp_path_factory: pytest.TempPathFactory,
+    predictable_folder: Path, build_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, TracedRequest]:
     """Two requests in a batch of three slots."""
     path = tmp_path_factory.mktemp("trace") / "out.jsonl"

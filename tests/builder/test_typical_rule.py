@@ -298,11 +298,7 @@ def test_a_change_of_the_rule_is_another_engine(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_can_not_be_built_is_refused(
-    rule: str,
-    flags: dict[str, str],
-    says: str,
-    smallest: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: str, flags: dict[str, str], says: str, smallest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(typical, "TYPICAL", replace(typical.TYPICAL, kernel=None))
     with pytest.raises(UsageError) as caught:

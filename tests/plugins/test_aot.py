@@ -228,10 +228,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
     convert = facets(TENSORRT)[accept_rewind._opoverload]
     results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
     names = ["window", "num_drafts", "lengths", "active as INT32"]
-    assert made == [
-        ("best_of_block", ["logits"]),
-        ("verdict_of_slot", ["best_of_block.0", *names]),
-    ]
+    assert made == [("best_of_block", ["logits"]), ("verdict_of_slot", ["best_of_block.0", *names])]
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
 
 

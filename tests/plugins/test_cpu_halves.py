@@ -60,11 +60,7 @@ def run_halved(op: str, given: Given, results: int, **how: Any) -> list[NDArray[
 
 @pytest.mark.parametrize(
     ("B", "H", "T", "C", "S", "written"),
-    [
-        (2, 3, 4, 40, 200, 0),
-        (1, 4, 1, 64, 1300, 1),
-        (1, 2, 70, 24, 90, 0),
-    ],
+    [(2, 3, 4, 40, 200, 0), (1, 4, 1, 64, 1300, 1), (1, 2, 70, 24, 90, 0)],
 )
 def test_attention(B: int, H: int, T: int, C: int, S: int, written: int) -> None:
     """It equals the one over fp32 rows that bfloat16 holds, to the bit."""

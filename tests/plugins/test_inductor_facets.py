@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.plugins import (
-    PYTORCH,
-    delta_rule,
-    facets,
-    grouped_attention,
-    kv_write,
-    mla_attention,
-)
+from mtpbuild.plugins import PYTORCH, delta_rule, facets, grouped_attention, kv_write, mla_attention
 from mtpbuild.plugins.delta_rule.inductor import delta_rule_inductor
 from mtpbuild.plugins.grouped_attention.inductor import grouped_attention_inductor
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor

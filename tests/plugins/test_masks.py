@@ -78,11 +78,7 @@ def test_nothing_forbidden_is_emitted(seed: int) -> None:
             assert allowed[b, row, token]
             assert verdict.logprobs[b, row] == plain[b, row, token]
     free = grammar | {"constrained": ~everyone}
-    for got, wanted in zip(
-        vars(judge(grammar=free)).values(),
-        vars(judge()).values(),
-        strict=True,
-    ):
+    for got, wanted in zip(vars(judge(grammar=free)).values(), vars(judge()).values(), strict=True):
         assert torch.equal(got, wanted)
 
 

@@ -194,8 +194,7 @@ def test_splits_by_what_a_slot_holds(
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"),
-    [("fp8", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)],
+    ("form", "dtype"), [("fp8", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
 )
 def test_splits_of_the_inputs(form: str, dtype: torch.dtype) -> None:
     """A weight this deep has several programs per column block; a row's sum is its own.

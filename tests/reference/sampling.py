@@ -88,3 +88,13 @@ def check_texts(
     for prompt, own, result in zip(prompts, params, results, strict=True):
         assert list(result.token_ids) == plain_text(model, prompt, own)
     return results
+
+
+def check_alone(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Result]:
+    """Check O7: requests say together what each says alone; return the results."""
+    together = engine.generate(prompts, params)
+    alone = [engine.generate(*each) for each in zip(prompts, params, strict=True)]
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    return together
