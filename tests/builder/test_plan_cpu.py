@@ -22,7 +22,7 @@ from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
-from tests.support.invoke import invoke
+from tests.support.invoke import invoke, refusal
 from tests.support.requests import build_request
 
 GIGACHAT = "gigachat3-10b-a1.8b-bf16"
@@ -266,13 +266,9 @@ for plan in {plans}:
     ],
 )
 def test_refusals(flags: str, says: str) -> None:
-    code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", *flags.split())
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
+    assert says in refusal("plan", "--model", GIGACHAT, "--cpu", *flags.split())
 
 
 def test_a_repository_that_is_not_here() -> None:
-    code, out, err = invoke("plan", "--model", "some/model", "--cpu")
-    assert (code, out) == (1, "")
-    assert "the repository is not downloaded here" in err
+    says = refusal("plan", "--model", "some/model", "--cpu", code=1)
+    assert "the repository is not downloaded here" in says
