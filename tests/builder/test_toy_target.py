@@ -14,24 +14,19 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from tests.reference.recompute import greedy
+from tests.support.installed import ROOT
+from tests.support.installed import installed as package
 from tests.support.requests import build_request
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Install the target: the folder is on the path and says which entry point it has."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (info := folder / "toy_target-1.0.dist-info").mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mtpbuild.targets]\ntoy = tests.support.toy_target:TOY\n"
-    )
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
+    """Install the target."""
+    at, folder = "tests.support.toy_target:TOY", tmp_path_factory.mktemp("site-packages")
+    with package(folder, "mtpbuild.targets", "toy", at):
+        yield folder
 
 
 @pytest.mark.usefixtures("installed")
