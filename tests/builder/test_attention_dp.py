@@ -18,11 +18,10 @@ from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
+from tests.reference.sampling import plain_text
 from tests.support import collectives, eager_ranks
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.rank_engines import (
-    DRAWN,
     GREEDY,
     HOT,
     NEXTN,
@@ -91,7 +90,7 @@ def check(folder: Path, model: PlainDeepseek, comers: int = 8) -> None:
         again = tokens(loaded, [LONG, PROMPT, PROMPT], params)
         assert loaded.stats.prefix_queries == 0, "neither slots nor a pool keep anything"
     assert alone == [greedy(model, prompt, 16) for prompt in (PROMPT, [5], LONG)]
-    assert uneven == [alone[2], sample(model, PROMPT, 16, DRAWN), relaxed]
+    assert uneven == [alone[2], plain_text(model, PROMPT, HOT), relaxed]
     assert turned == [relaxed, uneven[0], uneven[1]], "on the other rank"
     assert crowded == [greedy(model, p, n) for p, n in zip(crowd, counts, strict=True)]
     assert again == uneven

@@ -67,7 +67,7 @@ def followers() -> list[int]:
 def check_death(
     engine: Path, number: signal.Signals, patience: int, patch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that an engine ends with its line, and soon, when a follower dies or hangs."""
+    """Check that an engine ends with its line, and soon, when a follower dies or hangs."""
     patch.setenv(TIMEOUT, str(patience))
     silent = f"^rank 0 of 2: another rank has not answered for {patience} s$"
     says = "^rank 1 was killed by signal 9$" if number == signal.SIGKILL else silent
