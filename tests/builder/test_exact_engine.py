@@ -22,6 +22,7 @@ from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
+pytestmark = pytest.mark.xdist_group("exact")  # another worker would build the engines anew
 FULL: Any = pytest.mark.full
 KINDS = [  # model, weights, caches
     ("many", "float32", "float32"),

@@ -32,7 +32,7 @@ FULL = pytest.mark.full
     ("shape", "nextn", "drafter"),
     [
         ("yarn-three-modules", 2, "mtp-eagle"),
-        ("yarn-three-modules", 2, "mtp-vanilla"),
+        pytest.param("yarn-three-modules", 2, "mtp-vanilla", marks=FULL),
         ("no-q-lora-one-module", 2, "mtp-eagle"),
         ("ragged-no-interleave", 2, "mtp-eagle"),
     ],

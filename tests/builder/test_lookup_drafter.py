@@ -26,6 +26,7 @@ from tests.support import installed, lookup
 from tests.support.engines import EngineBuilder
 from tests.support.requests import build_request
 
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPTS = [[9, 20, 21, 33], [5], [7, 8, 7, 8, 7, 8, 7]]
 NEXTN = 3
 

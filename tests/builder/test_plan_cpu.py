@@ -234,9 +234,13 @@ def test_the_bandwidth_of_memory_is_measured() -> None:
     assert 1e8 < measure_bandwidth(passes=1) < 1e13
 
 
-def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
-    """For each layout of recipes, and for a folder with weights: a process that has none."""
-    models = {recipe.config: recipe.name for recipe in load_recipes()}
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_plan_needs_no_torch(every: bool, tmp_path: Path) -> None:
+    """For each layout of a family's recipes, and for a folder with weights: a process with none."""
+    recipes = sorted(load_recipes(), key=lambda recipe: -(recipe.download or 0))
+    layouts = [(family_of(load_config(r.config_folder)).name, r.layout) for r in recipes]
+    kinds = [r.config for r in recipes] if every else layouts
+    models = {kind: r.name for kind, r in zip(kinds, recipes, strict=True)}  # the smallest ones
     folder = random_checkpoint(tmp_path / "model", **EVEN)
     plans = [["plan", "--cpu", "--model", m, "--json"] for m in (*models.values(), str(folder))]
     plans.append(["plan", "--model", "deepseek-r1-fp4", "--tp", "8"])

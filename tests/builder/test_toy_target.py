@@ -29,10 +29,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("installed", "quick")
 @pytest.mark.parametrize("nextn", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None:
-    """The tokens are the plain model's, whatever is drafted; sampling has its program too."""
+    """The tokens are the plain model's, whatever is drafted; sampling has its program too.
+
+    Its options at load are its own.
+    """
     request = build_request(smallest, (nextn,), target="toy", out=tmp_path / "toy", toy_mark="abc")
     (built,) = build(request)
     assert read_manifest(built.folder).target.versions == {"mark": "abc"}
@@ -49,6 +52,13 @@ def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
     assert {*log.read_text().split()} == {"prefill", "decode", "decode_mixed"}
     assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
+    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
+        Engine.load(built.folder, provider="cuda")
+    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
+        Engine.load(built.folder, colour="red")
+    (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
+    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
+        Engine.load(other.folder, toy_log="x")
 
 
 @pytest.mark.usefixtures("installed")
@@ -60,18 +70,6 @@ def test_its_flags_are_its_own(smallest: Path) -> None:
         build(build_request(smallest, (0,), target="toy", toy_mark="1"))
     with pytest.raises(UsageError, match=r"^--device cpu is for target inductor, not toy$"):
         build(build_request(smallest, (0,), target="toy", device="cpu"))
-
-
-@pytest.mark.usefixtures("installed")
-def test_its_options_at_load_are_its_own(smallest: Path, tmp_path: Path) -> None:
-    (toy,) = build(build_request(smallest, (0,), target="toy", out=tmp_path / "toy"))
-    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
-        Engine.load(toy.folder, provider="cuda")
-    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
-        Engine.load(toy.folder, colour="red")
-    (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
-    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
-        Engine.load(other.folder, toy_log="x")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from tests.support.live_server import live
 from tests.support.requests import build_request
 from tests.support.styles import style_of
 
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPT, NEXTN, COUNT = [9, 20, 21, 33], 3, 40
 EASY = {"typical_epsilon": 0.02, "typical_delta": 0.5}
 WISH: dict[str, Any] = {
