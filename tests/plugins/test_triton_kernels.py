@@ -100,7 +100,10 @@ def join(values: tuple[Any, ...]) -> Any:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("seed", "vocab", "drafts"), [(0, 40, 3), (1, 33, 1), (2, 70, 2)])
+@pytest.mark.parametrize(
+    ("seed", "vocab", "drafts"),
+    [(0, 40, 3), (1, 33, 1), pytest.param(2, 70, 2, marks=pytest.mark.full)],
+)
 def test_mixed_acceptance(seed: int, vocab: int, drafts: int) -> None:
     kernels.check_mixed(kernels.random_mixed(seed, vocab, drafts), "cpu")
 
