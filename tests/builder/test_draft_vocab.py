@@ -73,10 +73,11 @@ def test_an_engine(tmp_path: Path) -> None:
     refitted = make_family("glm-flash", seed=1, hidden_size=32)
     new = save_family(tmp_path / "new", "glm-flash", refitted, hidden_size=32)
     for model, lengths in ((ours, (11, 1, CHUNK + 1)), (refitted, (3,))):
+        if model is refitted:
+            refit(built.folder, str(new))
         model.config = replace(model.config, draft_ids=IDS)
         programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
         check_programs(programs, model, 1, "mtp-vanilla", CHUNK, lengths, 6, every=False)
-        refit(built.folder, str(new))
     assert json.loads((built.folder / DRAFT_VOCAB).read_text()) == list(IDS)
 
 

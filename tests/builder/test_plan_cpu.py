@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +239,9 @@ def test_the_bandwidth_of_memory_is_measured() -> None:
 def test_a_plan_needs_no_torch(every: bool, tmp_path: Path) -> None:
     """For each layout of a family's recipes, and for a folder with weights: a process with none."""
     recipes = sorted(load_recipes(), key=lambda recipe: -(recipe.download or 0))
-    layouts = [(family_of(load_config(r.config_folder)).name, r.layout) for r in recipes]
-    kinds = [r.config for r in recipes] if every else layouts
+    kinds: Sequence[object] = [recipe.config for recipe in recipes]
+    if not every:
+        kinds = [(family_of(load_config(r.config_folder)).name, r.layout) for r in recipes]
     models = {kind: r.name for kind, r in zip(kinds, recipes, strict=True)}  # the smallest ones
     folder = random_checkpoint(tmp_path / "model", **EVEN)
     plans = [["plan", "--cpu", "--model", m, "--json"] for m in (*models.values(), str(folder))]
