@@ -71,7 +71,7 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
     def build(
         model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
     ) -> Path:
-        from mtpbuild.builder.build import build as run_build
+        from mtpbuild.builder.compiler.build import build as run_build
         from tests.support.requests import build_request
 
         options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))
@@ -96,8 +96,8 @@ def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
 
     def build(nextn: int, drafter: str | None = None, **flags: Any) -> Path:
         from mtpbuild.builder.models import load_config
-        from mtpbuild.builder.plan import choose_drafter
-        from mtpbuild.builder.recipe import find_model
+        from mtpbuild.builder.plan.plan import choose_drafter
+        from mtpbuild.builder.plan.recipe import find_model
 
         config = load_config(find_model("deepseek-tiny").folder)
         chosen = drafter or choose_drafter(config, nextn, None)

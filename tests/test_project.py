@@ -23,7 +23,7 @@ import pytest
 
 import mtpbuild
 import mtpbuild.recipes
-from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.runtime.errors import install
 from tests.support import parts
 
@@ -65,10 +65,10 @@ OUTSIDE = {
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
     "mtpbuild.builder.measure.statistics": {"numpy"},
-    "mtpbuild.builder.prefixes": {"numpy"},
-    "mtpbuild.builder.study": {"numpy"},
+    "mtpbuild.builder.compiler.prefixes": {"numpy"},
+    "mtpbuild.builder.eval.study": {"numpy"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
-    "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
+    "mtpbuild.builder.compiler.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
@@ -218,13 +218,20 @@ def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
 
 def test_only_a_download_imports_the_hubs_client() -> None:
     """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
-    users = {"huggingface_hub": {"hub"}, "httpx2": {"hub"}, "mtpbuild.builder.hub": {"download"}}
-    users["mtpbuild.builder.download"] = {"cli.build"}
+    users = {
+        "huggingface_hub": {"hub"},
+        "httpx2": {"hub"},
+        "mtpbuild.builder.compiler.hub": {"download"},
+    }
+    users["mtpbuild.builder.compiler.download"] = {"cli.build"}
     for module, path in sources():
         everywhere, at_once = (imports(path, module_level=level) for level in (False, True))
         for name in set(everywhere) & users.keys():
             assert module.removeprefix("mtpbuild.builder.") in users[name], f"{path}: {name}"
-        late = set(at_once) & {"mtpbuild.builder.hub", "mtpbuild.builder.download"}
+        late = set(at_once) & {
+            "mtpbuild.builder.compiler.hub",
+            "mtpbuild.builder.compiler.download",
+        }
         assert not late, f"{path} imports {late} at module level"
 
 

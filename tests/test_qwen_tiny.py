@@ -6,7 +6,7 @@ import onnx
 import pytest
 import torch
 
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.conversations import Users, check_found, with_prefix
 from tests.support.crowds import Case, check_crowd, texts

@@ -10,8 +10,8 @@ import torch
 from filelock import FileLock
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.plan import DrafterName
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.reference.recompute import row_logits
 from tests.support.checkpoints import load_reference

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.models.common.plain import PlainMoE
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids

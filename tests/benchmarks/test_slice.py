@@ -32,7 +32,7 @@ sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.style import Kernels, Sizes
+from mtpbuild.builder.graph.style import Kernels, Sizes
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace

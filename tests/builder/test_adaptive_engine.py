@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
@@ -37,7 +37,7 @@ class Restless(AdaptiveNextn):
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow one draft, which is five programs to compile; tests/builder/test_step.py has more."""
-    monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
+    monkeypatch.setattr("mtpbuild.builder.plan.plan.ADAPTIVE_NEXTN", 1)
 
 
 @pytest.mark.full

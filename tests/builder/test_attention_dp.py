@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.builder.compiler.job import make_plans
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.prepare import make_plans
-from mtpbuild.builder.recipe import FoundModel
+from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.reference.recompute import greedy

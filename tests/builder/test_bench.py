@@ -13,9 +13,9 @@ import typer
 from mtpbuild.builder.bench import engines, measure
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.bench.figures import make_rows
-from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import TargetFlags
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.measure.prompts import (
     NUM_REQUESTS,
     OUTPUT_LEN,
@@ -25,8 +25,8 @@ from mtpbuild.builder.measure.prompts import (
     resize_prompt,
 )
 from mtpbuild.builder.measure.runs import TimedAnswer, rotate
-from mtpbuild.builder.plan import Nextn
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.plan import Nextn
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.cli.commands import LoadFlags

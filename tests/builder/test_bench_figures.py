@@ -24,7 +24,7 @@ from mtpbuild.builder.measure.statistics import (
     sum_drafting,
     summarise,
 )
-from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.show.results import check_writable
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import answer, contender, made_by_hand

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights import placed
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
@@ -41,8 +41,8 @@ STAGES = (
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from mtpbuild.builder.build import build
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.plan.request import BuildRequest
 from tests.support.fake_target import in_place_of
 
 def trace(*args):

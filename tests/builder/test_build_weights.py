@@ -9,21 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import stored_as
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.opened_model import OpenedModel
-from mtpbuild.builder.refit import refit
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify import verify
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.requantised import Requantised
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,

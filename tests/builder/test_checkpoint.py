@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.formats import Entry
+from mtpbuild.builder.models.common.weight import WHOLE, made, whole
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import stored as module
-from mtpbuild.builder.weights.formats import Entry
-from mtpbuild.builder.weights.made import WHOLE, made, whole
 from mtpbuild.builder.weights.placed import write_weights
 from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import StageLines, show_progress
 from mtpbuild.builder.cli.tables import print_stages
-from mtpbuild.builder.recipe import load_recipes, parse_recipe
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.recipe import load_recipes, parse_recipe
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.errors import CheckpointError, UsageError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
-from mtpbuild.builder.refit import refit
+from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT, RopeConfig
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.rope import (
     inverse_frequencies,
@@ -14,7 +15,6 @@ from mtpbuild.builder.models.common.rope import (
     softmax_scale,
     table_scale,
 )
-from mtpbuild.builder.models.config import COUNT_LIMIT, SIZE_LIMIT, RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import BASE, SHAPES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets import cross_cuda, lower_inductor
 from mtpbuild.builder.targets.capability import GPUS
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.models.common.weight import WHOLE, made, whole
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.weights.made import WHOLE, made, whole
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import SMALL, load_config, random_checkpoint, shard

@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest

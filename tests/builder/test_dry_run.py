@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.weightless import check_slices
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weightless import check_slices
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, install

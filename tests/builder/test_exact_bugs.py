@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.programs import onnxruntime as programs
 from tests.support.cpu_kernels import SOURCE, compiled

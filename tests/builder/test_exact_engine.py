@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.measure import checks
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import exact
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library

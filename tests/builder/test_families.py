@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.config import MoEConfig, MTPRules
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
-from mtpbuild.builder.models.config import MoEConfig, MTPRules
-from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.prepare import prepare
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest

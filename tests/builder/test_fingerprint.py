@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.fingerprint import EVERY, SAMPLE, SMALL, identity
+from mtpbuild.builder.compiler.fingerprint import EVERY, SAMPLE, SMALL, identity
 
 
 def holes(path: Path, header: object, size: int) -> int:

@@ -14,7 +14,7 @@ from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.invoke import invoke, refusal

@@ -12,11 +12,11 @@ import torch
 
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import like_routed
+from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
-from mtpbuild.builder.weights.made import Share
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms

@@ -32,8 +32,8 @@ from triton.runtime import driver
 
 from mtpbuild.builder.models.common.blocks import Scaled, put
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.weights.made import Share
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.models.common.weight import Share
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.passes.one_shot import by_shared_memory

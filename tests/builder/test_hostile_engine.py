@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import pytest
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS

@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub import constants
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.download import download
-from mtpbuild.builder.host import Disk, Room
-from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.download import download
+from mtpbuild.builder.measure.host import Disk, Room
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.plain import PlainCausalLM
-from mtpbuild.builder.refit import refit
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.families import make_family, save_family

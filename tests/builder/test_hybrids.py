@@ -19,15 +19,15 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
 from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.models.common.weight import Share, made, whole
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
-from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.plugins import delta_advance, delta_rule
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.runtime.contract.state import layer_state

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import Manifest

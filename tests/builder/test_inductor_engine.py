@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.refit import refit
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.plan import DrafterName
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams

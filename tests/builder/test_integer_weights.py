@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, PackedBlocks, PackedExperts
-from mtpbuild.builder.opened_model import OpenedModel
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, read_manifest

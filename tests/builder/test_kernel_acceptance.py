@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.targets.style import GraphStyle, Sizes
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.styles import style_of
 

@@ -8,11 +8,11 @@ import onnx
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.forecast.cpu import forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.scheme import build_scheme

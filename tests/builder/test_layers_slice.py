@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.models.common.weight import made
+from mtpbuild.builder.models.common.weight import whole as whole_weights
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.made import made
-from mtpbuild.builder.weights.made import whole as whole_weights
 from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support.checkpoints import load_config, lower, make_model, save_checkpoint
 from tests.support.invoke import invoke

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.plan import Plan, choose_drafter, state_specs
+from mtpbuild.builder.plan.plan import Plan, choose_drafter, state_specs
 from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.blocks import ExpertRows
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.refit import refit
-from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.formats import Entry
+from mtpbuild.builder.models.common.weight import WHOLE
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.weights.formats import Entry
-from mtpbuild.builder.weights.made import WHOLE
 from mtpbuild.builder.weights.placed import Shard
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import BASE
@@ -37,12 +37,12 @@ AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 WRITE = """
 import re, sys
 from pathlib import Path
-from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.opened_model import open_model
-from mtpbuild.builder.recipe import FoundModel
+from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import open_model
+from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.ranks import Ranks
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.builder.checkpoint.config import DEEPSEEK
 from mtpbuild.builder.forecast.weights import (
     COPIES,
     MAIN,
@@ -25,11 +26,10 @@ from mtpbuild.builder.forecast.weights import (
 )
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.rope import inverse_frequencies, softmax_scale
-from mtpbuild.builder.models.config import DEEPSEEK
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 from mtpbuild.builder.models.mimo.config import MimoConfig
-from mtpbuild.builder.recipe import Recipe, find_recipe, load_recipes
+from mtpbuild.builder.plan.recipe import Recipe, find_recipe, load_recipes
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.ranks import ALONE
 

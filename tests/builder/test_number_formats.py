@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.weights.formats import FORMATS, Entry, refuse_too_large, stored_format
-from mtpbuild.builder.weights.formats.fp8 import FP8
-from mtpbuild.builder.weights.formats.integers import INT4, INT8, WIDE, Integers, coarse_blocks
-from mtpbuild.builder.weights.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
+from mtpbuild.builder.formats import FORMATS, Entry, refuse_too_large, stored_format
+from mtpbuild.builder.formats.fp8 import FP8
+from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, coarse_blocks
+from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
 from mtpbuild.runtime.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.compiler.step_counts import count_step_calls, describe_counts
+from mtpbuild.builder.models.common.weight import Share
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.step_counts import count_step_calls, describe_counts
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.builder.targets.lower_inductor import info
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
-from mtpbuild.builder.weights.made import Share
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
 from mtpbuild.runtime.contract.targets import find_target

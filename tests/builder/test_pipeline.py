@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.recipe import load_recipes
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.plan.recipe import load_recipes
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import (
@@ -121,8 +121,8 @@ def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) ->
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mtpbuild.builder.build import build\n"
-        "from mtpbuild.builder.request import BuildRequest\n"
+        "from mtpbuild.builder.compiler.build import build\n"
+        "from mtpbuild.builder.plan.request import BuildRequest\n"
         "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"
         "assert not {'torch', 'onnx', 'onnxruntime', 'safetensors'} & set(sys.modules)\n"

@@ -11,14 +11,20 @@ import psutil
 import pytest
 import torch
 
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.forecast.cpu import MAPPED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
-from mtpbuild.builder.host import Disk, Machine, find_disk, measure_bandwidth, measure_machine
+from mtpbuild.builder.measure.host import (
+    Disk,
+    Machine,
+    find_disk,
+    measure_bandwidth,
+    measure_machine,
+)
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.prefixes import Beginning
+from mtpbuild.builder.compiler.prefixes import Beginning
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from mtpbuild.runtime.prefix_cache.tree import common

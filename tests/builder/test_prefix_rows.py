@@ -13,7 +13,7 @@ import torch
 
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.prefix_cache import cache as prefix_cache
 from mtpbuild.runtime.prefix_cache import tree as prefix_tree

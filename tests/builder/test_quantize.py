@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.compiler import quantize
+from mtpbuild.builder.compiler.quantize import MODELOPT, Quantized, QuantizeRequest
+from mtpbuild.builder.formats import FORMATS
+from mtpbuild.builder.models.common.weight import WHOLE, made, whole
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.weights import placed, quantize
-from mtpbuild.builder.weights.formats import FORMATS
-from mtpbuild.builder.weights.made import WHOLE, made, whole
-from mtpbuild.builder.weights.quantize import MODELOPT, Quantized, QuantizeRequest
+from mtpbuild.builder.weights import placed
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.builder.weights.stored import open_checkpoint

@@ -20,8 +20,8 @@ from mtpbuild.builder.forecast.weights import (
 )
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.runtime.ranks import ALONE
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.fingerprint import fingerprint, identities
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
@@ -257,7 +257,9 @@ def test_versions_of_the_targets_own_packages_count(
 
     for upgraded in every:
         with monkeypatch.context() as patch:
-            patch.setattr("mtpbuild.builder.fingerprint.version", partial(upgrade, upgraded))
+            patch.setattr(
+                "mtpbuild.builder.compiler.fingerprint.version", partial(upgrade, upgraded)
+            )
             changes = fingerprint(identities(checkpoint), plan, target) != before
         assert changes == (upgraded in target.packages), upgraded
 

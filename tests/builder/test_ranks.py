@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages

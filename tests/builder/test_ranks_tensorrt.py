@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine

@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.builder.checkpoint.shards import INDEX
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.recipe import (
+from mtpbuild.builder.plan.recipe import (
     default_target,
     find_model,
     find_recipe,

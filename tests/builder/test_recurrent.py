@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.common import causal_lm
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.features import Feature

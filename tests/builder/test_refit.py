@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder import refit as refit_module
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.compiler import refit as refit_module
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.refit import refit
-from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import MtpbuildError

@@ -10,14 +10,14 @@ from typing import Any
 import onnx.parser
 import pytest
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import onnx_graph
 from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
-from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError

@@ -12,25 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.formats import FORMATS
+from mtpbuild.builder.formats.fp8 import FP8
+from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.measure.compare import MOST
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.opened_model import OpenedModel
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.models.common.weight import Share, made, whole
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.formats import FORMATS
-from mtpbuild.builder.weights.formats.fp8 import FP8
-from mtpbuild.builder.weights.formats.nvfp4 import NVFP4
-from mtpbuild.builder.weights.made import Share, made, whole
-from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.build import build
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.step_controls import make_step_controls

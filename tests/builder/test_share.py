@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
+from mtpbuild.builder.models.common.weight import WHOLE, Share, Stored
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan import DrafterName, Plan
-from mtpbuild.builder.recipe import recipe_folder
-from mtpbuild.builder.weights.made import WHOLE, Share, Stored
+from mtpbuild.builder.plan.plan import DrafterName, Plan
+from mtpbuild.builder.plan.recipe import recipe_folder
 from mtpbuild.plugins.accept_rewind import op
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from tests.reference.recompute import greedy
 from tests.support.forced import Run
 from tests.support.op_calls import OpCalls

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.study import BINS, list_judged_drafts, make_bins, study_trace
+from mtpbuild.builder.eval.study import BINS, list_judged_drafts, make_bins, study_trace
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.trace.lines import read_trace
 from mtpbuild.runtime.trace.recorder import compute_entropies

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from mtpbuild.builder.compiler.temporary import temporary_bytes
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.temporary import temporary_bytes
 
 HEADS, WIDTH, ROWS, TOKENS = 4, 8, 512, 96
 

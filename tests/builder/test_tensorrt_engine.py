@@ -16,12 +16,12 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.engine.manifest_of import describe_files
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
+from mtpbuild.builder.plan.plan import ALIGNED_ROWS, Plan
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import lower_tensorrt, lower_tensorrt_rtx, tensorrt_rtx
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets.trt_compile import new_config

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mtpbuild import plugins
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
-from mtpbuild.builder.step_counts import StepCounts, count_step_calls
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
 from mtpbuild.builder.targets.tensorrt import TARGET

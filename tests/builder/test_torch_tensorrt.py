@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 

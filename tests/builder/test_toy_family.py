@@ -9,7 +9,7 @@ import torch
 
 from mtpbuild.builder.models import family_of, find_family, load_config, register
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest

@@ -15,7 +15,7 @@ from mtpbuild.builder.measure.compare import LEAST, TIE, Finding, NotChecked, co
 from mtpbuild.builder.measure.prompts import Prompt
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase
 from mtpbuild.builder.verify.distribution import EXPECTED, chi_square_p_value, fit_prefixes

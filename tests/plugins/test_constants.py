@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.weights.formats.nvfp4 import unpack
+from mtpbuild.builder.formats.nvfp4 import unpack
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e4m3
 from mtpbuild.plugins.matmul_scaled.tensorrt import matmul_scaled_tensorrt

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.build import build
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from tests.support.cpu_fuzz import damaged
 from tests.support.cpu_host import RECORD, Case, differences, recorded, replay

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtpbuild.builder.checkpoint.config import RopeConfig
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.models.common.moe import GatheredMoE
-from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.moe.op import NOBODY

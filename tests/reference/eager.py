@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature

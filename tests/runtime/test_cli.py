@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import Result as CliResult
 
-from mtpbuild.builder.prefixes import read_beginning
+from mtpbuild.builder.compiler.prefixes import read_beginning
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cli import terminal
 from mtpbuild.runtime.cli.input_file import read_requests

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.engines import write_engine

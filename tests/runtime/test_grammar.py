@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.constraints.grammar import Grammars, Matcher
 from mtpbuild.runtime.constraints.json_schema import close_objects

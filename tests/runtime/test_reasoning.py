@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.requests.step_controls import make_step_controls
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText

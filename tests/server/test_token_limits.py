@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.constraints.grammar import Grammars
 from mtpbuild.runtime.constraints.token_limits import TokenLimits, spellings

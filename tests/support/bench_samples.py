@@ -12,10 +12,10 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.bench.report import Benchmark
-from mtpbuild.builder.host import describe_machine
+from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Prompt
 from mtpbuild.builder.measure.runs import TimedAnswer
-from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, SpeculativeDecoding
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer

@@ -14,11 +14,11 @@ from torch import Tensor
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.models.common.plain import PlainMTPModule
+from mtpbuild.builder.models.common.weight import WHOLE, Share, Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 
 BASE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

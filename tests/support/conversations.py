@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.requests.request import Result

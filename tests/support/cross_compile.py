@@ -104,10 +104,10 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     """Yields programs with their plans."""
 
     from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.models.common.weight import Share
+    from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets.inductor import TARGET
-    from mtpbuild.builder.weights.made import Share
     from mtpbuild.builder.weights.scheme import UNQUANTISED
     from mtpbuild.runtime.ranks import Ranks
     from tests.support.checkpoints import lower, make_model
@@ -165,7 +165,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
 
 def choosing(c: Any) -> Any:
     """Returns DeepSeek-V3's configuration as V3.2's, with few rows for each token."""
-    from mtpbuild.builder.models.config import MTPRules
+    from mtpbuild.builder.checkpoint.config import MTPRules
     from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
     values = {field.name: getattr(c, field.name) for field in fields(c)}
@@ -175,8 +175,8 @@ def choosing(c: Any) -> Any:
 
 def engine(model: str, folder: Path, options: Any) -> list[Path]:
     """Builds an engine of nextn 3; returns its programs."""
-    from mtpbuild.builder.build import build
-    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.compiler.build import build
+    from mtpbuild.builder.plan.request import BuildRequest
 
     said = {name: value for name, value in asdict(options).items() if value is not None}
     request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=said)
@@ -193,7 +193,7 @@ def main(folder: Path, *cases: str) -> None:
     from torch._inductor.codecache import AotCodeCompiler
     from triton import knobs
 
-    from mtpbuild.builder.step_counts import count_step_calls
+    from mtpbuild.builder.compiler.step_counts import count_step_calls
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
     from mtpbuild.builder.weights.placed import Placed

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
 from mtpbuild.runtime.contract.manifest import (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mtpbuild.builder.weights.formats.nvfp4 import unpack
+from mtpbuild.builder.formats.nvfp4 import unpack
 from mtpbuild.plugins.matmul_scaled.op import e4m3
 
 # A collective of the ranks that run a network: takes name, type and shape, and this rank's term.

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import load_target

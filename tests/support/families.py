@@ -11,8 +11,8 @@ from torch import nn
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
+from mtpbuild.builder.models.common.weight import WHOLE, Share
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from mtpbuild.builder.weights.made import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
 
 EXPERTS: dict[str, Any] = {

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.graph.style import GraphStyle, Kernels
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.opened_model import make_model
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.targets.style import GraphStyle, Kernels
 from mtpbuild.builder.weights.table import choose_formats, family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import lower_family, make_family

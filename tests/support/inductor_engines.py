@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.runtime import Engine, SamplingParams

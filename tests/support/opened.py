@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.opened_model import OpenedModel, open_model
-from mtpbuild.builder.recipe import FoundModel
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.weights.made import made, whole
+from mtpbuild.builder.models.common.weight import made, whole
+from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.program.opened_model import OpenedModel, open_model
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import SCHEMES
 from tests.support.bfloat16 import rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint

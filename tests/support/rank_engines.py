@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import Reader
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import (
     MLP,
@@ -25,9 +26,8 @@ from mtpbuild.builder.models.common.layers import (
     State,
 )
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.config import Reader
+from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.family import Recurrent
-from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 from mtpbuild.runtime.ranks import Ranks
 from tests.support import toy_family
 from tests.support.toy_family import PlainNorm, PlainToy, ToyAttention, ToyConfig

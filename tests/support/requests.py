@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import build as pipeline
-from mtpbuild.builder import download
-from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.compiler import build as pipeline
+from mtpbuild.builder.compiler import download
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.ranks import Ranks

@@ -9,7 +9,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable

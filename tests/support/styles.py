@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.targets.style import GraphStyle
 
 
 def style_of(name: str, **options: Any) -> GraphStyle:

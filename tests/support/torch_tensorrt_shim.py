@@ -84,12 +84,12 @@ def listing(folder: Path) -> dict[str, Any]:
     trt.Builder.build_serialized_network = seen
 
     from mtpbuild.builder.models import load_config
-    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.program.engine_weights import EngineWeights
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.trt_compile import place
-    from mtpbuild.builder.weights.placed import EngineWeights
     from tests.support.opened import opened
 
     config = load_config(folder)
@@ -139,11 +139,11 @@ def r1_listing(name: str) -> dict[str, Any]:
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.models import load_config
-    from mtpbuild.builder.opened_model import make_model
-    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.plan.plan import Plan
+    from mtpbuild.builder.plan.recipe import find_recipe
+    from mtpbuild.builder.program.opened_model import make_model
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
-    from mtpbuild.builder.recipe import find_recipe
     from mtpbuild.builder.targets.lower_tensorrt import convert
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.weights.requantised import format_by

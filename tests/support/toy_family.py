@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import (
     MLP,
@@ -25,9 +26,8 @@ from mtpbuild.builder.models.common.layers import (
 )
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.config import ModelConfig, Reader, integer
+from mtpbuild.builder.models.common.weight import Share, Stored, Weight, mlp, product, vector
 from mtpbuild.builder.models.family import Costs, Family, Split
-from mtpbuild.builder.weights.made import Share, Stored, Weight, mlp, product, vector
 from mtpbuild.runtime.ranks import Ranks
 
 CONFIG: dict[str, Any] = {

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.engine.manifest_of import describe_files
-from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.weights.placed import EngineWeights
-from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.manifest_of import describe_files
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
 from mtpbuild.runtime.contract.programs import Programs

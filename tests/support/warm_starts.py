@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, PrefixCaching, StepOutput

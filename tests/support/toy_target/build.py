@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
