@@ -32,6 +32,10 @@ from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Sizes
 from tests.support.gpu_steps import graph_of
+from mtpbuild.builder.models.common.layers import use_kernels
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.graph.style import Kernels, Sizes
+from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 

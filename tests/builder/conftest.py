@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.plugins.launch import Launch
+from mtpbuild.runtime import Engine
 from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.compiler import COMPILER, NONE
+from tests.support.engines import EngineBuilder
 from tests.support.fake_target import quick_target
 from tests.support.inductor_engines import touch
 
@@ -35,6 +38,36 @@ def predictable_folder(
     predictable: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("predictable") / "predictable", predictable)
+
+
+@pytest.fixture(scope="session")
+def predictable_engine(predictable_folder: Path, build_engine: EngineBuilder) -> EngineBuilder:
+    """predictable_engine(nextn, drafter, **flags) -> an engine of that model, in chunks of 4.
+
+    No drafter means MTP vanilla. Tests of such engines are in the xdist group `predictable`, for
+    another worker would wait for them.
+    """
+
+    def build(nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any) -> Path:
+        drafter = drafter or (None if nextn in (0, "auto") else "mtp-vanilla")
+        options = {"prefill_chunk": 4, "max_batch": 1, "portable": False} | flags
+        return build_engine(predictable_folder, nextn, drafter, **options)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def vanilla(predictable_engine: EngineBuilder) -> Iterator[Engine]:
+    """Load the predictable model's engine of one slot and three drafts."""
+    with Engine.load(predictable_engine(3), threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def vanilla_batch(predictable_engine: EngineBuilder) -> Iterator[Engine]:
+    """Load the same with three slots."""
+    with Engine.load(predictable_engine(3, max_batch=3), threads=1) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Programs run eagerly (`tests/support/eager_ranks.py`); compiled ones are in
 `test_ranks_compiled.py`.
 """
 
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +16,9 @@ from mtpbuild.builder.compiler.plans import make_plans
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group import start as ranks_module
 from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
+from tests.reference.sampling import plain_text
 from tests.support import collectives, eager_ranks
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.rank_engines import (
@@ -32,6 +28,7 @@ from tests.support.rank_engines import (
     PROMPT,
     RELAXED,
     SHAPE,
+    check_death,
     followers,
     make,
     running,
@@ -43,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 TWO_MODULES: dict[str, Any] = SHAPE | {"num_nextn_predict_layers": 2}
-DRAWN = StepControls(temperature=0.8, top_p=0.95, seed=5)  # as HOT
 OTHER, LONG = [40, 3], [11, 50, 7, 7, 31, 8, 22, 19, 4, 60, 2]  # no, one and three chunks
 
 
@@ -94,7 +90,7 @@ def check(folder: Path, model: PlainDeepseek, comers: int = 8) -> None:
         again = tokens(loaded, [LONG, PROMPT, PROMPT], params)
         assert loaded.stats.prefix_queries == 0, "neither slots nor a pool keep anything"
     assert alone == [greedy(model, prompt, 16) for prompt in (PROMPT, [5], LONG)]
-    assert uneven == [alone[2], sample(model, PROMPT, 16, DRAWN), relaxed]
+    assert uneven == [alone[2], plain_text(model, PROMPT, HOT), relaxed]
     assert turned == [relaxed, uneven[0], uneven[1]], "on the other rank"
     assert crowded == [greedy(model, p, n) for p, n in zip(crowd, counts, strict=True)]
     assert again == uneven
@@ -121,22 +117,20 @@ def test_on_gpus(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("drafter", "tp", "ep", "slots"),
-    [("mtp-vanilla", 2, 1, 2), ("mtp-vanilla", 4, 2, 1), ("mtp-eagle", 2, 2, 3)],
+    "flags",
+    [
+        {"drafter": "mtp-vanilla", "tp": 2, "max_batch": 2},
+        {"drafter": "mtp-vanilla", "tp": 4, "ep": 2, "max_batch": 1},
+        {"drafter": "mtp-eagle", "tp": 2, "ep": 2, "max_batch": 3},
+    ],
+    ids=str,
 )
+@pytest.mark.usefixtures("eagerly")
 def test_more_of_them(
-    drafter: str,
-    tp: int,
-    ep: int,
-    slots: int,
-    eagerly: None,
-    checkpoint: Path,
-    model: PlainDeepseek,
-    tmp_path: Path,
+    flags: dict[str, Any], checkpoint: Path, model: PlainDeepseek, tmp_path: Path
 ) -> None:
     """Ranks, slots on each, and both drafters."""
-    flags: dict[str, Any] = {"tp": tp, "ep": ep, "max_batch": slots, "attention_dp": True}
-    check(make(checkpoint, tmp_path / "engine", drafter=drafter, **flags), model)
+    check(make(checkpoint, tmp_path / "engine", attention_dp=True, **flags), model)
 
 
 def test_the_folder(engine: Path, checkpoint: Path) -> None:
@@ -162,18 +156,4 @@ def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has nothing to do is missed too."""
-    monkeypatch.setenv(ranks_module.TIMEOUT, "4")
-    says = {
-        signal.SIGKILL: "^rank 1 was killed by signal 9$",
-        signal.SIGSTOP: "^rank 0 of 2: another rank has not answered for 4 s$",
-    }
-
-    def generate(loaded: Engine) -> None:
-        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
-        next(stream)
-        os.kill(followers()[0], number)
-        stream.result()
-
-    with pytest.raises(RankError, match=says[number]), running(engine) as loaded:
-        generate(loaded)
-    assert not followers()
+    check_death(engine, number, 4, monkeypatch)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import StepOutput
@@ -17,9 +16,9 @@ from tests.support.engines import EngineBuilder
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK, T, SLOTS = 4, 4, 3
 ENGINES = [
-    pytest.param(0, None, marks=pytest.mark.full),
-    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-    pytest.param(3, "mtp-vanilla"),
+    pytest.param((0,), marks=pytest.mark.full),
+    pytest.param((3, "mtp-eagle"), marks=pytest.mark.full),
+    (3,),
 ]
 HOT = StepControls(temperature=0.8, top_p=0.95, seed=5)
 REJECTING = StepControls(temperature=1.3, rejection=True, seed=6)
@@ -36,9 +35,8 @@ def load(engine: Path) -> OnnxPrograms:
 
 
 @pytest.fixture
-def vanilla(predictable_folder: Path, build_engine: EngineBuilder) -> OnnxPrograms:
-    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
-    return load(build_engine(predictable_folder, 3, "mtp-vanilla", **flags))
+def vanilla(predictable_engine: EngineBuilder) -> OnnxPrograms:
+    return load(predictable_engine(3, max_batch=SLOTS))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -71,14 +69,12 @@ def seen(output: StepOutput, slot: int) -> tuple[list[int], list[int], int]:
     return output.window[slot].tolist(), tokens, int(output.num_drafts[slot])
 
 
-@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+@pytest.mark.parametrize("kind", ENGINES)
 def test_one_slot_of_many_is_the_engine_for_one(
-    nextn: int, drafter: DrafterName | None, predictable_folder: Path, build_engine: EngineBuilder
+    kind: tuple[Any, ...], predictable_engine: EngineBuilder
 ) -> None:
     """The graph with an open batch, run on one slot, gives what the static graph gives."""
-    static = load(build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK))
-    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
-    many = load(build_engine(predictable_folder, nextn, drafter, **flags))
+    static, many = (load(predictable_engine(*kind, max_batch=n)) for n in (1, SLOTS))
     for controls in (GREEDY, HOT):
         for programs in (static, many):
             start(programs, 0, prompt(1, 11), controls)
@@ -136,14 +132,13 @@ def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
     ],
 )
 def test_nan_ends_in_its_slot(
-    portable: bool, cleared: bool, predictable_folder: Path, build_engine: EngineBuilder
+    portable: bool, cleared: bool, predictable_engine: EngineBuilder
 ) -> None:
     """A slot says so, and others go on.
 
     Once it is cleared it can be used again. Our kernels read no row that is masked, others do.
     """
-    flags: dict[str, Any] = {"prefill_chunk": CHUNK, "max_batch": SLOTS, "portable": portable}
-    vanilla = load(build_engine(predictable_folder, 3, "mtp-vanilla", **flags))
+    vanilla = load(predictable_engine(3, max_batch=SLOTS, portable=portable))
     asked = prompt(2, 14)
     for slot in (0, 1):
         start(vanilla, slot, asked, GREEDY)
@@ -179,11 +174,9 @@ def on_a_device(engine: Path) -> OnnxPrograms:
     return OnnxPrograms(engine, manifest, DeviceCaches(manifest.state, "cpu"), 1)
 
 
-def test_caches_on_a_device(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+def test_caches_on_a_device(predictable_engine: EngineBuilder) -> None:
     """Prompts that outgrow the layout, slots that leave and move: as on the host."""
-    engine = build_engine(
-        predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=SLOTS
-    )
+    engine = predictable_engine(3, max_batch=SLOTS)
     host, device = load(engine), on_a_device(engine)
     for programs in (host, device):
         start(programs, 1, prompt(8, 20), GREEDY)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.refit import refit
-from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
+from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -39,7 +39,6 @@ from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder
 from tests.support.fake_gpu import FakeGpu, opened
 from tests.support.inductor_engines import compiled_soon, prompts
-from tests.support.invoke import invoke
 from tests.support.requests import altered, build_request
 from tests.support.styles import style_of
 
@@ -48,7 +47,6 @@ GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
 WIDE = {"lm_head", "gate.weight", "gate.e_score_correction_bias"}
-Run = Callable[..., list[TimedAnswer]]
 
 
 @pytest.fixture(scope="module")
@@ -216,25 +214,6 @@ def test_it_has_a_place_of_its_own(
     request = build_request(smallest, (0,), target="inductor", dtype="bfloat16")
     (built,) = build(request)
     assert built.folder == Path("engines/small_n0_bf16")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ("float16", "--target", "inductor"),
-            "--dtype float16 is unknown; supported: float32, bfloat16",
-        ),
-        (("bfloat16",), "--dtype bfloat16 is for target inductor, tensorrt, not onnxruntime"),
-    ],
-)
-def test_what_is_refused(flags: tuple[str, ...], said: str, smallest: Path, tmp_path: Path) -> None:
-    out = tmp_path / "engine"
-    code, _, err = invoke(
-        "build", "--model", smallest, "--nextn", "0", "--out", out, "--dtype", *flags
-    )
-    assert (code, err) == (2, f"error: {said}\n")
-    assert not out.exists()
 
 
 @pytest.mark.full

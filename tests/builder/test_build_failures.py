@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights import placed
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.planted import wrap
 from tests.support.stand_ins import failing
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -91,12 +91,7 @@ def stop(
     ("stage", "error"),
     [
         *((stage, KeyboardInterrupt) for stage in STAGES),
-        ("lower decode", RuntimeError),
-        *(
-            pytest.param(stage, RuntimeError, marks=pytest.mark.full)
-            for stage in STAGES
-            if stage != "lower decode"
-        ),
+        *((stage, RuntimeError) for stage in STAGES),
     ],
 )
 def test_stopped_in_a_stage(
@@ -169,65 +164,53 @@ def test_parts_that_are_not_as_they_were(
         assert not caplog.records
 
 
-def no_weights(patch: pytest.MonkeyPatch) -> None:
-    def write(path: Path, *args: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    patch.setattr(placed, "write_weights", write)
+NO_SPACE = OSError(28, "No space left on device")
 
 
-def no_graph(patch: pytest.MonkeyPatch) -> None:
-    def lower(traced: Any, weights: Any, folder: Path) -> str:
-        (folder / "decode.onnx").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+def half(place: Callable[..., Path]) -> Callable[..., None]:
+    """Write half a file, whose path is found among the arguments."""
 
-    quick = find_target("onnxruntime").builder
-    assert isinstance(quick, Target)
-    patch.setattr(quick, "lower", lower, raising=True)
+    def wrong(real: Callable[..., Any], *given: Any, **options: Any) -> None:
+        place(*given).write_bytes(b"half")
+        raise NO_SPACE
 
-
-def no_manifest(patch: pytest.MonkeyPatch) -> None:
-    def write_text(self: Path, text: str, **options: Any) -> int:
-        self.write_bytes(text[:9].encode())
-        raise OSError(28, "No space left on device")
-
-    patch.setattr(Path, "write_text", write_text)
+    return wrong
 
 
-def no_tokenizer(patch: pytest.MonkeyPatch) -> None:
-    def copyfile(source: Path, target: Path) -> None:
-        target.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    patch.setattr(shutil, "copyfile", copyfile)
-
-
-def no_rename(patch: pytest.MonkeyPatch) -> None:
+def no_rename(rename: Callable[[Path, Path], Path], path: Path, target: Path) -> Path:
     """The old engine has made room when the new one's rename fails."""
-    rename = Path.rename
-
-    def wrong(self: Path, target: Path) -> Path:
-        if self.parent.name.endswith(".building"):
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    patch.setattr(Path, "rename", wrong)
+    if path.parent.name.endswith(".building"):
+        raise NO_SPACE
+    return rename(path, target)
 
 
-@pytest.mark.parametrize("full", [no_weights, no_graph, no_manifest, no_tokenizer, no_rename])
-def test_disk_full(full: Any, smallest: Path, tmp_path: Path) -> None:
+DISK_FULL: dict[str, tuple[Callable[[], object], str, Callable[..., Any]]] = {
+    "weights": (lambda: placed, "write_weights", half(lambda path, *rest: path)),
+    "graph": (
+        lambda: find_target("onnxruntime").builder,
+        "lower",
+        half(lambda traced, weights, folder: folder / "decode.onnx"),
+    ),
+    "manifest": (lambda: Path, "write_text", half(lambda path, text: path)),
+    "tokenizer": (lambda: shutil, "copyfile", half(lambda source, target: target)),
+    "rename": (lambda: Path, "rename", no_rename),
+}
+
+
+@pytest.mark.parametrize("what", DISK_FULL)
+def test_disk_full(what: str, smallest: Path, tmp_path: Path) -> None:
+    owner, name, wrong = DISK_FULL[what]
     model = shutil.copytree(smallest, tmp_path / "model")
     write_tokenizer(model / "tokenizer.json")
     old = run(model, tmp_path / "engines" / "engine")
     other = random_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=1)
     write_tokenizer(other / "tokenizer.json")
     with pytest.MonkeyPatch.context() as patch:
-        full(patch)
+        wrap(patch, owner(), name, wrong)
         with pytest.raises(BuildError) as caught:
             run(model, tmp_path / "new" / "engine")
         assert not (tmp_path / "new" / "engine").exists()
-        assert full is not no_weights or not list((tmp_path / "new").iterdir())
+        assert what != "weights" or not list((tmp_path / "new").iterdir())
         assert str(caught.value) == (
             f"{tmp_path / 'new' / 'engine'}: can't write the engine (No space left on device)"
         )

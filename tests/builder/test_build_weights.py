@@ -213,48 +213,6 @@ def test_a_weight_is_encoded_once(
     assert set(kept) <= set(seen)
 
 
-# Flags
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--weights fp8",
-            "--weights fp8: target onnxruntime keeps int8, int4; fp8 is for target inductor, "
-            "tensorrt",
-        ),
-        (
-            "--weights int4 --target inductor",
-            "--weights int4: target inductor keeps fp8, nvfp4; int4 is for target onnxruntime",
-        ),
-        (
-            "--weights int8 --target tensorrt-rtx",
-            "--weights int8: target tensorrt-rtx keeps no quantised weights; int8 is for target "
-            "onnxruntime",
-        ),
-        (
-            "--weights fp8 --head-weights int8 --target inductor",
-            "--head-weights int8: target inductor keeps fp8, nvfp4; int8 is for target onnxruntime",
-        ),
-        ("--weights int5", "--weights int5 is unknown; supported: int8, int4, fp8, nvfp4"),
-        (
-            "--weights int4 --head-weights int5",
-            "--head-weights int5 is unknown; supported: int8, int4, none",
-        ),
-        (
-            "--head-weights int8",
-            "--head-weights int8 goes with --weights: say int8, int4, fp8 or nvfp4",
-        ),
-    ],
-)
-def test_refusals(flags: str, says: str) -> None:
-    """They come first: there is no such model."""
-    code, out, err = invoke("build", "--model", "nowhere", *flags.split())
-    assert (code, out) == (2, "")
-    assert err == f"error: {says}\n"
-
-
 # Builds, whose programs are placeholders
 
 

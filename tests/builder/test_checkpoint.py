@@ -18,10 +18,7 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import stored as module
 from mtpbuild.builder.weights.placed import write_weights
-from mtpbuild.builder.weights.stored import (
-    Checkpoint,
-    open_checkpoint,
-)
+from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,
@@ -59,6 +56,7 @@ def refused(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         check(folder)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(folder))
     return str(caught.value)
 
 
@@ -183,20 +181,39 @@ def test_the_weights_file_is_safetensors(folder: Path, tmp_path: Path) -> None:
     assert min(place.offset for place in places.values()) % 64 == 0
 
 
-def test_missing_tensor(folder: Path) -> None:
-    edit(folder, lambda tensors: tensors.pop(NORM))
-    assert refused(folder) == f"{folder}: missing tensor {NORM}"
+Change = Callable[[Tensors], Any]
+DAMAGED: dict[str, tuple[Change, str]] = {
+    "no norm": (lambda t: t.pop(NORM), f": missing tensor {NORM}"),
+    "no head": (lambda t: t.pop(HEAD), f": missing tensor {HEAD}"),
+    "no layer": (
+        lambda t: [t.pop(n) for n in [*t] if ".layers.0." in n],
+        "missing tensor model.layers.0.input_layernorm.weight (and ",
+    ),
+    "more": (
+        lambda t: t.update({"model.layers.7.mlp.x": torch.zeros(1)}),
+        "does not have: model.layers.7.mlp.x",
+    ),
+    "a longer norm": (
+        lambda t: t.update({NORM: torch.ones(33)}),
+        f"tensor {NORM} has shape [33], config.json makes it [32]",
+    ),
+    "another rank": (lambda t: t.update({NORM: torch.ones(1, 32)}), "has shape [1, 32]"),
+}
 
 
-def test_many_missing_tensors_are_counted(folder: Path) -> None:
-    edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n])
-    says = refused(folder)
-    assert "missing tensor model.layers.0.input_layernorm.weight (and " in says
+def converted(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)})
 
 
-def test_left_over_tensor(folder: Path) -> None:
-    edit(folder, lambda tensors: tensors.update({"model.layers.7.mlp.x": torch.zeros(1)}))
-    assert refused(folder).endswith("does not have: model.layers.7.mlp.x")
+for dtype, name in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.bool, "BOOL")):
+    DAMAGED[name] = converted(dtype), f"tensor {NORM} is {name}; supported: BF16, F16, F32"
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_tensors_that_do_not_fit(damage: str, folder: Path) -> None:
+    change, says = DAMAGED[damage]
+    edit(folder, change)
+    assert says in refused(folder)
 
 
 def test_modules_that_config_json_does_not_count_are_left_over(folder: Path) -> None:
@@ -210,21 +227,6 @@ def test_stored_rotary_frequencies_are_ignored(folder: Path) -> None:
     plain = check(folder)
     edit(folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
     assert_equal(check(folder), plain)
-
-
-def test_wrong_shape(folder: Path) -> None:
-    edit(folder, lambda tensors: tensors.update({NORM: torch.ones(33)}))
-    assert f"tensor {NORM} has shape [33], config.json makes it [32]" in refused(folder)
-    edit(folder, lambda tensors: tensors.update({NORM: torch.ones(1, 32)}))
-    assert "has shape [1, 32]" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.bool, "BOOL")]
-)
-def test_wrong_number_format(dtype: torch.dtype, name: str, folder: Path) -> None:
-    edit(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)}))
-    assert f"tensor {NORM} is {name}; supported: BF16, F16, F32" in refused(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -281,28 +283,23 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert f"{HEAD} differs from {EMBEDDING}" in refused(folder)
 
 
-def test_untied_embeddings_need_a_head(folder: Path) -> None:
-    edit(folder, lambda tensors: tensors.pop(HEAD))
-    assert refused(folder).endswith(f"missing tensor {HEAD}")
+FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda raw: b"", f"{SINGLE}: not a readable safetensors file"),
+    "half a size": (lambda raw: raw[:4], f"{SINGLE}: not a readable safetensors file"),
+    "half a header": (lambda raw: raw[:100], f"{SINGLE}: not a readable safetensors file"),
+    "cut": (lambda raw: raw[:-1234], f": {SINGLE} is 1,234 bytes short; resume the download"),
+    "a pointer": (
+        lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "a Git LFS pointer, not the weights: run `git lfs pull`",
+    ),
+}
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100])
-def test_truncated_header(keep: int, folder: Path) -> None:
-    raw = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(raw[:keep])
-    assert f"{folder / SINGLE}: not a readable safetensors file" in refused(folder)
-
-
-def test_truncated_file(folder: Path) -> None:
-    raw = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(raw[:-1234])
-    says = f"{folder}: {SINGLE} is 1,234 bytes short; resume the download"
-    assert refused(folder) == says
-
-
-def test_git_lfs_pointer(folder: Path) -> None:
-    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "a Git LFS pointer, not the weights: run `git lfs pull`" in refused(folder)
+@pytest.mark.parametrize("damage", FILES)
+def test_files_that_are_no_checkpoint(damage: str, folder: Path) -> None:
+    change, says = FILES[damage]
+    (folder / SINGLE).write_bytes(change((folder / SINGLE).read_bytes()))
+    assert says in refused(folder)
 
 
 def test_no_weights_at_all(folder: Path) -> None:

@@ -15,6 +15,7 @@ from mtpbuild.builder.targets.lower_inductor import options, shared_kernels
 from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.runtime.contract.manifest import CONSTANTS
 from mtpbuild.runtime.programs.aot_package import Package
+from tests.support.inductor_engines import compiled_soon
 
 RANKS, OWN = 3, 31  # tokens of a rank
 
@@ -47,7 +48,7 @@ def test_the_best_tokens_of_all_ranks(tmp_path: Path, monkeypatch: pytest.Monkey
     logits = torch.randn(RANKS, 40, 1, OWN)
     program = torch.export.export(Program(), (logits[0],), strict=False)
     path = tmp_path / "best.pt2"
-    with shared_kernels():
+    with compiled_soon(), shared_kernels():
         files = lower_inductor._compile(
             program.module(check_guards=False), (logits[0],), str(tmp_path), options(on_gpu=False)
         )

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ Said = list[tuple[list[int], list[bool], list[float]]]
 
 
 @pytest.fixture(scope="module")
-def bare(predictable_folder: Path, build_engine: EngineBuilder) -> Path:
-    return build_engine(predictable_folder, NEXTN, "mtp-vanilla", prefill_chunk=4, max_batch=SLOTS)
+def bare(predictable_engine: EngineBuilder) -> Path:
+    return predictable_engine(NEXTN, max_batch=SLOTS)
 
 
 @pytest.fixture
@@ -56,6 +56,19 @@ def put(folder: Path, name: str, ids: list[int]) -> None:
 
 def load(folder: Path, **options: Any) -> Engine:
     return Engine.load(folder, threads=1, **options)
+
+
+def keeping(folder: Path, kept: Path, limit: int = 1 << 24) -> Engine:
+    """Load an engine that keeps rows in a folder."""
+    return load(folder, prefix_cache=True, prefix_cache_dir=kept, prefix_cache_bytes=limit)
+
+
+def damage(file: Path, flip: int | None = None, keep: int | None = None) -> None:
+    """Flip a bit of a byte, or cut the file."""
+    data = bytearray(file.read_bytes())
+    if flip is not None:
+        data[flip] ^= 4
+    file.write_bytes(bytes(data[:keep]))
 
 
 def said(engine: Engine, prompts: list[list[int]]) -> tuple[Said, list[int]]:
@@ -147,10 +160,7 @@ def as_another_user() -> Iterator[None]:
 def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
     engine: Path, bare: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = engine / prefix_file("one")
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    damage(engine / prefix_file("one"), flip=-5)
     with load(bare) as cold, load(engine) as warm:
         found, cached = said(warm, prompts())
         check_same(found, said(cold, prompts())[0])
@@ -164,25 +174,17 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
         assert "one.safetensors: bytes changed; copy it again" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("at", "cut"), [(20, 0), (None, 8)], ids=["header", "size"])
+@pytest.mark.parametrize(("flip", "keep"), [(20, None), (None, -8)], ids=["header", "size"])
 def test_a_prefix_whose_header_or_size_is_wrong_is_refused(
-    at: int | None, cut: int, engine: Path
+    flip: int | None, keep: int | None, engine: Path
 ) -> None:
-    file = engine / prefix_file("one")
-    data = bytearray(file.read_bytes())
-    if at is not None:
-        data[at] ^= 4
-    file.write_bytes(bytes(data[: len(data) - cut]))
+    damage(engine / prefix_file("one"), flip, keep)
     with pytest.raises(EngineFileError, match=r"one\.safetensors: .*copy it again or rebuild"):
         load(engine)
 
 
-def test_a_prefix_of_another_engine_is_refused(
-    engine: Path, predictable_folder: Path, build_engine: EngineBuilder, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    flags = {"prefill_chunk": 4, "max_batch": SLOTS}
-    shutil.copytree(build_engine(predictable_folder, NEXTN, "mtp-vanilla", **flags), other)
+def test_a_prefix_of_another_engine_is_refused(engine: Path, bare: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(bare, tmp_path / "other")
     manifest = read_manifest(other)
     build = manifest.build.model_copy(update={"fingerprint": "of other weights"})
     (other / "prefixes").mkdir()
@@ -254,9 +256,9 @@ def restart(
     bare: Path, kept: Path, limit: int = 1 << 24
 ) -> tuple[Said, list[int], list[list[int]]]:
     """What a second process says and finds."""
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept, prefix_cache_bytes=limit) as engine:
+    with keeping(bare, kept, limit) as engine:
         asked = conversation(engine)
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept, prefix_cache_bytes=limit) as engine:
+    with keeping(bare, kept, limit) as engine:
         found, cached = said(engine, asked)
     return found, cached, asked
 
@@ -280,11 +282,11 @@ def test_a_folder_has_one_process_and_other_peoples_files_stay(bare: Path, kept:
     (kept / "notes.txt").write_text("mine")
     (kept / f".{'0' * 64}.rows.half").write_text("half")
     with (
-        load(bare, prefix_cache=True, prefix_cache_dir=kept),
+        keeping(bare, kept),
         pytest.raises(UsageError, match="another process keeps its prefixes there"),
     ):
-        load(bare, prefix_cache=True, prefix_cache_dir=kept)
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        keeping(bare, kept)
+    with keeping(bare, kept) as engine:
         engine.generate(tokens(1, 80), PARAMS)
     assert (kept / "notes.txt").read_text() == "mine"
     assert not [*kept.glob(".*.half")]
@@ -299,32 +301,29 @@ def test_a_folder_is_limited(bare: Path, kept: Path) -> None:
     assert 0 < sum(sizes) <= limit + len(sizes) * 4096
 
 
-DAMAGES: list[Any] = ["flip", "header"]
-DAMAGES += [pytest.param(name, marks=pytest.mark.full) for name in ("cut", "empty", "swap")]
+DAMAGES: dict[str, dict[str, int]] = {
+    "flip": {"flip": -100},
+    "header": {"flip": 20},
+    "cut": {"keep": -8},
+    "empty": {"keep": 0},
+}
+REST = [pytest.param(name, marks=pytest.mark.full) for name in ("cut", "empty", "swap")]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["flip", "header", *REST])
 def test_a_damaged_file_costs_a_recomputation_and_a_line(
-    damage: str, bare: Path, kept: Path, caplog: pytest.LogCaptureFixture
+    kind: str, bare: Path, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+    with keeping(bare, kept) as engine:
         asked = conversation(engine)
     files = sorted(kept.glob("*.rows"))
-    if damage == "swap":
+    if kind == "swap":
         files[0].write_bytes(files[1].read_bytes())
-    for file in files if damage != "swap" else []:
-        data = bytearray(file.read_bytes())
-        if damage == "flip":
-            data[-100] ^= 4
-        elif damage == "header":
-            data[20] ^= 4
-        cut = {"cut": len(data) - 8, "empty": 0}.get(damage, len(data))
-        file.write_bytes(bytes(data[:cut]))
-    with load(bare) as cold:
-        wanted, _ = said(cold, asked)
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
-        found, _ = said(engine, asked)
-        check_same(found, wanted)
+    else:
+        for file in files:
+            damage(file, **DAMAGES[kind])
+    with load(bare) as cold, keeping(bare, kept) as engine:
+        check_same(said(engine, asked)[0], said(cold, asked)[0])
     assert "removed" in caplog.text or "filled in anew" in caplog.text
 
 
@@ -332,7 +331,7 @@ def test_salts_survive_too(bare: Path, kept: Path) -> None:
     prompt, own = tokens(5, 90), SamplingParams(max_tokens=2, ignore_eos=True, cache_salt="a")
     cached = []
     for _ in range(2):
-        with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        with keeping(bare, kept) as engine:
             cached.append(engine.generate(prompt, own).metrics.cached_tokens)
             for salt in (None, "b"):
                 other = SamplingParams(max_tokens=2, ignore_eos=True, cache_salt=salt)
@@ -341,17 +340,6 @@ def test_salts_survive_too(bare: Path, kept: Path) -> None:
     assert min(cached[3:]) > 80
     names = "".join(path.read_bytes().decode("latin-1") for path in kept.glob("*.rows"))
     assert '"salt"' not in names
-
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def whose_block_it_is_is_not_asked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_files, "identity", lambda manifest: "any")
-
-
-def a_half_written_file_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixFile, "is_whole", True)
 
 
 def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
@@ -365,16 +353,13 @@ def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
     values = np.frombuffer(bytes(data[start:]), np.float32) * np.float32(1.25)
     weights.unlink()
     weights.write_bytes(bytes(data[:start]) + values.tobytes())
-    files = {**manifest.files}
-    spec = files["weights.safetensors"]
-    files["weights.safetensors"] = spec.model_copy(update={"sha256": hash_file(weights)})
-    write_manifest(other, manifest.model_copy(update={"files": files}))
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+    spec = manifest.files["weights.safetensors"]
+    changed = {"weights.safetensors": spec.model_copy(update={"sha256": hash_file(weights)})}
+    write_manifest(other, manifest.model_copy(update={"files": manifest.files | changed}))
+    with keeping(bare, kept) as engine:
         asked = conversation(engine)
-    with load(other) as cold:
-        wanted, _ = said(cold, asked)
-    with load(other, prefix_cache=True, prefix_cache_dir=kept) as engine:
-        check_same(said(engine, asked)[0], wanted)
+    with load(other) as cold, keeping(other, kept) as engine:
+        check_same(said(engine, asked)[0], said(cold, asked)[0])
 
 
 def test_another_models_blocks_are_removed(bare: Path, kept: Path, tmp_path: Path) -> None:
@@ -384,7 +369,7 @@ def test_another_models_blocks_are_removed(bare: Path, kept: Path, tmp_path: Pat
 def test_another_models_blocks_are_caught(
     bare: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whose_block_it_is_is_not_asked(monkeypatch)
+    monkeypatch.setattr(prefix_files, "identity", lambda manifest: "any")
     with pytest.raises(AssertionError, match=DIFFERS):
         another_models_blocks(bare, kept, tmp_path)
 
@@ -393,17 +378,14 @@ def test_half_written_files_are_caught(
     bare: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file whose rows were not all written yet: zeros stand for them."""
-    a_half_written_file_is_taken(monkeypatch)
-    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+    monkeypatch.setattr(PrefixFile, "is_whole", True)
+    with keeping(bare, kept) as engine:
         asked = conversation(engine)
     for file in kept.glob("*.rows"):
         data = file.read_bytes()
         half = 8 + int.from_bytes(data[:8], "little") + 2000
         file.write_bytes(data[:half] + bytes(len(data) - half - 8 * 70) + data[-8 * 70 :])
-    with load(bare) as cold:
-        wanted, _ = said(cold, asked)
-    with (
-        load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine,
-        pytest.raises(AssertionError, match=DIFFERS),
-    ):
-        check_same(said(engine, asked)[0], wanted)
+    with load(bare) as cold, keeping(bare, kept) as engine:
+        wanted, found = (said(each, asked)[0] for each in (cold, engine))
+    with pytest.raises(AssertionError, match=DIFFERS):
+        check_same(found, wanted)

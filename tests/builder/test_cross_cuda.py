@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -230,25 +229,6 @@ def test_what_the_manifest_says(
     assert any("autotuning" in part for part in target.cross_compiled.left_out)
     shown = call("inspect", engine).stdout
     assert "cross-compiled" in shown
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("cuda", "float32", "sm75"), "compiles for one of sm80, sm90, sm100, sm120"),
-        (("cuda", "float32", "sm90,sm100"), "compiles for one of"),
-        (("cpu", "float32", "sm90"), "--compute-capability sm90 is for --device cuda"),
-    ],
-)
-def test_what_is_refused(options: tuple[str, str, str], says: str, smallest: Path) -> None:
-    given = asdict(InductorOptions(*options))
-    flags = [
-        part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)
-    ]
-    code, _, said = invoke("build", "--model", smallest, "--target", "inductor", *flags)
-    assert code != 0
-    assert says in said
-    assert len(said.strip().splitlines()) == 1
 
 
 def plan(capability: str | None) -> Plan:

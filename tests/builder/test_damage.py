@@ -48,28 +48,26 @@ def check(folder: Path) -> int:
     return sum(1 for _ in whole(made(checkpoint, checkpoint.check(config))))
 
 
-def flip(name: str, at: int, mask: int) -> Damage:
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:
     def damage(folder: Path) -> None:
-        raw = bytearray((folder / name).read_bytes())
-        raw[at % len(raw)] ^= mask
-        (folder / name).write_bytes(raw)
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
 
     return damage
+
+
+def flip(name: str, at: int, mask: int) -> Damage:
+    def flipped(raw: bytes) -> bytes:
+        return raw[: at % len(raw)] + bytes([raw[at % len(raw)] ^ mask]) + raw[at % len(raw) + 1 :]
+
+    return rewrite(name, flipped)
 
 
 def cut(name: str, at: int) -> Damage:
-    def damage(folder: Path) -> None:
-        raw = (folder / name).read_bytes()
-        (folder / name).write_bytes(raw[: at % len(raw)])
-
-    return damage
+    return rewrite(name, lambda raw: raw[: at % len(raw)])
 
 
-def replace(name: str, raw: bytes) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(raw)
-
-    return damage
+def replace(name: str, new: bytes) -> Damage:
+    return rewrite(name, lambda raw: new)
 
 
 def delete(name: str, directory: bool) -> Damage:
@@ -84,19 +82,16 @@ def delete(name: str, directory: bool) -> Damage:
 def edit_json(name: str, key: int, value: Any) -> Damage:
     """Set one value of a JSON file, or of the header of a safetensors file."""
 
-    def damage(folder: Path) -> None:
-        raw, header = (folder / name).read_bytes(), name.endswith(".safetensors")
-        size = int.from_bytes(raw[:8], "little")
+    def edited(raw: bytes) -> bytes:
+        header, size = name.endswith(".safetensors"), int.from_bytes(raw[:8], "little")
         tree = json.loads(raw[8 : 8 + size] if header else raw)
         places = list(walk(tree))
         node, place = places[key % len(places)]
         node[place] = value
         text = json.dumps(tree).encode()
-        if header:
-            text = len(text).to_bytes(8, "little") + text + raw[8 + size :]
-        (folder / name).write_bytes(text)
+        return len(text).to_bytes(8, "little") + text + raw[8 + size :] if header else text
 
-    return damage
+    return rewrite(name, edited)
 
 
 def walk(tree: Any) -> Any:

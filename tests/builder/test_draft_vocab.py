@@ -25,7 +25,7 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.engines import greedy_ids
 from tests.support.families import make_family, save_family
-from tests.support.forced import DRAFTS, Inspectable, Run
+from tests.support.forced import DRAFTS, check_programs
 from tests.support.requests import build_request
 from tests.support.steps import check_family
 
@@ -34,8 +34,7 @@ IDS = tuple(range(2, 60, 2))
 
 
 @pytest.mark.parametrize(
-    ("name", "nextn", "drafter"),
-    [("glm-flash", 2, "mtp-vanilla"), ("qwen3.5", 3, "mtp-eagle")],
+    ("name", "nextn", "drafter"), [("glm-flash", 2, "mtp-vanilla"), ("qwen3.5", 3, "mtp-eagle")]
 )
 def test_every_step_equals_recomputation(name: str, nextn: int, drafter: Any) -> None:
     torch.set_num_threads(1)
@@ -71,19 +70,14 @@ def test_an_engine(tmp_path: Path) -> None:
     asked = StepControls(temperature=0.8, seed=5)
     assert texts == [sample(ours, prompt, 30, asked) for prompt in prompts]
 
-    ours.config = replace(ours.config, draft_ids=IDS)
-    programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
-    assert isinstance(programs, Inspectable)
-    for length in (11, 1, CHUNK + 1):
-        prompt = rng.integers(0, 61, length).tolist()
-        Run(programs, ours, 1, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
-
-    other = make_family("glm-flash", seed=1, hidden_size=32)
-    refit(built.folder, str(save_family(tmp_path / "new", "glm-flash", other, hidden_size=32)))
-    other.config = replace(other.config, draft_ids=IDS)
-    programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
-    assert isinstance(programs, Inspectable)
-    Run(programs, other, 1, "mtp-vanilla", CHUNK, rng).steps([3, 1, 4], 6)
+    refitted = make_family("glm-flash", seed=1, hidden_size=32)
+    new = save_family(tmp_path / "new", "glm-flash", refitted, hidden_size=32)
+    for model, lengths in ((ours, (11, 1, CHUNK + 1)), (refitted, (3,))):
+        if model is refitted:
+            refit(built.folder, str(new))
+        model.config = replace(model.config, draft_ids=IDS)
+        programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
+        check_programs(programs, model, 1, "mtp-vanilla", CHUNK, lengths, 6, every=False)
     assert json.loads((built.folder / DRAFT_VOCAB).read_text()) == list(IDS)
 
 
@@ -150,18 +144,3 @@ def test_refusals(asked: str, content: str, says: str, tmp_path: Path) -> None:
         (tmp_path / asked).write_text(content)
     with pytest.raises(UsageError, match=re.escape(says)):
         draft_ids(asked if asked.isdigit() else str(tmp_path / asked), tmp_path, 61)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ({"nextn": (0,)}, "--draft-vocab is for engines that draft"),
-        ({"target": "inductor", "tp": 2}, "--draft-vocab is for one rank"),
-    ],
-)
-def test_what_it_does_not_go_with(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 62}
-    folder = save_family(tmp_path / "x", "gigachat", make_family("gigachat", **sizes), **sizes)
-    nextn = flags.pop("nextn", (1,))
-    with pytest.raises(UsageError, match=says):
-        build(build_request(folder, nextn, draft_vocab="5", out=tmp_path / "e", **flags))

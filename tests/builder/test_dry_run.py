@@ -23,7 +23,7 @@ from mtpbuild.runtime.errors import BuildError, install
 from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.checkpoints import SMALLEST, random_checkpoint
-from tests.support.invoke import invoke
+from tests.support.invoke import invoke, refusal
 from tests.support.opened import opened
 from tests.support.requests import build_request
 
@@ -66,17 +66,9 @@ def test_names_are_whole_on_a_narrow_terminal(
     smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = (
-        "build",
-        "--model",
-        str(smallest),
-        "--nextn",
-        "0,1",
-        "--out",
-        "engines/set_of_r1",
-        "--dry-run",
-    )
-    done = CliRunner().invoke(app, flags, env={"COLUMNS": "80"})
+    flags = ("--nextn", "0,1", "--out", "engines/set_of_r1", "--dry-run")
+    asked = ["build", "--model", str(smallest), *flags]
+    done = CliRunner().invoke(app, asked, env={"COLUMNS": "80"})
     assert all(f" engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
     assert " mtp-vanilla " in done.stdout
 
@@ -132,9 +124,7 @@ def test_a_rank_for_tensorrt(
     assert (code, err) == (0, "")
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
-    held = (
-        rf"each rank: weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
-    )
+    held = rf"each rank: weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together ho"
     assert re.search(rf"{held} [\d.]+ kB of weights; a step: about ", out)
     said = re.search(r"about ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) of other", out)
     assert said is not None
@@ -150,10 +140,8 @@ def test_a_rank_for_tensorrt(
 def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
     """One line says what is missing and what was checked; nothing is read or written."""
     command = ("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "2")
-    code, out, err = invoke(*command, "--checkpoint", fp4, "--out", tmp_path / "engine")
-    assert (code, out) == (1, "")
-    assert err.count("\n") == 1
-    assert "error: target tensorrt can't compile here: " in err
+    err = refusal(*command, "--checkpoint", fp4, "--out", tmp_path / "engine", code=1)
+    assert err.startswith("target tensorrt can't compile here: ")
     assert f"target tensorrt needs tensorrt: {install('tensorrt')}" in err
     assert "(checked: flags and config.json: nextn 3, bfloat16, 2 ranks; --dry-run checks" in err
     assert not (tmp_path / "engine").exists()
@@ -174,9 +162,9 @@ def test_refusals(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "model", num_hidden_layers=1)
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:-7])
-    code, out, err = invoke("build", "--model", folder, "--nextn", "0", "--dry-run")
-    assert (code, out) == (1, "")
-    assert "model.safetensors is 7 bytes short" in err
+    assert "model.safetensors is 7 bytes short" in refusal(
+        *("build", "--model", folder, "--nextn", "0", "--dry-run"), code=1
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     flags = ("--nextn", "0", "--out", tmp_path / "full", "--dry-run")

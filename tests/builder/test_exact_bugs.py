@@ -13,9 +13,7 @@ from mtpbuild.runtime.programs import onnxruntime as programs
 from tests.support.cpu_kernels import SOURCE, compiled
 from tests.support.exact_engines import said, same, save
 
-pytestmark = [
-    pytest.mark.full,
-]
+pytestmark = [pytest.mark.full]
 BLOCKS = "for (int64_t b = 0; b < panel.blocks; b++) {"
 ADDED = "totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);"
 BUGS: dict[str, tuple[str, dict[str, str]]] = {

@@ -16,31 +16,30 @@ from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
-from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
 from mtpbuild.runtime.programs import onnxruntime
-from tests.support.checkpoints import (
-    QUANTIZABLE,
-    make_predictable,
-    random_checkpoint,
-    save_checkpoint,
-)
+from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
-KINDS: list[Any] = [  # model, weights, caches
+pytestmark = pytest.mark.xdist_group("exact")  # another worker would build the engines anew
+FULL: Any = pytest.mark.full
+KINDS = [  # model, weights, caches
     ("many", "float32", "float32"),
     ("few", "int4", "float32"),
     ("glm-4.6", "int8", "bfloat16"),
-    pytest.param(("many", "int4", "bfloat16"), marks=pytest.mark.full),
-    pytest.param(("few", "float32", "float32"), marks=pytest.mark.full),
-    pytest.param(("few", "int8", "bfloat16"), marks=pytest.mark.full),
-    pytest.param(("glm-4.6", "int8", "float32"), marks=pytest.mark.full),
-    pytest.param(("mimo", "float32", "float32"), marks=pytest.mark.full),
-    pytest.param(("mimo", "int4", "float32"), marks=pytest.mark.full),
-    pytest.param(("qwen3.5", "float32", "float32"), marks=pytest.mark.full),
-    pytest.param(("qwen3.5", "int4", "float32"), marks=pytest.mark.full),
-    pytest.param(("glm-5", "float32", "float32"), marks=pytest.mark.full),
-    pytest.param(("glm-5", "int4", "bfloat16"), marks=pytest.mark.full),
+    *(
+        pytest.param(kind, marks=FULL)
+        for kind in [
+            ("many", "int4", "bfloat16"),
+            ("few", "float32", "float32"),
+            ("few", "int8", "bfloat16"),
+            ("glm-4.6", "int8", "float32"),
+            *((name, "float32", "float32") for name in ("mimo", "qwen3.5", "glm-5")),
+            *((name, "int4", "float32") for name in ("mimo", "qwen3.5")),
+            ("glm-5", "int4", "bfloat16"),
+        ]
+    ),
 ]
 TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 
@@ -122,7 +121,7 @@ def test_a_probe_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it is: here another model's engine speaks in place of the one in other chunks."""
-    folder = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+    folder = save(tmp_path / "model", "few")
     wanted = BuildRequest(str(folder), nextn=(0,), max_seq_len=160, out=tmp_path / "engine")
     stranger = random_checkpoint(tmp_path / "stranger", **QUANTIZABLE)
     (other,) = build(replace(wanted, model=str(stranger), out=tmp_path / "other"))
@@ -147,7 +146,7 @@ def test_an_operator_that_nobody_has_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with one is not called exact, and --exact refuses it by the operator's name."""
-    folder = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+    folder = save(tmp_path / "model", "few")
     monkeypatch.setattr(exact, "BY_ELEMENT", exact.BY_ELEMENT - {"Clip"})
     wanted = BuildRequest(str(folder), nextn=(1,), max_seq_len=160, out=tmp_path / "engine")
     with pytest.raises(BuildError, match=r"--exact: engine: operators .* probed: Clip$"):
@@ -155,24 +154,6 @@ def test_an_operator_that_nobody_has_probed(
     assert not wanted.out.exists()  # type: ignore[union-attr]
     (built,) = build(wanted)
     assert not built.manifest.build.exact
-    with pytest.raises(UsageError, match="--exact: onnxruntime's products are not"):
-        build(replace(wanted, options={"portable": True}, exact=True))
-    with pytest.raises(UsageError, match="of target inductor are not; those of onnxruntime may be"):
-        build(replace(wanted, target="inductor", exact=True))
-
-
-def test_caches_in_bfloat16(tmp_path: Path) -> None:
-    """They are half as large, and refused where products are not integers or not ours."""
-    folder = save(tmp_path / "model", "few")
-    halved = BuildRequest(
-        str(folder), nextn=(1,), out=tmp_path / "engine", options={"cache_dtype": "bfloat16"}
-    )
-    with pytest.raises(UsageError, match=r"int8 or int4 weights: .* would be one of float32$"):
-        build(halved)
-    with pytest.raises(UsageError, match="--weights int8: a graph of standard operators"):
-        build(replace(halved, scheme=build_scheme("int8"), options={"portable": True}))
-    with pytest.raises(UsageError, match="--cache-dtype fp8 is unknown; supported: float32, bf"):
-        build(replace(halved, options={"cache_dtype": "fp8"}))
 
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:

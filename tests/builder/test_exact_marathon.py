@@ -14,9 +14,7 @@ from tests.support.crowds import Case, check_crowd, texts
 TOKENS = 1_000_000  # of all formats and engines together
 ENGINES, FORMATS = 3, ("float32", "int8", "int4")
 TOGETHER, LONGEST = 24, 150  # requests that are queued at once, and their tokens at most
-pytestmark = [
-    pytest.mark.full,
-]
+pytestmark = [pytest.mark.full]
 
 
 @pytest.mark.parametrize("weights", FORMATS)

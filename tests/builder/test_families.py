@@ -28,7 +28,7 @@ from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
-from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
@@ -36,6 +36,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.programs import load_programs
+from tests.support.checkpoints import SHAPES, load_reference, random_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_target import quick_target
 from tests.support.families import (
@@ -48,7 +49,7 @@ from tests.support.families import (
     modules_of,
     save_family,
 )
-from tests.support.forced import COUNT, DRAFTS, TOKENS, Inspectable, Run, Seen
+from tests.support.forced import COUNT, DRAFTS, TOKENS, check_programs
 from tests.support.inductor_engines import compiled_soon
 from tests.support.numbers import plain_with_rounding
 from tests.support.requests import build_request
@@ -63,6 +64,15 @@ SOME = ("gigachat", "glm-flash", "glm-air", "mimo")  # for bugs that are planted
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def saved(place: Path, name: str) -> tuple[PlainLM, Path]:
+    """Save a checkpoint of a family, or of DeepSeek-V3 in one of its shapes."""
+    if name in SHAPES:
+        folder = random_checkpoint(place / name, **SHAPES[name])
+        return load_reference(folder), folder
+    ours = make_family(name)
+    return ours, save_family(place / name, name, ours)
 
 
 def oracle(folder: Path, name: str) -> Any:
@@ -81,10 +91,9 @@ def oracle(folder: Path, name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])
 def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
-    ours = make_family(name)
-    folder = save_family(tmp_path / name, name, ours)
+    ours, folder = saved(tmp_path, name)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (2, 100)))
     with torch.no_grad():
         difference = (oracle(folder, name)(tokens).logits - ours.logits(ours.main(tokens))).abs()
@@ -98,7 +107,7 @@ ENGINES: list[tuple[str, int, DrafterName | None]] = [
     ("glm-5", 3, "mtp-eagle"),
 ]
 MATRIX: list[tuple[str, int, DrafterName | None]] = [
-    *((name, 0, None) for name in FAMILIES),
+    *((name, 0, None) for name in (*SHAPES, *FAMILIES)),
     *((name, 1, "mtp-vanilla") for name in WITH_MODULES),
     *(
         (name, 2, "mtp-vanilla" if modules_of(FAMILIES[name]) > 1 else "mtp-eagle")
@@ -116,8 +125,7 @@ def test_engines_equal_transformers(
     name: str, nextn: int, drafter: DrafterName | None, tmp_path: Path, build_engine: EngineBuilder
 ) -> None:
     """Greedy tokens are transformers', whatever is drafted; drafts are the plain model's."""
-    ours = make_family(name)
-    folder = save_family(tmp_path / name, name, ours)
+    ours, folder = saved(tmp_path, name)
     tokens = np.random.default_rng(0).integers(0, 61, 60).tolist()
     prompts = [tokens[:length] for length in (1, 2, 17, 40)]
     theirs = oracle(folder, name)
@@ -128,16 +136,10 @@ def test_engines_equal_transformers(
         check_drafts(engine, ours, nextn, drafter)
 
 
-def check_drafts(engine: Path, ours: PlainCausalLM, nextn: int, drafter: DrafterName) -> None:
+def check_drafts(engine: Path, ours: PlainLM, nextn: int, drafter: DrafterName) -> None:
     """Every step's drafts are the plain model's; every number of them is accepted somewhere."""
     programs = load_programs(engine, read_manifest(engine), threads=1)
-    assert isinstance(programs, Inspectable)
-    rng, seen = np.random.default_rng(nextn), Seen()
-    for length in (11, 1, 2, CHUNK, CHUNK + 1, 20):
-        prompt = rng.integers(0, 61, length).tolist()
-        _, saw = Run(programs, ours, nextn, drafter, CHUNK, rng).steps(prompt, 8)
-        seen.accepted |= saw.accepted
-    assert seen.accepted == set(range(1, nextn + 2))
+    check_programs(programs, ours, nextn, drafter, CHUNK, (11, 1, 2, CHUNK, CHUNK + 1, 20), 8)
 
 
 @pytest.mark.xdist_group("inductor")
@@ -145,8 +147,7 @@ def check_drafts(engine: Path, ours: PlainCausalLM, nextn: int, drafter: Drafter
     "name", [pytest.param(name, marks=pytest.mark.full) for name in WITH_MODULES]
 )
 def test_inductor(name: str, tmp_path: Path, build_engine: EngineBuilder) -> None:
-    ours = make_family(name)
-    folder = save_family(tmp_path / name, name, ours)
+    ours, folder = saved(tmp_path, name)
     with compiled_soon():
         engine = build_engine(folder, 3, "mtp-eagle", target="inductor", prefill_chunk=CHUNK)
     check_drafts(engine, ours, 3, "mtp-eagle")
@@ -181,16 +182,12 @@ def test_every_step_equals_recomputation(
     check_family(make_family(name), nextn, drafter)
 
 
-RULES = [
-    MTPRules(trunk_normed=False),
-    MTPRules(recycles_normed=False),
-]
+RULES = [MTPRules(trunk_normed=False), MTPRules(recycles_normed=False)]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize(
-    ("nextn", "drafter"),
-    [(3, "mtp-eagle"), pytest.param(2, "mtp-vanilla", marks=pytest.mark.full)],
+    ("nextn", "drafter"), [(3, "mtp-eagle"), pytest.param(2, "mtp-vanilla", marks=pytest.mark.full)]
 )
 def test_what_published_engines_do_otherwise_is_one_field(
     nextn: int, drafter: DrafterName, rules: MTPRules
@@ -200,21 +197,25 @@ def test_what_published_engines_do_otherwise_is_one_field(
     check_family(model, nextn, drafter)
 
 
-@pytest.mark.parametrize("name", ["gigachat", "glm-flash", "glm-air", "glm-4.6"])
+WITH_MTP_MODEL = ["gigachat", "glm-flash", "glm-air", "glm-4.6"]
+WITH_MTP_MODEL += ["yarn-three-modules", "no-q-lora-one-module"]
+
+
+@pytest.mark.parametrize("name", WITH_MTP_MODEL)
 def test_modules_equal_transformers(name: str, tmp_path: Path) -> None:
     """Hidden states and drafts of each module, against transformers' `MtpModel`."""
     from transformers.modeling_layers import MtpModel
 
-    ours = make_family(name)
-    trunk = transformers_model(save_family(tmp_path / name, name, ours))
+    ours, folder = saved(tmp_path, name)
+    trunk, modules = transformers_model(folder), ours.config.num_nextn_predict_layers
     if name == "glm-flash":  # its configuration knows no modules
         trunk.config.num_mtp_layers, trunk.config.mtp_mlp_layer_types = 2, ["sparse"] * 2
-    theirs = MtpModel(trunk, 2).eval()
+    theirs = MtpModel(trunk, modules).eval()
     load_modules(theirs, ours)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 61, (1, 30)))
     with torch.no_grad():
         hidden = ours.main(tokens)
-        for k in range(2):
+        for k in range(modules):
             hidden, following = hidden[:, :-1], tokens[:, k + 1 :]
             positions = torch.arange(following.shape[1])[None]
             got = theirs.forward_layer(k, hidden, positions, None, input_ids=following)
@@ -401,27 +402,27 @@ def test_an_engine_uses_copies_that_differ(own_ends: Path, build_engine: EngineB
     ours = load_plain(own_ends)
     assert isinstance(ours, PlainCausalLM)
     programs = load_programs(engine, read_manifest(engine), threads=1)
-    assert isinstance(programs, Inspectable)
-    rng = np.random.default_rng(0)
-    for length in (11, 1, CHUNK + 1):
-        prompt = rng.integers(0, 61, length).tolist()
-        Run(programs, ours, 2, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
+    lengths = (11, 1, CHUNK + 1)
+    check_programs(programs, ours, 2, "mtp-vanilla", CHUNK, lengths, 6, every=False)
+
+
+NEXTN = "num_nextn_predict_layers"
 
 
 @pytest.mark.parametrize(
-    ("name", "stripped", "module"),
+    ("name", "stripped", "says"),
     [
-        ("glm-air", "model.layers.2.", "model.layers.2"),
-        ("mimo", "model.mtp_layers.", "model.mtp_layers.0"),
+        ("glm-air", "model.layers.2.", f"{NEXTN} 1, but MTP layer model.layers.2 was stripped"),
+        ("mimo", "model.mtp_layers.", f"{NEXTN} 1, but MTP layer model.mtp_layers.0 was stripped"),
+        ("qwen3.5", "mtp.", "mtp_num_hidden_layers 1, but MTP layer mtp.layers.0"),
     ],
 )
-def test_stripped_modules(name: str, stripped: str, module: str, tmp_path: Path) -> None:
-    one = {"num_nextn_predict_layers": 1}
+def test_stripped_modules(name: str, stripped: str, says: str, tmp_path: Path) -> None:
+    one = {} if name == "qwen3.5" else {NEXTN: 1}
     folder = save_family(tmp_path / name, name, make_family(name, **one), **one)
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(stripped)}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    says = f"num_nextn_predict_layers 1, but MTP layer {module} was stripped"
     with pytest.raises(CheckpointError, match=says):
         build(build_request(folder, (1,), out=tmp_path / "n1"))
     assert not (tmp_path / "n1").exists()
@@ -453,15 +454,20 @@ def test_modules_of_mimo_have_names_that_modelopts_list_knows() -> None:
     assert both.wanted(config, "model.mtp_layers.0.mlp.up_proj.weight") is not None
 
 
-@pytest.mark.parametrize("name", ["glm-air", "mimo", "qwen3.5"])
+DSA = (
+    r"its attention to chosen rows \(DSA\) has no GPU kernel in target tensorrt.*: build with targ"
+)
+
+
+@pytest.mark.parametrize("name", ["glm-air", "mimo", "qwen3.5", "glm-5"])
 def test_targets_for_gpus_refuse_what_they_have_no_kernel_for(name: str, tmp_path: Path) -> None:
     folder = save_family(tmp_path / name, name, make_family(name))
-    for flags in (
-        {"target": "tensorrt-rtx", "compute_capability": "sm89"},
-        {"target": "tensorrt"},
-        {"target": "inductor", "device": "cuda"},
-    ):
-        with pytest.raises(UsageError, match="grouped-query attention has no GPU kernel yet"):
+    says = DSA if name == "glm-5" else "grouped-query attention has no GPU kernel yet"
+    targets = [{"target": "tensorrt-rtx", "compute_capability": "sm89"}, {"target": "tensorrt"}]
+    if name != "glm-5":
+        targets.append({"target": "inductor", "device": "cuda"})
+    for flags in targets:
+        with pytest.raises(UsageError, match=says):
             build(build_request(folder, (0,), out=tmp_path / "engine", **flags))
 
 
@@ -484,18 +490,31 @@ def test_which_layers_have_experts() -> None:
             make_family("glm-flash", mlp_layer_types=wrong)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"num_key_value_heads": 4}, "num_attention_heads 6 must be a multiple of num_key_value"),
-        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of head_dim 8 values"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor rotates 12 of head_dim 8 values"),
-        ({"n_group": 4}, "n_routed_experts 6 must split into n_group 4"),
-    ],
-)
-def test_configurations_that_do_not_fit(overrides: dict[str, Any], says: str) -> None:
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("glm-air", {"num_key_value_heads": 4}, "num_attention_heads 6 must be a multiple of num_key_"),
+    ("glm-air", {"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of head_dim 8 v"),
+    ("glm-air", {"partial_rotary_factor": 1.5}, "partial_rotary_factor rotates 12 of head_dim 8"),
+    ("glm-air", {"n_group": 4}, "n_routed_experts 6 must split into n_group 4"),
+    ("qwen3.5", {"linear_num_value_heads": 5}, "linear_num_value_heads 5 must be a multiple of"),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types has no full_attention"),
+    ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types must be a list of 4 names"),
+    ("qwen3.5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
+    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer of 2.."),
+    ("qwen3.5", {"mlp_only_layers": [9]}, "mlp_only_layers must be a list of layers below 4"),
+    ("glm-5", {"index_head_dim": 3}, "index_head_dim 3 is below qk_rope_head_dim 4"),
+    ("glm-5", {"index_topk": 0}, "index_topk must be an integer of 1.."),
+    ("glm-5", {"q_lora_rank": None}, "q_lora_rank is missing"),
+    ("glm-5", {"indexer_types": ["full", "shared"]}, "a name for each of 3 layers"),
+    ("glm-5", {"indexer_types": ["shared", "full", "full"]}, "the first one full, not 3 from"),
+    ("glm-5", {"indexer_types": ["full", "all", "full"]}, "indexer_types must be a list of names"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "says"), WRONG)
+def test_configurations_that_do_not_fit(name: str, overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
-        make_family("glm-air", **overrides)
+        make_family(name, **overrides)
 
 
 # Widths that split into blocks of 32.

@@ -22,13 +22,7 @@ from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, make_model, make_predictable
-from tests.support.gpu_steps import (
-    MANY,
-    ON_GPU,
-    check_fused_step,
-    check_sparse_step,
-    with_joined,
-)
+from tests.support.gpu_steps import MANY, ON_GPU, check_fused_step, check_sparse_step, with_joined
 from tests.support.op_calls import OpCalls
 from tests.support.steps import CHUNK, check_steps
 
@@ -39,7 +33,7 @@ FULL = pytest.mark.full
     ("shape", "nextn", "drafter"),
     [
         ("yarn-three-modules", 2, "mtp-eagle"),
-        ("yarn-three-modules", 2, "mtp-vanilla"),
+        pytest.param("yarn-three-modules", 2, "mtp-vanilla", marks=FULL),
         ("no-q-lora-one-module", 2, "mtp-eagle"),
         ("ragged-no-interleave", 2, "mtp-eagle"),
     ],

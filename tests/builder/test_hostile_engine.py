@@ -25,23 +25,16 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 from mtpbuild.runtime.errors import EngineError
 from tests.support.exact_engines import save
 
-pytestmark = [
-    pytest.mark.full,
-]
+pytestmark = [pytest.mark.full]
 Header = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hostile")
-    request = BuildRequest(str(save(place / "model", "few")), max_seq_len=160)
-    request = BuildRequest(
-        request.model,
-        max_seq_len=160,
-        scheme=build_scheme("int4"),
-        nextn=(1,),
-        out=place / "engine",
-    )
+    scheme = build_scheme("int4")
+    model, out = str(save(place / "model", "few")), place / "engine"
+    request = BuildRequest(model, max_seq_len=160, scheme=scheme, nextn=(1,), out=out)
     return build(request)[0].folder
 
 
@@ -56,10 +49,7 @@ def rewrite(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     manifest = path.parent / MANIFEST
     raw = json.loads(manifest.read_text())
-    raw["files"][path.name] |= {
-        "size": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    raw["files"][path.name] |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest.unlink()
     manifest.write_text(json.dumps(raw))
 

@@ -21,15 +21,8 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
-from tests.support.invoke import invoke
-from tests.support.loopback_hub import (
-    COMMIT,
-    Hosted,
-    LoopbackHub,
-    connect,
-    environment,
-    serving,
-)
+from tests.support.invoke import invoke, refusal
+from tests.support.loopback_hub import COMMIT, Hosted, LoopbackHub, connect, environment, serving
 
 NAME = "some/Model-1.5"
 NOT_READ = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "merges.txt")
@@ -92,11 +85,7 @@ def config(checkpoint: Path, **changes: Any) -> dict[str, Any]:
 
 def build(*flags: str, model: str = NAME) -> str:
     """Build, which must go wrong by one line; returns it."""
-    code, out, err = invoke("build", "--model", model, *flags)
-    assert (code, out) == (1, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("error: ").removesuffix("\n")
+    return refusal("build", "--model", model, *flags, code=1)
 
 
 @pytest.mark.usefixtures("quick")

@@ -11,13 +11,13 @@ from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.families import make_family, save_family
 
-NAME = "qwen3.5"
+NAME, CHUNK = "qwen3-next", 16  # the engine that `test_families.py` builds
 
 
 def test_new_weights(build_engine: EngineBuilder, tmp_path: Path) -> None:
     models: list[PlainCausalLM] = [make_family(NAME, seed) for seed in range(2)]
     folders = [save_family(tmp_path / str(i) / NAME, NAME, m) for i, m in enumerate(models)]
-    built = build_engine(folders[0], 3, "mtp-eagle", prefill_chunk=16)
+    built = build_engine(folders[0], 3, "mtp-eagle", prefill_chunk=CHUNK)
     engine = shutil.copytree(built, tmp_path / "engine")
     prompts = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (20, 1)]
     refit(engine, str(folders[1]))

@@ -31,9 +31,7 @@ EVEN = {"vocab_size": 62}  # it splits
     ],
 )
 def test_two_ranks(
-    nextn: int,
-    compiler: Callable[[], contextlib.AbstractContextManager[object]],
-    tmp_path: Path,
+    nextn: int, compiler: Callable[[], contextlib.AbstractContextManager[object]], tmp_path: Path
 ) -> None:
     """Each has half of the heads of both kinds of layers; text is the plain model's."""
     torch.set_num_threads(1)

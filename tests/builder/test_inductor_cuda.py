@@ -25,12 +25,12 @@ from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
+from tests.reference.sampling import check_alone, check_texts
 from tests.support.checkpoints import lower
 from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.fake_gpu import FakeGpu, opened, torch_finds
-from tests.support.forced import Run
-from tests.support.inductor_engines import GREEDY, HOT, controls, prompts
+from tests.support.forced import check_programs
+from tests.support.inductor_engines import GREEDY, HOT, prompts
 from tests.support.styles import style_of
 
 CHUNK, SLOTS = 4, 3
@@ -87,12 +87,7 @@ def test_texts_equal_plain_decoding(
     params = [replace(GREEDY, max_tokens=n) for n in (5, 16, 9)]
     params += [replace(HOT, max_tokens=8), replace(HOT, top_k=9, max_tokens=14)]
     engine = Engine(programs, manifest, overlap=overlap)
-    for prompt, each, result in zip(asked, params, engine.generate(asked, params), strict=True):
-        if each.temperature:
-            wanted = sample(predictable, prompt, each.max_tokens, controls(each))
-        else:
-            wanted = greedy(predictable, prompt, each.max_tokens)
-        assert result.token_ids == wanted
+    check_texts(engine, predictable, asked, params)
     assert bool(gpu.queue) == (overlap and not ahead)  # the last step is one too many
 
 
@@ -127,9 +122,7 @@ def test_modes_share_a_batch(on_gpu: MakePrograms) -> None:
     hot = replace(HOT, max_tokens=10)
     params = [hot, replace(hot, acceptance="rejection"), replace(short, logprobs=2), short]
     with Engine(programs, manifest) as engine:
-        together = engine.generate(asked, params)
-        alone = [engine.generate(p, each) for p, each in zip(asked, params, strict=True)]
-    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+        together = check_alone(engine, asked, params)
     assert together[2].logprobs is not None
     assert [entry.top[0][0] for entry in together[2].logprobs] == together[2].token_ids
 
@@ -161,9 +154,7 @@ def test_every_step_equals_recomputation(
 ) -> None:
     """O3, in a slot that held another request before."""
     programs, _, _ = on_gpu(3, drafter, slots=1)
-    rng = np.random.default_rng(0)
-    for prompt in prompts(11, CHUNK + 1):
-        Run(programs, predictable, 3, drafter, CHUNK, rng).steps(prompt, 4)
+    check_programs(programs, predictable, 3, drafter, CHUNK, (11, CHUNK + 1), count=4, every=False)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -29,19 +29,19 @@ from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.gpu import torch_cuda
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.reference.recompute import cache_rows, greedy
-from tests.reference.sampling import sample
+from tests.reference.recompute import greedy
+from tests.reference.sampling import check_alone, plain_text
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.constrained import check_masks
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
-from tests.support.forced import Run, Seen
+from tests.support.forced import check_programs
 from tests.support.inductor_engines import (
     CHUNK,
     ENGINES,
@@ -53,7 +53,6 @@ from tests.support.inductor_engines import (
     check_texts,
     compiled_soon,
     compiled_with,
-    controls,
     prompts,
 )
 from tests.support.requests import altered
@@ -88,25 +87,8 @@ def load(engine: Path) -> InductorPrograms:
     return programs
 
 
-def check_steps(
-    programs: InductorPrograms, reference: PlainDeepseek, nextn: int, drafter: DrafterName | None
-) -> None:
-    """O3 and O6 on one engine, request after request: stale state must not matter."""
-    rng, seen = np.random.default_rng(nextn), Seen()
-    for length in (11, 1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 20):
-        prompt = rng.integers(0, 61, length).tolist()
-        tokens, saw = Run(programs, reference, nextn, drafter, CHUNK, rng).steps(prompt, 10)
-        for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
-            cache = programs.state[f"kv.{i}"][0, 0, : len(tokens) - 1]
-            np.testing.assert_allclose(cache, rows, atol=2e-4)
-        seen.accepted |= saw.accepted
-        seen.num_drafts |= saw.num_drafts
-    assert seen.accepted == set(range(1, nextn + 2))
-    assert seen.num_drafts == set(range(nextn + 1))
-
-
 def test_every_step_equals_recomputation(programs: InductorPrograms, model: PlainDeepseek) -> None:
-    check_steps(programs, model, NEXTN, "mtp-eagle")
+    check_programs(programs, model, NEXTN, "mtp-eagle", CHUNK)
 
 
 def test_texts_equal_plain_decoding(engine: Path, model: PlainDeepseek) -> None:
@@ -150,11 +132,10 @@ def test_alternatives(engine: Path) -> None:
 def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     (asked,) = prompts(11)
     penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
-    drawn = replace(controls(HOT), bias_ids=(9,), bias_values=(2.0,), **penalties)
+    penalised = replace(HOT, logit_bias={9: 2.0}, **penalties)
     with Engine.load(engine, threads=1) as loaded:
-        result = loaded.generate(asked, replace(HOT, logit_bias={9: 2.0}, **penalties))
-    assert result.token_ids == sample(model, asked, HOT.max_tokens, drawn)
-    assert result.token_ids != sample(model, asked, HOT.max_tokens, controls(HOT))
+        result = loaded.generate(asked, penalised)
+    assert result.token_ids == plain_text(model, asked, penalised) != plain_text(model, asked, HOT)
 
 
 @pytest.mark.parametrize("controls", [StepControls(), StepControls(temperature=0.8, seed=1)])
@@ -291,23 +272,10 @@ def test_machines_that_can_not_build(
         build(small_place)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "says"),
-    [
-        ({"device": "cuda"}, BuildError, "torch finds none.*; --compute-capability sm90 .* builds"),
-        ({"device": "gpu"}, UsageError, "--device gpu is unknown; supported: cpu, cuda"),
-        (
-            {"device": "cuda", "target": "onnxruntime"},
-            UsageError,
-            "--device cuda is for target inductor, not onnxruntime",
-        ),
-    ],
-)
-def test_devices_that_can_not_be(
-    fields: dict[str, Any], error: type[Exception], says: str, small_place: BuildRequest
-) -> None:
-    with torch_finds(0), pytest.raises(error, match=says) as caught:
-        build(altered(small_place, **fields))
+def test_a_gpu_that_is_not_there(small_place: BuildRequest) -> None:
+    says = "torch finds none.*; --compute-capability sm90 .* builds"
+    with torch_finds(0), pytest.raises(BuildError, match=says) as caught:
+        build(altered(small_place, device="cuda"))
     assert "\n" not in str(caught.value)
 
 
@@ -355,29 +323,22 @@ def test_a_compiler_that_fails(small_place: BuildRequest) -> None:
 def test_every_step_equals_recomputation_full(
     nextn: int,
     drafter: DrafterName | None,
-    predictable_folder: Path,
     predictable: PlainDeepseek,
-    build_engine: EngineBuilder,
+    predictable_engine: EngineBuilder,
 ) -> None:
     """One slot, where all is static, and several."""
-    for flags in ({}, {"max_batch": SLOTS}):
-        engine = build_engine(
-            predictable_folder, nextn, drafter, target="inductor", prefill_chunk=CHUNK, **flags
-        )
-        check_steps(load(engine), predictable, nextn, drafter)
+    for slots in (1, SLOTS):
+        engine = predictable_engine(nextn, drafter, target="inductor", max_batch=slots)
+        check_programs(load(engine), predictable, nextn, drafter, CHUNK)
         check_texts(engine, predictable)
 
 
 @pytest.mark.full
-def test_modes_share_a_batch(predictable_folder: Path, build_engine: EngineBuilder) -> None:
-    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", target="inductor", **flags)
-    asked = prompts(3, 5, 1, 9)
+def test_modes_share_a_batch(predictable_engine: EngineBuilder) -> None:
     params = [HOT, replace(HOT, acceptance="rejection"), replace(GREEDY, logprobs=2), GREEDY]
+    engine = predictable_engine(3, target="inductor", max_batch=SLOTS)
     with Engine.load(engine, threads=1) as loaded:
-        together = loaded.generate(asked, params)
-        alone = [loaded.generate(p, each) for p, each in zip(asked, params, strict=True)]
-    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+        check_alone(loaded, prompts(3, 5, 1, 9), params)
 
 
 @pytest.mark.full

@@ -13,7 +13,6 @@ from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.measure.checks import ROUNDED
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.blocks import (
     EmbeddingBlocks,
     PackedBlocks,
@@ -24,12 +23,12 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import layer_rows
 from mtpbuild.runtime.errors import EngineError
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.numbers import plain_with_rounding
+from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
 
 BOTH = ("int8", "int4")
@@ -142,15 +141,10 @@ def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "e")
     assert manifest.build.weights == "int4"
     assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
-    with Engine.load(tmp_path / "e", threads=1) as engine:
-        played = run_prompts(engine, PROMPTS, params)
-    found = judge_texts(plain_with_rounding(folders[name]), PROMPTS, played, ROUNDED)
-    assert found.passed, found.detail
-    assert found.figures["noise"] < 0.1
+    said = played(tmp_path / "e", PROMPTS)
+    check_rounded(plain_with_rounding(folders[name]), PROMPTS, said)
     # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
-    assert not judge_texts(load_plain(folders[name]), PROMPTS, played, ROUNDED).passed
-    assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0
+    assert not judge_texts(load_plain(folders[name]), PROMPTS, said, ROUNDED).passed
 
 
 def test_scales_in_fp32(
@@ -180,11 +174,7 @@ def test_a_portable_engine(
     (built,) = build(replace(request, options={"portable": True}))
     assert (built.manifest.build.cpu_layout, built.manifest.build.weights) == (None, "float32")
     assert "in int4) are dequantised: the engine holds them in float32" in caplog.text
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)] * len(PROMPTS)
-    with Engine.load(built.folder, threads=1) as engine:
-        played = run_prompts(engine, PROMPTS, params)
-    found = judge_texts(load_plain(folders["many"]), PROMPTS, played, ROUNDED)
-    assert found.passed, found.detail
+    check_rounded(load_plain(folders["many"]), PROMPTS, played(built.folder, PROMPTS, 20))
     older = built.manifest.build.model_copy(update={"weights": "int4", "block_size": 32})
     manifest = built.manifest.model_copy(update={"build": older})
     (built.folder / MANIFEST).write_text(manifest.to_json())

@@ -3,7 +3,6 @@
 The oracle is the engine of nextn 0: drafts change how fast a text comes, not the text.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,27 +22,26 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import BuildError, UsageError
-from tests.support import lookup
+from tests.support import installed, lookup
 from tests.support.engines import EngineBuilder
 from tests.support.requests import build_request
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPTS = [[9, 20, 21, 33], [5], [7, 8, 7, 8, 7, 8, 7]]
 NEXTN = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Install the drafter: a folder on the path says which entry point it has."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (info := folder / "lookup-1.0.dist-info").mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lookup\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mtpbuild.drafters]\nlookup = tests.support.lookup:LOOKUP\n"
-    )
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Install the drafter."""
+    at, folder = "tests.support.lookup:LOOKUP", tmp_path_factory.mktemp("site-packages")
+    with installed.installed(folder, "mtpbuild.drafters", "lookup", at):
+        yield folder
+
+
+@pytest.fixture
+def drafting(predictable_engine: EngineBuilder) -> Path:
+    return predictable_engine(NEXTN, "lookup", max_batch=2)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +53,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ],
 )
 def test_texts_are_those_without_drafts(
-    sampling: dict[str, Any], predictable_folder: Path, build_engine: EngineBuilder
+    sampling: dict[str, Any], drafting: Path, predictable_engine: EngineBuilder
 ) -> None:
     """Its slots of one batch have prompts of one token and of several chunks."""
     params = SamplingParams(max_tokens=30, ignore_eos=True, **sampling)
     texts, accepted = [], 0
-    for nextn, drafter in ((0, None), (NEXTN, "lookup")):
-        folder = build_engine(predictable_folder, nextn, drafter, max_batch=2, prefill_chunk=4)
+    for folder in (predictable_engine(0), drafting):
         with Engine.load(folder, threads=1) as engine:
             results = engine.generate(PROMPTS, params)
             counts = [r.metrics.speculative_decoding for r in results]
@@ -71,43 +68,32 @@ def test_texts_are_those_without_drafts(
     assert accepted
 
 
-def test_the_manifest_names_its_state(
-    predictable_folder: Path, build_engine: EngineBuilder
-) -> None:
-    folder = build_engine(predictable_folder, NEXTN, "lookup", max_batch=2, prefill_chunk=4)
-    manifest = read_manifest(folder)
+def test_the_manifest_names_its_state(drafting: Path) -> None:
+    manifest = read_manifest(drafting)
     assert (manifest.build.drafter, manifest.lookahead) == ("lookup", 1)
     assert [s.name for s in manifest.state if s.role == "carry"][-2:] == ["draft_probs", "seen"]
     assert not [s for s in manifest.state if s.owner.startswith("mtp")]
 
 
-def command(folder: Path | None, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    path = os.pathsep.join(map(str, (folder, ROOT) if folder else (ROOT,)))
-    return subprocess.run(
-        [sys.executable, "-m", "mtpbuild", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_the_command_line(smallest: Path, installed: Path, tmp_path: Path) -> None:
+def test_the_command_line(smallest: Path, site_packages: Path, tmp_path: Path) -> None:
     """It is built where its package is installed, and runs where it is not."""
-    flags = ("--nextn", "2", "--drafter", "lookup", "--out", str(tmp_path / "engine"))
-    refused = command(None, "build", "--model", str(smallest), *flags)
+    flags = ("--nextn", "2", "--drafter", "lookup", "--out", tmp_path / "engine")
+    asked = ("build", "--model", smallest, *flags)
+    refused = installed.mtpbuild(*asked)
     assert refused.returncode == 2
     says = "--drafter lookup is unknown; supported: mtp-eagle, mtp-vanilla"
     assert refused.stderr.strip().endswith(says)
-    done = command(installed, "build", "--model", str(smallest), *flags)
+    done = installed.mtpbuild(*asked, path=(site_packages,))
     assert done.returncode == 0, done.stderr
     prompt = ("--prompt-ids", "3,1,4", "--max-tokens", "5")
-    ran = command(None, "run", "--engine", str(tmp_path / "engine"), *prompt)
+    ran = installed.mtpbuild("run", "--engine", tmp_path / "engine", *prompt)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_the_record_needs_no_torch() -> None:
     code = "import sys, tests.support.lookup as t; t.LOOKUP.sources; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=installed.ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -29,7 +29,7 @@ from mtpbuild.builder.models.common.rope import inverse_frequencies, softmax_sca
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 from mtpbuild.builder.models.mimo.config import MimoConfig
-from mtpbuild.builder.plan.recipe import find_recipe, load_recipes
+from mtpbuild.builder.plan.recipe import Recipe, find_recipe, load_recipes
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.ranks import ALONE
 
@@ -69,16 +69,15 @@ MODELS = {
 }
 
 
-def layout_of(name: str) -> str:
+def recipe_of(name: str) -> Recipe:
     recipe = find_recipe(name)
     assert recipe is not None
-    return recipe.layout
+    return recipe
 
 
 def raw_config(name: str) -> dict[str, Any]:
-    recipe = find_recipe(name)
-    assert recipe is not None
-    found: dict[str, Any] = json.loads((recipe.config_folder / "config.json").read_text())
+    folder = recipe_of(name).config_folder
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
 
 
@@ -87,9 +86,7 @@ def is_moe(c: dict[str, Any]) -> bool:
 
 
 def config_of(name: str) -> ModelConfig:
-    recipe = find_recipe(name)
-    assert recipe is not None
-    return load_config(recipe.config_folder)
+    return load_config(recipe_of(name).config_folder)
 
 
 def attention(c: dict[str, Any]) -> int:
@@ -163,13 +160,12 @@ def test_active_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_downloads(name: str) -> None:
-    layout, recipe = find_layout(name, None), find_recipe(name)
-    assert recipe is not None
+    layout = find_layout(name, None)
     found = sum_portions(layout, count_classes(layout, ALONE)).values()
-    assert recipe.download == round(sum(portion.bytes for portion in found) / 1e9)
+    assert recipe_of(name).download == round(sum(portion.bytes for portion in found) / 1e9)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if layout_of(name) == "bf16"])
+@pytest.mark.parametrize("name", [name for name in MODELS if recipe_of(name).layout == "bf16"])
 def test_bytes_in_bf16(name: str) -> None:
     """Two for each parameter, but four where a router's biases are."""
     layout, c = find_layout(name, None), raw_config(name)
@@ -212,13 +208,8 @@ def test_shapes(name: str) -> None:
 
 # Computed from the published configurations by YaRN's formulas.
 YARN = {
-    "gigachat3-10b-a1.8b-bf16": {
-        8: 0.0562341,
-        9: 0.0357302,
-        16: 8.98374e-4,
-        19: 1.67907e-5,
-        31: 2.23908e-7,
-    },
+    "gigachat3-10b-a1.8b-bf16": {8: 0.0562341, 9: 0.0357302, 16: 8.98374e-4}
+    | {19: 1.67907e-5, 31: 2.23908e-7},
     "kimi-k2-instruct": {19: 1.62176e-3, 20: 3.61405e-5},
 }
 

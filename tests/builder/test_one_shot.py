@@ -6,7 +6,6 @@ The kernel is in `tests/plugins/test_sum_of_ranks.py`, tokens in `test_ranks_cud
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,6 @@ from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
 from tests.support.fake_gpu import FakeGpu
-from tests.support.invoke import invoke
 
 OPTIONS = InductorOptions("cuda", allreduce_strategy="one-shot")
 HIDDEN = 32
@@ -99,18 +97,6 @@ def test_the_manifest_and_what_builds_it_again() -> None:
     assert flags["allreduce_strategy"] == "one-shot"
     plan.options = replace(OPTIONS, allreduce_strategy="nccl")
     assert info(plan) == TargetInfo(**target.model_dump() | {"allreduce_strategy": None})
-
-
-@pytest.mark.parametrize(
-    "flags", [("--tp", "2"), ("--device", "cuda"), ("--device", "cuda", "--tp", "32")]
-)
-def test_where_it_is_refused(flags: tuple[str, ...], tmp_path: Path) -> None:
-    asked = ("--target", "inductor", "--allreduce-strategy", "one-shot", "--out", tmp_path)
-    code, _, said = invoke("build", "--model", "deepseek-tiny", *asked, *flags)
-    assert code == 2
-    assert said == ("error: --allreduce-strategy one-shot is for --device cuda and --tp 2 to 16\n")
-    code, _, said = invoke("build", "--model", "deepseek-tiny", *asked, asked[2], "ring")
-    assert "--allreduce-strategy ring is unknown; supported: nccl, one-shot" in said
 
 
 class Sharing(Peers):

@@ -11,7 +11,6 @@ import onnx
 import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
@@ -19,13 +18,15 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import ROW_STEP
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
+from tests.reference.sampling import check_texts
 from tests.support.engines import EngineBuilder, greedy_ids
-from tests.support.forced import Run, Seen
+from tests.support.forced import check_programs
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK = 4
-BUILT: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-vanilla")]
-ENGINES = [*BUILT, pytest.param(3, "mtp-eagle", marks=pytest.mark.full)]
+Kind = tuple[int, str | None]
+KINDS: list[Any] = [(0, None), (3, "mtp-vanilla")]
+EAGLE = pytest.param((3, "mtp-eagle"), marks=pytest.mark.full)
 
 
 def load(engine: Path) -> OnnxPrograms:
@@ -34,68 +35,37 @@ def load(engine: Path) -> OnnxPrograms:
     return programs
 
 
-@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+@pytest.mark.parametrize("kind", [*KINDS, EAGLE])
 def test_every_step_equals_recomputation(
-    nextn: int,
-    drafter: DrafterName | None,
-    predictable_folder: Path,
-    predictable: PlainDeepseek,
-    build_engine: EngineBuilder,
+    kind: Kind, predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
-    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
-    rng, seen = np.random.default_rng(nextn), Seen()
-    programs = load(engine)  # one engine, request after request: stale state must not matter
-    for length in (11, 1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 20):
-        prompt = rng.integers(0, 61, length).tolist()
-        _, saw = Run(programs, predictable, nextn, drafter, CHUNK, rng).steps(prompt, 10)
-        seen.accepted |= saw.accepted
-        seen.num_drafts |= saw.num_drafts
-    assert seen.accepted == set(range(1, nextn + 2))
-    assert seen.num_drafts == set(range(nextn + 1))
+    check_programs(load(predictable_engine(*kind)), predictable, *kind, CHUNK)
 
 
-@pytest.mark.parametrize(
-    ("nextn", "drafter"),
-    [
-        pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-        pytest.param(0, None, marks=pytest.mark.full),
-        (3, "mtp-vanilla"),
-    ],
-)
+@pytest.mark.parametrize("kind", [KINDS[1], EAGLE, pytest.param(KINDS[0], marks=pytest.mark.full)])
 def test_batches_equal_single_requests(
-    nextn: int,
-    drafter: DrafterName | None,
-    predictable_folder: Path,
-    predictable: PlainDeepseek,
-    build_engine: EngineBuilder,
+    kind: Kind, predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
     """O7: more requests than slots, of all lengths; slots are left and taken at different steps."""
-    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK, max_batch=3)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 61, n).tolist() for n in (150, 1, 6, 2, 40, 13, 3)]
     counts = [5, 60, 17, 40, 3, 90, 11]
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
-    with Engine.load(engine, threads=1) as loaded:
-        results = loaded.generate(prompts, params)
-    for prompt, count, result in zip(prompts, counts, results, strict=True):
-        assert list(result.token_ids) == greedy(predictable, prompt, count)
+    with Engine.load(predictable_engine(*kind, max_batch=3), threads=1) as loaded:
+        check_texts(loaded, predictable, prompts, params)
 
 
-def test_an_engine_fills_its_capacity(
-    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
-) -> None:
+def test_an_engine_fills_its_capacity(vanilla: Engine, predictable: PlainDeepseek) -> None:
     """The last step before max_seq_len stays within the caches and the text ends there."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
-    with Engine.load(engine, threads=1) as loaded:
-        prompt = [5 + i % 50 for i in range(loaded.manifest.build.max_seq_len - 30)]
-        result = loaded.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True))
+    prompt = [5 + i % 50 for i in range(vanilla.manifest.build.max_seq_len - 30)]
+    result = vanilla.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True))
     assert result.finish_reason == "length"
     assert list(result.token_ids) == greedy(predictable, prompt, 30)
 
 
-def test_a_step_costs_what_is_used(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+def test_a_step_costs_what_is_used(predictable_engine: EngineBuilder) -> None:
     """The programs are given the rows in use, whatever the capacity."""
-    engine = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK)
+    engine = predictable_engine(0)
     assert read_manifest(engine).build.max_seq_len > ROW_STEP
     programs = load(engine)
     programs.begin(0, 0, 5)
@@ -104,13 +74,10 @@ def test_a_step_costs_what_is_used(predictable_folder: Path, build_engine: Engin
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_rows_move_with_their_slots(
-    batch: int, predictable_folder: Path, build_engine: EngineBuilder
-) -> None:
+def test_rows_move_with_their_slots(batch: int, predictable_engine: EngineBuilder) -> None:
     """Growing and shrinking the bound rows keeps every committed row."""
-    kind: tuple[Any, ...] = (0, None) if batch == 1 else (3, "mtp-vanilla")  # others build them too
-    flags = {} if batch == 1 else {"max_batch": batch}
-    programs = load(build_engine(predictable_folder, *kind, prefill_chunk=CHUNK, **flags))
+    nextn = 0 if batch == 1 else 3  # others build them too
+    programs = load(predictable_engine(nextn, max_batch=batch))
     cache = programs.state["kv.0"]
     assert cache.shape[2] == 0
     active = np.zeros(batch, np.bool_)
@@ -123,16 +90,10 @@ def test_rows_move_with_their_slots(
             assert (programs.state["kv.0"][slot, 0, :50] == slot + 1).all()
 
 
-@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
-def test_graphs(
-    nextn: int,
-    drafter: DrafterName | None,
-    predictable_folder: Path,
-    build_engine: EngineBuilder,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full), EAGLE])
+def test_graphs(kind: Kind, predictable_engine: EngineBuilder, tmp_path: Path) -> None:
     """Standard operators, one write per cache, no weight inside, nothing of the build machine."""
-    built = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK, portable=True)
+    built = predictable_engine(*kind, portable=True)
     engine = shutil.copytree(built, tmp_path / "engine")  # onnx refuses hard-linked weights
     caches = [s.name for s in read_manifest(engine).state if s.role == "rows"]
     for file in ("prefill.onnx", "decode.onnx"):
@@ -150,9 +111,9 @@ def test_graphs(
         assert str(Path(__file__).parents[2]).encode() not in text
 
 
-def test_caches_are_updated_in_place(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+def test_caches_are_updated_in_place(predictable_engine: EngineBuilder) -> None:
     """The step writes the very memory that was bound: no second cache, no copy back."""
-    programs = load(build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK))
+    programs = load(predictable_engine(0))
     programs.begin(0, 3, 7)
     programs.step(np.array([True]), 4)
     cache = programs.state["kv.0"]
@@ -163,16 +124,16 @@ def test_caches_are_updated_in_place(predictable_folder: Path, build_engine: Eng
     assert changed.tolist() == [4]
 
 
-def test_threads_stop_with_a_run(predictable_folder: Path, build_engine: EngineBuilder) -> None:
-    programs = load(build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK))
+def test_threads_stop_with_a_run(predictable_engine: EngineBuilder) -> None:
+    programs = load(predictable_engine(0))
     for session in programs._sessions.values():
         options = session.get_session_options()
         assert options.get_session_config_entry("session.force_spinning_stop") == "1"
 
 
-def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+def test_attention_has_a_floor(predictable_engine: EngineBuilder) -> None:
     """Every softmax over rows is of a maximum, `floored_softmax`, in prompts as in steps."""
-    folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK, portable=True)
+    folder = predictable_engine(0, portable=True)
     for program in ("prefill", "decode"):
         graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph
         made = {name: node.op_type for node in graph.node for name in node.output}
@@ -181,19 +142,14 @@ def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBui
         assert set(inputs) == {"Max"}
 
 
-@pytest.mark.parametrize("also", [(), pytest.param([(3, "mtp-eagle")], marks=pytest.mark.full)])
+@pytest.mark.parametrize("also", [(), pytest.param(((3, "mtp-eagle"),), marks=pytest.mark.full)])
 def test_engines_of_one_checkpoint_agree(
-    also: Sequence[tuple[int, DrafterName]], predictable_folder: Path, build_engine: EngineBuilder
+    also: Sequence[Kind], predictable_engine: EngineBuilder
 ) -> None:
     """O2 with natural drafts, through the run time."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, 61, n).tolist() for n in (1, 2, 3, 5, 8, 13)]
-    texts = [
-        greedy_ids(
-            build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), prompts, 100
-        )
-        for nextn, drafter in [*BUILT, *also]
-    ]
+    texts = [greedy_ids(predictable_engine(*kind), prompts, 100) for kind in (*KINDS, *also)]
     assert texts[1:] == texts[:-1]
 
 
@@ -210,11 +166,10 @@ def test_providers_that_are_not_there(
     available: list[str],
     error: type[Exception],
     says: str,
-    predictable_folder: Path,
-    build_engine: EngineBuilder,
+    predictable_engine: EngineBuilder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = build_engine(predictable_folder, 0, prefill_chunk=CHUNK, portable=True)
+    engine = predictable_engine(0, portable=True)
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: available)
     with pytest.raises(error, match=re.escape(says)):
         Engine.load(engine, provider=provider)

@@ -1,28 +1,22 @@
 """Penalties and biases in built engines, against decoding token by token in numpy (O2, O7)."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.requests.step_controls import make_step_controls
 from tests.reference.recompute import greedy, next_logits
-from tests.reference.sampling import sample
+from tests.reference.sampling import check_alone, plain_text
 from tests.support.engines import EngineBuilder
 from tests.support.fakes import fake_manifest
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
-CHUNK, COUNT = 4, 40
-ENGINES = [
-    (0, None),
-    (3, "mtp-vanilla"),
-    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-]
+COUNT = 40
+KINDS = [(0,), (3,), pytest.param((3, "mtp-eagle"), marks=pytest.mark.full)]
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 ALL = replace(
     PLAIN,
@@ -42,88 +36,58 @@ SETTINGS = [
 PROMPTS = [[20], np.random.default_rng(5).integers(9, 61, 11).tolist()]
 
 
-def wanted(model: PlainDeepseek, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Decode without drafts and caches."""
-    controls = StepControls(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        bias_ids=tuple(params.logit_bias or {}),
-        bias_values=tuple((params.logit_bias or {}).values()),
-        seed=params.seed or 0,
-    )
-    return sample(model, prompt, params.max_tokens, controls)
-
-
 @pytest.fixture(scope="module")
 def texts(predictable: PlainDeepseek) -> list[list[list[int]]]:
     """What each of SETTINGS says after each of PROMPTS."""
-    return [[wanted(predictable, prompt, params) for prompt in PROMPTS] for params in SETTINGS]
+    return [[plain_text(predictable, prompt, params) for prompt in PROMPTS] for params in SETTINGS]
 
 
-@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_text_is_what_plain_decoding_gives(
-    nextn: int,
-    drafter: DrafterName | None,
-    predictable_folder: Path,
-    texts: list[list[list[int]]],
-    build_engine: EngineBuilder,
+    kind: tuple[Any, ...], texts: list[list[list[int]]], predictable_engine: EngineBuilder
 ) -> None:
     """Greedy and sampled, for every nextn and drafter; drafts are accepted all the same."""
-    engine, accepted = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), 0
-    with Engine.load(engine, threads=1) as loaded:
+    accepted = 0
+    with Engine.load(predictable_engine(*kind), threads=1) as loaded:
         for params, said in zip(SETTINGS, texts, strict=True):
             results = loaded.generate(PROMPTS, params)
             assert [result.token_ids for result in results] == said
             for result in results:
                 accepted += result.metrics.speculative_decoding.num_accepted_draft_tokens
-    assert bool(accepted) == bool(nextn)
+    assert bool(accepted) == (kind != (0,))
 
 
 @pytest.mark.full
 def test_an_adaptive_engine(
-    predictable_folder: Path, texts: list[list[list[int]]], build_engine: EngineBuilder
+    texts: list[list[list[int]]], predictable_engine: EngineBuilder
 ) -> None:
     """Steps of any number of drafts write the same history."""
-    engine = build_engine(predictable_folder, "auto", prefill_chunk=CHUNK, max_batch=3)
+    engine = predictable_engine("auto", max_batch=3)
     with Engine.load(engine, threads=1) as loaded:
         for params, said in zip(SETTINGS[2:4], texts[2:4], strict=True):
             assert [r.token_ids for r in loaded.generate(PROMPTS, params)] == said
 
 
 def test_requests_share_slots(
-    predictable_folder: Path,
-    predictable: PlainDeepseek,
-    texts: list[list[list[int]]],
-    build_engine: EngineBuilder,
+    vanilla_batch: Engine, predictable: PlainDeepseek, texts: list[list[list[int]]]
 ) -> None:
     """Texts are the same if slots move, or if others had them, cancelled requests too."""
     rejection = replace(HOT, acceptance="rejection")
     block = replace(rejection, rejection_sample_method="block")
     params = [ALL, PLAIN, HOT, rejection, replace(ALL, max_tokens=9), block, HOT, PLAIN]
     asked = [PROMPTS[i % 2] for i in range(len(params))]
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
-    with Engine.load(engine, threads=1) as loaded:
-        together = loaded.generate(asked, params)
-        alone = [loaded.generate(p, settings) for p, settings in zip(asked, params, strict=True)]
-        with loaded.stream(PROMPTS[1], replace(ALL, max_tokens=80)) as stream:
-            next(iter(stream))  # it ends in the middle
-        again = loaded.generate(PROMPTS[0], replace(PLAIN, presence_penalty=2.0))
-    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    together = check_alone(vanilla_batch, asked, params)
+    with vanilla_batch.stream(PROMPTS[1], replace(ALL, max_tokens=80)) as stream:
+        next(iter(stream))  # it ends in the middle
+    again = vanilla_batch.generate(PROMPTS[0], replace(PLAIN, presence_penalty=2.0))
     assert together[0].token_ids == texts[2][0]
     assert together[6].token_ids == texts[3][0]
     assert together[7].token_ids == greedy(predictable, asked[7], COUNT)
     assert again.token_ids == texts[0][0]
 
 
-def test_log_probabilities_stay_raw(
-    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
-) -> None:
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
-    with Engine.load(engine, threads=1) as loaded:
-        result = loaded.generate(PROMPTS[1], replace(ALL, logprobs=2, max_tokens=12))
+def test_log_probabilities_stay_raw(vanilla: Engine, predictable: PlainDeepseek) -> None:
+    result = vanilla.generate(PROMPTS[1], replace(ALL, logprobs=2, max_tokens=12))
     assert result.logprobs is not None
     for i, entry in enumerate(result.logprobs):
         raw = next_logits(predictable, PROMPTS[1] + result.token_ids[:i]).log_softmax(-1)
@@ -131,15 +95,11 @@ def test_log_probabilities_stay_raw(
         assert [id for id, _ in entry.top] == raw.topk(2).indices.tolist()
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -2},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {5: 1}},
-    ],
-)
+ASKED: tuple[dict[str, object], ...] = ({"presence_penalty": 0.1}, {"frequency_penalty": -2})
+ASKED += ({"repetition_penalty": 1.1}, {"logit_bias": {5: 1}})
+
+
+@pytest.mark.parametrize("asked", ASKED)
 def test_an_engine_without_them_refuses(asked: dict[str, object]) -> None:
     """One for a GPU: its state has no history."""
     (name,), manifest = asked, fake_manifest()

@@ -11,9 +11,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.conversations import Users, check_found, check_same, with_prefix
 from tests.support.engines import EngineBuilder
 
-pytestmark = [
-    pytest.mark.xdist_group("tiny"),
-]
+pytestmark = [pytest.mark.xdist_group("tiny")]
 SMALL = 1_000_000  # bytes, a fifth of what twelve users leave
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=1)
 TEXT = "You add and sort numbers. Say what you do, and end with the answer. " * 8

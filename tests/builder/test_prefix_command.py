@@ -15,7 +15,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
 from mtpbuild.runtime.prefix_cache.tree import common
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
-from tests.support.invoke import invoke
+from tests.support.invoke import invoke, refusal
 
 pytestmark = pytest.mark.xdist_group("tiny")
 SYSTEM = "You add and sort numbers. Say what you do, and end with the answer. " * 8
@@ -129,10 +129,7 @@ def test_refusals(flags: str, says: str, tiny_engine: Callable[..., Path], tmp_p
     for name, text in {"FILE": "hello", "LONG": "a b c d " * 9000, "EMPTY": ""}.items():
         (tmp_path / name).write_text(text)
         flags = flags.replace(name, str(tmp_path / name))
-    code, _, err = invoke("prefix", "add", "--engine", folder, *flags.split())
-    assert code == 2
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
+    assert says in refusal("prefix", "add", "--engine", folder, *flags.split())
     assert not (folder / "prefixes").exists()
 
 
@@ -158,22 +155,3 @@ def test_a_build_computes_prefixes(engine: Path, tmp_path: Path) -> None:
     assert counts["system"] == len(text)
     cached = [result.metrics.cached_tokens for result in results]
     assert cached == [counts["system"] - ahead, counts["few"] - ahead]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--prefix missing.txt", "missing.txt: can't be read"),
-        ("--prefix .txt", "prefix .txt: letters, digits"),
-        ("--prefix F --prefix F", "two files have the same name"),
-        ("--prefix F --target inductor --tp 2", "--prefix is for engines of onnxruntime or induc"),
-    ],
-)
-def test_what_a_build_refuses_before_it_begins(flags: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "F").write_text("hello")
-    given = flags.replace(" F", f" {tmp_path / 'F'}").split()
-    code, _, err = invoke("build", "--model", "deepseek-tiny", "--out", tmp_path / "new", *given)
-    assert code == 2
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
-    assert not (tmp_path / "new").exists()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -19,14 +18,14 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.prefix_cache import cache as prefix_cache
 from mtpbuild.runtime.prefix_cache import tree as prefix_tree
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.prefix_cache.tree import CacheEntry, PrefixTree
+from mtpbuild.runtime.prefix_cache.tree import PrefixTree
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import lower
 from tests.support.engines import EngineBuilder
+from tests.support.planted import Patch, replaced, wrapped
 from tests.support.recurrent_family import CONFIG, SUMS, PlainSumming, make_summing, parse_config
 from tests.support.warm_starts import (
     COMMON,
@@ -156,199 +155,136 @@ def check_engine(engine: Path) -> None:
 
 
 @pytest.fixture
-def engine(predictable_folder: Path, build_engine: EngineBuilder) -> Path:
-    return build_engine(predictable_folder, NEXTN, "mtp-vanilla", prefill_chunk=4, max_batch=SLOTS)
+def engine(predictable_engine: EngineBuilder) -> Path:
+    return predictable_engine(NEXTN, max_batch=SLOTS)
 
 
 def test_traffic_on_an_engine(engine: Path) -> None:
     check_engine(engine)
 
 
-Patch = Callable[[pytest.MonkeyPatch], None]
+NOTHING = property(lambda self: 0, lambda self, value: None)
 
 
-def a_block_is_cut_at_the_lookahead(patch: pytest.MonkeyPatch) -> None:
-    """Its last rows have seen tokens of whoever left it."""
-    nothing = property(lambda self: 0, lambda self, value: None)
-    patch.setattr(PrefixTree, "lookahead", nothing, raising=False)
-
-
-def past_hiddens_are_those_of_before(patch: pytest.MonkeyPatch) -> None:
-    nothing = property(lambda self: 0, lambda self, value: None)
-    patch.setattr(PrefixCache, "_refilled", nothing, raising=False)
-
-
-def a_block_counts_twice(patch: pytest.MonkeyPatch) -> None:
+def a_block_counts_twice(drop: Any, tree: Any, entry: Any) -> None:
     """Where a longer block takes the place of a shorter one."""
-    drop = PrefixTree.drop
-
-    def wrong(self: PrefixTree, entry: CacheEntry) -> None:
-        drop(self, entry)
-        self.used += entry.size
-
-    patch.setattr(PrefixTree, "drop", wrong)
+    drop(tree, entry)
+    tree.used += entry.size
 
 
-def a_shorter_block_is_left_in_place(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: PrefixTree, entry: CacheEntry) -> None:
-        self.used -= entry.size
-
-    patch.setattr(PrefixTree, "drop", wrong)
+def a_shorter_block_is_left_in_place(drop: Any, tree: Any, entry: Any) -> None:
+    tree.used -= entry.size
 
 
-def the_newest_token_has_a_row(patch: pytest.MonkeyPatch) -> None:
-    release = Scheduler.release
+def released(rows: Callable[[Any, int], int]) -> Patch:
+    """Let a request leave as many rows as are said here."""
 
-    def wrong(self: Scheduler) -> Iterator[tuple[int, Request, int]]:
-        for slot, request, rows in release(self):
-            yield slot, request, rows + 1
+    def wrong(release: Any, scheduler: Scheduler) -> Iterator[tuple[int, Any, int]]:
+        for slot, request, held in release(scheduler):
+            yield slot, request, rows(request, held)
 
-    patch.setattr(Scheduler, "release", wrong)
-
-
-def rows_are_saved_before_they_are_filled_in(patch: pytest.MonkeyPatch) -> None:
-    save = PrefixCache.save_chunk
-
-    def wrong(self: PrefixCache, filling: Filling) -> None:
-        at = min(filling.at + CHUNK, filling.end)
-        save(self, Filling(filling.slot, filling.request, at))
-
-    patch.setattr(PrefixCache, "save_chunk", wrong)
+    return wrapped(Scheduler, "release", wrong)
 
 
-def a_block_outlives_its_parent(patch: pytest.MonkeyPatch) -> None:
-    """The parent counts as unused while the block is added, which needs its room."""
-    patch.setattr(PrefixTree, "use", lambda self, entry: None)
+def rows_are_saved_before_they_are_filled_in(save: Any, cache: Any, filling: Filling) -> None:
+    at = min(filling.at + CHUNK, filling.end)
+    save(cache, Filling(filling.slot, filling.request, at))
 
 
-def states_stay_where_they_were(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EagerPrograms, "load_states", lambda self, slot, number: None)
-
-
-def states_are_those_of_the_next_border(patch: pytest.MonkeyPatch) -> None:
+def states_are_those_of_the_next_border(
+    save: Any, cache: Any, slot: int, tokens: Any, rows: int, *given: Any, states: bool = False
+) -> None:
     """They are saved one chunk too late, under the rows of the one before."""
-    save = PrefixCache.save
-
-    def wrong(
-        self: PrefixCache,
-        slot: int,
-        tokens: list[int],
-        rows: int,
-        *given: Request,
-        states: bool = False,
-    ) -> None:
-        save(self, slot, tokens, rows - CHUNK if states else rows, *given, states=states)
-
-    patch.setattr(PrefixCache, "save", wrong)
+    save(cache, slot, tokens, rows - CHUNK if states else rows, *given, states=states)
 
 
-def a_saved_block_is_the_slots_own_memory(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: HostSlots, slot: int, start: int, pieces: Sequence[tuple[int, int]]) -> bool:
-        for number, count in pieces:
-            self._saved[number] = self._caches.read(slot, start, start := start + count)
-        return True
+def a_saved_block_is_the_slots_own_memory(
+    save: Any, slots: Any, slot: int, start: int, pieces: Sequence[tuple[int, int]]
+) -> bool:
+    for number, count in pieces:
+        slots._saved[number] = slots._caches.read(slot, start, start := start + count)
+    return True
 
-    patch.setattr(HostSlots, "save_rows", wrong)
 
-
-def pieces_are_not_where_they_begin(patch: pytest.MonkeyPatch) -> None:
+def pieces_are_not_where_they_begin(write: Any, caches: Any, slot: int, pieces: Any) -> None:
     """All are put at the slot's beginning."""
-    write = PackedCaches.write
-
-    def wrong(self: PackedCaches, slot: int, pieces: Sequence[Any]) -> None:
-        write(self, slot, pieces)
-        write(self, slot, pieces[-1:])
-
-    patch.setattr(PackedCaches, "write", wrong)
+    write(caches, slot, pieces)
+    write(caches, slot, pieces[-1:])
 
 
-def a_cancelled_prompt_counts_as_whole(patch: pytest.MonkeyPatch) -> None:
-    release = Scheduler.release
-
-    def wrong(self: Scheduler) -> Iterator[tuple[int, Request, int]]:
-        for slot, request, _ in release(self):
-            yield slot, request, request.length
-
-    patch.setattr(Scheduler, "release", wrong)
+def prompts_are_filled_in_where_steps_write(pack: Any, caches: Any, count: int) -> None:
+    pack(caches, count)
+    for flat in caches._flat.values():
+        for slot in range(count, SLOTS):
+            flat[slot * caches._capacity + 8 : slot * caches._capacity + 12] = 1
 
 
-def slots_share_the_rows_in_use(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PackedCaches, "start", lambda self, slot: slot * max(self.rows, 128))
-
-
-def prompts_are_filled_in_where_steps_write(patch: pytest.MonkeyPatch) -> None:
-    pack = PackedCaches.pack
-
-    def wrong(self: PackedCaches, count: int) -> None:
-        pack(self, count)
-        for flat in self._flat.values():
-            for slot in range(count, SLOTS):
-                flat[slot * self._capacity + 8 : slot * self._capacity + 12] = 1
-
-    patch.setattr(PackedCaches, "pack", wrong)
-
-
-def a_move_is_short(patch: pytest.MonkeyPatch) -> None:
-    move = PackedCaches.move
-
-    def wrong(self: PackedCaches, source: int, target: int, lengths: NDArray[Any]) -> None:
-        move(self, source, target, lengths - 1)
-
-    patch.setattr(PackedCaches, "move", wrong)
-
-
-BRANCH_BUGS: list[tuple[Patch, DrafterName | None]] = [
-    (a_block_is_cut_at_the_lookahead, "mtp-eagle"),
-    (past_hiddens_are_those_of_before, "mtp-vanilla"),
-    (a_block_counts_twice, "mtp-eagle"),
-    (a_shorter_block_is_left_in_place, "mtp-eagle"),
-    (the_newest_token_has_a_row, None),
-]
-TRAFFIC_BUGS: list[Patch] = [
-    rows_are_saved_before_they_are_filled_in,
-    a_saved_block_is_the_slots_own_memory,
-    pieces_are_not_where_they_begin,
-    a_cancelled_prompt_counts_as_whole,
-    slots_share_the_rows_in_use,
-    prompts_are_filled_in_where_steps_write,
-    a_move_is_short,
-]
+BRANCH_BUGS: dict[str, tuple[Patch, DrafterName | None]] = {
+    # Its last rows have seen tokens of whoever left it.
+    "a block is cut at the lookahead": (replaced(PrefixTree, "lookahead", NOTHING), "mtp-eagle"),
+    "old past hiddens": (replaced(PrefixCache, "_refilled", NOTHING), "mtp-vanilla"),
+    "a block counts twice": (wrapped(PrefixTree, "drop", a_block_counts_twice), "mtp-eagle"),
+    "a shorter block is left in place": (
+        wrapped(PrefixTree, "drop", a_shorter_block_is_left_in_place),
+        "mtp-eagle",
+    ),
+    "the newest token has a row": (released(lambda request, held: held + 1), None),
+}
+# The parent counts as unused while the block is added, which needs its room.
+A_BLOCK_OUTLIVES_ITS_PARENT = replaced(PrefixTree, "use", lambda tree, entry: None)
+STATE_BUGS = {
+    "states stay where they were": replaced(
+        EagerPrograms, "load_states", lambda programs, slot, number: None
+    ),
+    "states of the next border": wrapped(PrefixCache, "_save", states_are_those_of_the_next_border),
+}
+TRAFFIC_BUGS = {
+    "saved too early": wrapped(PrefixCache, "save_chunk", rows_are_saved_before_they_are_filled_in),
+    "the slot's own memory": wrapped(HostSlots, "save_rows", a_saved_block_is_the_slots_own_memory),
+    "pieces at the beginning": wrapped(PackedCaches, "write", pieces_are_not_where_they_begin),
+    "a cancelled prompt counts as whole": released(lambda request, held: request.length),
+    "slots share the rows in use": replaced(
+        PackedCaches, "start", lambda caches, slot: slot * max(caches.rows, 128)
+    ),
+    "filled in where steps write": wrapped(
+        PackedCaches, "pack", prompts_are_filled_in_where_steps_write
+    ),
+    "a move is short": wrapped(
+        PackedCaches,
+        "move",
+        lambda move, caches, source, target, lengths: move(caches, source, target, lengths - 1),
+    ),
+}
 FOUND = f"{WARM}|{FILLED}|{COUNTED}"
 
 
-@pytest.mark.parametrize(("bug", "drafter"), BRANCH_BUGS, ids=[b.__name__ for b, _ in BRANCH_BUGS])
+@pytest.mark.parametrize("name", BRANCH_BUGS)
 def test_branches_catch(
-    bug: Patch,
-    drafter: DrafterName | None,
-    predictable: PlainDeepseek,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, predictable: PlainDeepseek, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bug, drafter = BRANCH_BUGS[name]
     bug(monkeypatch)
     with pytest.raises(AssertionError, match=FOUND):
         check_branches(eager(predictable, drafter))
 
 
 def test_a_small_cache_catches(predictable: PlainDeepseek, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_block_outlives_its_parent(monkeypatch)
+    A_BLOCK_OUTLIVES_ITS_PARENT(monkeypatch)
     with pytest.raises(AssertionError, match=FOUND):
         check_small(predictable, 5760)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [states_stay_where_they_were, states_are_those_of_the_next_border],
-    ids=lambda bug: bug.__name__,
-)
+@pytest.mark.parametrize("name", STATE_BUGS)
 def test_recurrent_states_catch(
-    bug: Patch, summing: PlainSumming, monkeypatch: pytest.MonkeyPatch
+    name: str, summing: PlainSumming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bug(monkeypatch)
+    STATE_BUGS[name](monkeypatch)
     with pytest.raises(AssertionError, match=f"{WARM}|{FILLED}"):
         check_branches(recurrent(summing, "mtp-eagle"))
 
 
-@pytest.mark.parametrize("bug", TRAFFIC_BUGS, ids=lambda bug: bug.__name__)
-def test_traffic_catches(bug: Patch, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)
+@pytest.mark.parametrize("name", TRAFFIC_BUGS)
+def test_traffic_catches(name: str, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TRAFFIC_BUGS[name](monkeypatch)
     with pytest.raises(AssertionError, match=FOUND):
         check_engine(engine)

@@ -54,7 +54,7 @@ def test_who_sums(read_twice: bool) -> None:
     calls = [op_name(node).removeprefix("mtpbuild_triton::") for node in lowered.graph.nodes]
     first = "matmul_scaled" if read_twice else "matmul_scaled_parts"
     assert [name for name in calls if name.startswith("m")] == [
-        *(first, "mla_rows_write", "matmul_scaled_parts", "mla_queries"),
+        *(first, "mla_rows_write", "matmul_scaled_parts", "mla_queries")
     ]
     got = lowered.module()(*operands)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

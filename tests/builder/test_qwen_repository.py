@@ -22,71 +22,9 @@ from tests.support.model_tokenizers import qwen3_5
 NAME = "Qwen/Qwen3.5-4B"
 SHARDS = tuple(f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2))
 NOT_READ = ("README.md", "vocab.json", "merges.txt", "preprocessor_config.json")
-TEXT: dict[str, Any] = {
-    "attn_output_gate": True,
-    "dtype": "bfloat16",
-    "full_attention_interval": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 16,
-    "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_5_text",
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [1, 1, 0],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "vocab_size": 512,
-}
-VISION: dict[str, Any] = {
-    "deepstack_visual_indexes": [],
-    "depth": 1,
-    "hidden_size": 32,
-    "in_channels": 3,
-    "intermediate_size": 48,
-    "model_type": "qwen3_5",
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "out_hidden_size": 64,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-
-
-def configuration(end_of_text: int) -> dict[str, Any]:
-    """Has the EOS of documents, as published; that of turns is the tokenizer's alone."""
-    return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "image_token_id": 500,
-        "model_type": "qwen3_5",
-        "text_config": TEXT | {"eos_token_id": end_of_text},
-        "tie_word_embeddings": True,
-        "transformers_version": "4.57.0.dev0",
-        "video_token_id": 501,
-        "vision_config": VISION,
-        "vision_end_token_id": 502,
-        "vision_start_token_id": 503,
-    }
+DATA = Path(__file__).parents[1] / "data"
+CONFIG: dict[str, Any] = json.loads((DATA / "qwen3.5-small-config.json").read_text())
+TEXT: dict[str, Any] = CONFIG["text_config"]
 
 
 def module() -> dict[str, Tensor]:
@@ -126,7 +64,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder.mkdir()
     added = json.loads(files["tokenizer.json"])["added_tokens"]
     (end,) = (token["id"] for token in added if token["content"] == "<|endoftext|>")
-    files |= {"config.json": configuration(end)} | dict.fromkeys(NOT_READ, "{}")
+    # The EOS of documents, as published; that of turns is the tokenizer's alone.
+    config = CONFIG | {"text_config": TEXT | {"eos_token_id": end}}
+    files |= {"config.json": config} | dict.fromkeys(NOT_READ, "{}")
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**files["config.json"])).float().eval()
     tensors = model.state_dict() | module()
     del tensors["lm_head.weight"]  # it is the embedding

@@ -225,10 +225,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
     other = run(checkpoint, tmp_path / "other" / "engine", 1, max_batch=2).folder
     shutil.copytree(other / "rank1", out / "rank1")
     code, _, err = invoke("inspect", out)
-    assert (code, err) == (
-        1,
-        f"error: {out}/rank1: rank 1 of another build; rebuild the engine\n",
-    )
+    assert (code, err) == (1, f"error: {out}/rank1: rank 1 of another build; rebuild the engine\n")
     assert not run(checkpoint, out, 1).unchanged
     assert_whole(out, 0, 1)
     run(checkpoint, out, 1, max_batch=2, force=True)
@@ -263,20 +260,6 @@ def test_versions_of_the_targets_own_packages_count(
             patch.setattr(f"{fingerprint.__module__}.version", partial(upgrade, upgraded))
             changes = fingerprint(identities(checkpoint), plan, target) != before
         assert changes == (upgraded in target.packages), upgraded
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--rank", "0"), "--rank is one of several: say --tp, how many they are"),
-        (("--tp", "4", "--rank", "4"), "--rank 4 is outside 0..3"),
-        (("--tp", "4", "--rank", "-1"), "--rank -1 is outside 0..3"),
-    ],
-)
-def test_usage(flags: tuple[str, ...], says: str, checkpoint: Path, tmp_path: Path) -> None:
-    given = ("--model", checkpoint, "--target", "inductor", "--out", tmp_path / "engine")
-    assert invoke("build", *given, *flags) == (2, "", f"error: {says}\n")
-    assert not any(tmp_path.iterdir())
 
 
 @needs_compiler

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group import start as ranks_module
@@ -33,7 +31,7 @@ from mtpbuild.runtime.group.start import start_ranks
 from mtpbuild.runtime.prefix_cache.cache import open_prefix_cache
 from mtpbuild.runtime.programs.follow import follow
 from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
+from tests.reference.sampling import check_texts
 from tests.support import eager_ranks, rank_bugs
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.invoke import invoke
@@ -44,11 +42,11 @@ from tests.support.rank_engines import (
     PROMPT,
     RELAXED,
     SHAPE,
+    check_death,
     followers,
     make,
     request_and_build,
     running,
-    seconds_to_notice,
 )
 from tests.support.requests import build_request
 from tests.support.stand_ins import failing
@@ -88,19 +86,12 @@ def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 def test_tokens(engine: Path, model: PlainDeepseek) -> None:
     """O2, greedy and sampled, one after the other; twice the same, and relaxed runs too."""
-    asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT, PROMPT]
-    penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
-    params = [GREEDY, GREEDY, HOT, RELAXED, GREEDY, replace(HOT, **penalties)]
+    asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT]
+    penalised = replace(HOT, presence_penalty=1.0, repetition_penalty=1.3)
     with running(engine) as loaded:
-        results = loaded.generate(asked, params)
+        results = check_texts(loaded, model, asked, [GREEDY, GREEDY, HOT, GREEDY, penalised])
+        assert len(loaded.generate(PROMPT, RELAXED).token_ids) == 16
         (follower,) = followers()
-    drawn = StepControls(temperature=0.8, top_p=0.95, seed=5)
-    assert results[0].token_ids == greedy(model, PROMPT, 16)
-    assert results[1].token_ids == greedy(model, [5], 16)
-    assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
-    assert len(results[3].token_ids) == 16
-    assert results[4].token_ids == results[0].token_ids
-    assert results[5].token_ids == sample(model, PROMPT, 16, replace(drawn, **penalties))
     drafting = results[0].metrics.speculative_decoding
     assert 0 < drafting.num_accepted_draft_tokens < drafting.num_draft_tokens
     assert not followers(), "no zombie"
@@ -198,18 +189,10 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
 def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ranks_module.TIMEOUT, "4")
-    says = {
-        signal.SIGKILL: "^rank 1 was killed by signal 9$",
-        signal.SIGSTOP: "^rank 0 of 2: another rank has not answered for 4 s$",
-    }
-    assert seconds_to_notice(engine, number, says[number]) < 10
+    check_death(engine, number, 4, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("number", "idle"),
-    [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)],
-)
+@pytest.mark.parametrize(("number", "idle"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)])
 @pytest.mark.full
 def test_rank_0_dies_or_hangs(engine: Path, number: signal.Signals, idle: float) -> None:
     """The others notice, also while nothing runs; to wait is no failure."""
@@ -301,10 +284,7 @@ def test_a_folder_of_another_build(copy: Path) -> None:
     shutil.rmtree(copy / "rank1")
     shutil.copytree(copy / "rank0", copy / "rank1")
     code, _, err = invoke("inspect", copy)
-    assert (code, err) == (
-        1,
-        f"error: {copy}/rank1: rank 0 of another build; rebuild the engine\n",
-    )
+    assert (code, err) == (1, f"error: {copy}/rank1: rank 0 of another build; rebuild the engine\n")
     shutil.rmtree(copy / "rank1")
     code, out, _ = invoke("inspect", copy)
     assert code == 0
@@ -350,24 +330,3 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="rank 0 is the engine"):
         follow(engine)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--tp", 2), "--tp and --ep are for target inductor, tensorrt\n"),
-        (("--tp", 3, "--target", "inductor"), "--tp 3 does not divide num_attention_heads 4;"),
-        (("--tp", 2, "--ep", 8, "--target", "inductor"), "--ep 8 does not divide both --tp 2 and"),
-        (("--attention-dp",), "--attention-dp is for several ranks: say --tp, how many they are"),
-    ],
-)
-def test_what_can_not_be_built(
-    flags: tuple[str | int, ...], says: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "engine"
-    flags = ("--model", str(checkpoint), "--nextn", 1, "--out", str(out), *flags)
-    code, _, err = invoke("build", *map(str, flags))
-    assert code == 2
-    assert err.startswith(f"error: {says}")
-    assert err.count("\n") == 1
-    assert not out.exists()

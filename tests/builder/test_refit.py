@@ -22,11 +22,7 @@ from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import MtpbuildError
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import (
-    make_predictable,
-    save_checkpoint,
-    write_tokenizer,
-)
+from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.stand_ins import failing
 

@@ -1,28 +1,22 @@
 """The mixed program of a built engine: sampled, rejected, relaxed requests, alone and together."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy, next_logits
-from tests.reference.sampling import sample
+from tests.reference.sampling import check_alone, plain_text
 from tests.support.engines import EngineBuilder
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
-CHUNK, COUNT = 4, 60
+COUNT = 60
 BEGIN, END = 7, 4  # 4 is in no text of `test_relaxed_acceptance`
-ENGINES = [
-    (0, None),
-    (3, "mtp-vanilla"),
-    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
-]
+KINDS = [(0,), (3,), pytest.param((3, "mtp-eagle"), marks=pytest.mark.full)]
 HOT = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, top_p=0.95, seed=5)
 SETTINGS = [
     HOT,
@@ -45,65 +39,37 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.integers(9, 61, n).tolist() for n in (1, 6, 11, 3)[:count]]
 
 
-def controls(params: SamplingParams) -> StepControls:
-    assert params.seed is not None
-    return StepControls(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-    )
-
-
-@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sampled_text_is_what_plain_sampling_gives(
-    nextn: int,
-    drafter: DrafterName | None,
-    predictable_folder: Path,
-    predictable: PlainDeepseek,
-    build_engine: EngineBuilder,
+    kind: tuple[Any, ...], predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
     """O2 above temperature 0: for every nextn and drafter, drawn or argmax drafts."""
     accepted = 0
-    with Engine.load(
-        build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), threads=1
-    ) as engine:
+    with Engine.load(predictable_engine(*kind), threads=1) as engine:
         for params in SETTINGS:
             for prompt, result in zip(prompts(2), engine.generate(prompts(2), params), strict=True):
-                assert result.token_ids == sample(predictable, prompt, COUNT, controls(params))
+                assert result.token_ids == plain_text(predictable, prompt, params)
                 assert result.seed == params.seed
                 accepted += result.metrics.speculative_decoding.num_accepted_draft_tokens
-    assert bool(accepted) == bool(nextn)
+    assert bool(accepted) == (kind != (0,))
 
 
-def test_modes_share_a_batch(
-    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
-) -> None:
+def test_modes_share_a_batch(vanilla_batch: Engine, predictable: PlainDeepseek) -> None:
     """Each request of a mixed batch gives what it gives alone, whoever it shares a step with."""
     rejection = replace(HOT, acceptance="rejection")
     block = replace(rejection, rejection_sample_method="block")
     params = [PLAIN, HOT, rejection, RELAXED, PLAIN, HOT, block]
     asked = [*prompts(3), [BEGIN, 20, 21], *prompts(3)]
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
-    with Engine.load(engine, threads=1) as loaded:
-        together = loaded.generate(asked, params)
-        alone = [loaded.generate(p, settings) for p, settings in zip(asked, params, strict=True)]
-    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
-    for i in (0, 4):
-        assert together[i].token_ids == greedy(predictable, asked[i], COUNT)
-    assert together[1].token_ids == sample(predictable, asked[1], COUNT, controls(HOT))
+    together = check_alone(vanilla_batch, asked, params)
+    for i in (0, 1, 4):
+        assert together[i].token_ids == plain_text(predictable, asked[i], params[i])
 
 
-def test_relaxed_acceptance(
-    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
-) -> None:
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+def test_relaxed_acceptance(vanilla: Engine, predictable: PlainDeepseek) -> None:
     thought, closed = [9, BEGIN, 20, 21], [BEGIN, 20, END, 21]
-    with Engine.load(engine, threads=1) as loaded:
-        relaxed = loaded.generate(thought, RELAXED)
-        strict = loaded.generate(thought, replace(RELAXED, relaxed_topk=1))
-        outside = loaded.generate(closed, RELAXED)
+    relaxed = vanilla.generate(thought, RELAXED)
+    strict = vanilla.generate(thought, replace(RELAXED, relaxed_topk=1))
+    outside = vanilla.generate(closed, RELAXED)
     # Everything is near enough: all drafts are accepted but in the first step, which has none.
     drafting = relaxed.metrics.speculative_decoding
     assert END not in relaxed.token_ids, "it thinks to the end"
@@ -114,53 +80,44 @@ def test_relaxed_acceptance(
     assert outside.token_ids[:until] == greedy(predictable, closed, COUNT)[:until]
 
 
-def test_block_verification_keeps_what_is_the_targets_own(
-    predictable_folder: Path, build_engine: EngineBuilder
-) -> None:
+def test_block_verification_keeps_what_is_the_targets_own(vanilla: Engine) -> None:
     """Few drafts of these modules are wrong, so a block keeps at least as many as one by one."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     alone = [replace(HOT, acceptance="rejection", seed=seed, max_tokens=200) for seed in range(4)]
     block = [replace(params, rejection_sample_method="block") for params in alone]
-    with Engine.load(engine, threads=1) as loaded:
-        lengths = []
-        for each in (alone, block):
-            reports = [r.metrics.speculative_decoding for r in loaded.generate([[20]] * 4, each)]
-            accepted = sum(r.num_accepted_draft_tokens for r in reports)
-            lengths.append(accepted / sum(r.num_spec_steps for r in reports))
+    lengths = []
+    for each in (alone, block):
+        reports = [r.metrics.speculative_decoding for r in vanilla.generate([[20]] * 4, each)]
+        accepted = sum(r.num_accepted_draft_tokens for r in reports)
+        lengths.append(accepted / sum(r.num_spec_steps for r in reports))
     assert lengths[1] > 0.9 * lengths[0] > 0
 
 
-def test_logprobs(
-    predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
-) -> None:
+def test_logprobs(vanilla: Engine, predictable: PlainDeepseek) -> None:
     """Greedy and sampled: of the plain softmax of the reference model, at every token."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     prompt = prompts(2)[1]
-    with Engine.load(engine, threads=1) as loaded:
-        for params in (PLAIN, HOT):
-            result = loaded.generate(prompt, replace(params, logprobs=3))
-            assert result.token_ids == loaded.generate(prompt, params).token_ids
-            assert result.logprobs is not None
-            assert [entry.token_id for entry in result.logprobs] == result.token_ids
-            for i in (0, 1, COUNT - 1):
-                found, known = result.logprobs[i], prompt + result.token_ids[:i]
-                wanted = next_logits(predictable, known).log_softmax(-1)
-                best = wanted.topk(3)
-                assert [id for id, _ in found.top] == best.indices.tolist()
-                assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-                assert found.logprob == pytest.approx(float(wanted[found.token_id]), abs=1e-4)
-        none = loaded.generate(prompt, replace(PLAIN, logprobs=0, max_tokens=5)).logprobs
-        assert none is not None
-        assert [entry.top for entry in none] == [()] * 5
+    for params in (PLAIN, HOT):
+        result = vanilla.generate(prompt, replace(params, logprobs=3))
+        assert result.token_ids == vanilla.generate(prompt, params).token_ids
+        assert result.logprobs is not None
+        assert [entry.token_id for entry in result.logprobs] == result.token_ids
+        for i in (0, 1, COUNT - 1):
+            found, known = result.logprobs[i], prompt + result.token_ids[:i]
+            wanted = next_logits(predictable, known).log_softmax(-1)
+            best = wanted.topk(3)
+            assert [id for id, _ in found.top] == best.indices.tolist()
+            assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert found.logprob == pytest.approx(float(wanted[found.token_id]), abs=1e-4)
+    none = vanilla.generate(prompt, replace(PLAIN, logprobs=0, max_tokens=5)).logprobs
+    assert none is not None
+    assert [entry.top for entry in none] == [()] * 5
 
 
 @pytest.mark.parametrize("nextn", [0, 3])
 def test_no_end_before_min_tokens(
-    nextn: int, predictable_folder: Path, predictable: PlainDeepseek, build_engine: EngineBuilder
+    nextn: int, predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
     """A forbidden token is not emitted; the rest is what plain decoding without it gives."""
-    drafter: DrafterName | None = "mtp-vanilla" if nextn else None
-    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
+    engine = predictable_engine(nextn)
     prompt = prompts(2)[1]
     unbound = greedy(predictable, prompt, 12)
     ends = sorted(set(unbound[:4]))
@@ -178,8 +135,7 @@ def test_no_end_before_min_tokens(
     assert result.token_ids == wanted
 
 
-def test_synthetic_acceptance(predictable_folder: Path, build_engine: EngineBuilder) -> None:
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+def test_synthetic_acceptance(vanilla: Engine) -> None:
     params = replace(
         PLAIN,
         max_tokens=200,
@@ -190,29 +146,24 @@ def test_synthetic_acceptance(predictable_folder: Path, build_engine: EngineBuil
     rates = replace(
         params, synthetic_acceptance_length=None, synthetic_acceptance_rates=(1, 0.5, 0), seed=1
     )
-    with Engine.load(engine, threads=1) as loaded:
-        for each in (params, rates):
-            result = loaded.generate([20, 21], each)
-            assert result.synthetic_acceptance_rates == (1.0, 0.5, 0.0)
-            first, second, third = result.metrics.speculative_decoding.per_position_acceptance_rates
-            assert first > 0.98  # the first step has no drafts
-            assert 0.3 < second < 0.7
-            assert third == 0
-        with pytest.raises(RequestError, match="has 2 rates, nextn is 3"):
-            loaded.generate([20], replace(rates, synthetic_acceptance_rates=(1, 0.5)))
-        with pytest.raises(RequestError, match=r"length 4.5 is outside 1..4"):
-            loaded.generate([20], replace(params, synthetic_acceptance_length=4.5))
+    for each in (params, rates):
+        result = vanilla.generate([20, 21], each)
+        assert result.synthetic_acceptance_rates == (1.0, 0.5, 0.0)
+        first, second, third = result.metrics.speculative_decoding.per_position_acceptance_rates
+        assert first > 0.98  # the first step has no drafts
+        assert 0.3 < second < 0.7
+        assert third == 0
+    with pytest.raises(RequestError, match="has 2 rates, nextn is 3"):
+        vanilla.generate([20], replace(rates, synthetic_acceptance_rates=(1, 0.5)))
+    with pytest.raises(RequestError, match=r"length 4.5 is outside 1..4"):
+        vanilla.generate([20], replace(params, synthetic_acceptance_length=4.5))
 
 
-def test_a_seed_is_drawn_and_reported(
-    predictable_folder: Path, build_engine: EngineBuilder
-) -> None:
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+def test_a_seed_is_drawn_and_reported(vanilla: Engine) -> None:
     wild = replace(HOT, temperature=4.0, top_p=1.0)  # two seeds never say the same
-    with Engine.load(engine, threads=1) as loaded:
-        first = loaded.generate([20, 21], replace(wild, seed=None))
-        assert first.seed is not None
-        again = loaded.generate([20, 21], replace(wild, seed=first.seed))
-        other = loaded.generate([20, 21], replace(wild, seed=first.seed + 1))
+    first = vanilla.generate([20, 21], replace(wild, seed=None))
+    assert first.seed is not None
+    again = vanilla.generate([20, 21], replace(wild, seed=first.seed))
+    other = vanilla.generate([20, 21], replace(wild, seed=first.seed + 1))
     assert again.token_ids == first.token_ids
     assert other.token_ids != first.token_ids

@@ -18,6 +18,7 @@ from tests.support.live_server import live
 from tests.support.requests import build_request
 from tests.support.transformers_oracle import transformers_model
 
+pytestmark = pytest.mark.xdist_group("score")  # another worker would wait for the engine
 IDS = np.random.default_rng(7).integers(2, 61, 70).tolist()
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=20)
 ATOL = 2e-4

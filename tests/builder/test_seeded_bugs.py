@@ -3,7 +3,6 @@
 The bug's name says what was broken; the case says where the step oracle of `test_step.py` sees it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,38 +11,29 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common import layers, moe
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import MTPModule, Rows
+from mtpbuild.builder.models.common.layers import MTPModule
 from mtpbuild.builder.models.deepseek_v3 import attention
 from mtpbuild.builder.program import accept, draft
-from mtpbuild.plugins import accept_rewind, mla_attention, take_rows
 from tests.support.forced import COUNT, DRAFTS, LENGTH
+from tests.support.planted import Patch, replaced, wrapped
 from tests.support.steps import check_case
 
 EAGLE = ("yarn-three-modules", 4, "mtp-eagle")
 VANILLA = ("yarn-three-modules", 3, "mtp-vanilla")
-Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def lengths_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Tensor) -> tuple[Tensor, ...]:
-        tokens, n, lengths, *rest = accept_rewind(*args)
-        return (tokens, n, lengths - 1, *rest)
-
-    patch.setattr(accept, "accept_rewind", wrong)
+def lengths_off_by_one(accept_rewind: Any, *given: Tensor) -> Any:
+    tokens, n, lengths, *rest = accept_rewind(*given)
+    return (tokens, n, lengths - 1, *rest)
 
 
-def padding_drafts_are_judged(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
-        return accept_rewind(logits, window, torch.full_like(drafts, 99), *rest)
-
-    patch.setattr(accept, "accept_rewind", wrong)
-
-
-def last_draft_never_accepted(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
-        return accept_rewind(logits, window, drafts.clamp(max=window.shape[1] - 2), *rest)
-
-    patch.setattr(accept, "accept_rewind", wrong)
+def judged(drafts: Any) -> Patch:
+    """Let acceptance be told another number of drafts, by the window and the right number."""
+    return wrapped(
+        accept,
+        "accept_rewind",
+        lambda real, logits, window, n, *rest: real(logits, window, drafts(window, n), *rest),
+    )
 
 
 def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
@@ -63,150 +53,115 @@ def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CausalLM, "logits", wrong_logits)
 
 
-def swapped_concat_halves(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        return torch.cat([self.hnorm(hidden), self.enorm(embedding)], dim=-1) @ self.eh_proj
-
-    patch.setattr(MTPModule, "join", wrong)
+def swapped_halves(join: Any, self: Any, embedding: Tensor, hidden: Tensor, rows: Any) -> Tensor:
+    return torch.cat([self.hnorm(hidden), self.enorm(embedding)], dim=-1) @ self.eh_proj
 
 
-def mask_hides_own_row(patch: pytest.MonkeyPatch) -> None:
-    def wrong(
-        q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, *rest: Any
-    ) -> Any:
-        return mla_attention(q, cache, fresh, base, (first - 1).clamp(min=0), *rest)
-
-    patch.setattr(attention, "mla_attention", wrong)
-
-
-def mask_shows_garbage(patch: pytest.MonkeyPatch) -> None:
-    def wrong(
-        q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, *rest: Any
-    ) -> Any:
-        return mla_attention(q, cache, fresh, base + 1, first, *rest)
-
-    patch.setattr(attention, "mla_attention", wrong)
+def seen(moved: Any) -> Patch:
+    """Let attention see other rows: moved(base, first) in their place."""
+    return wrapped(
+        attention,
+        "mla_attention",
+        lambda real, q, cache, fresh, base, first, *rest: real(
+            q, cache, fresh, *moved(base, first), *rest
+        ),
+    )
 
 
-def scale_over_the_latent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "softmax_scale", lambda rope, head_dim: 20**-0.5)  # the cache's C
+def biased_router_weights(forward: Any, self: moe.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = forward(self, x)
+    return weights + self.e_score_correction_bias[ids], ids
 
 
-def biased_router_weights(patch: pytest.MonkeyPatch) -> None:
-    forward = moe.Gate.forward
-
-    def wrong(self: moe.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = forward(self, x)
-        return weights + self.e_score_correction_bias[ids], ids
-
-    patch.setattr(moe.Gate, "forward", wrong)
-
-
-def bias_not_used_to_select(patch: pytest.MonkeyPatch) -> None:
-    init = moe.Gate.forward
-
-    def wrong(self: moe.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
-        bias = self.e_score_correction_bias
-        self.e_score_correction_bias = torch.nn.Parameter(torch.zeros_like(bias), False)
-        try:
-            return init(self, x)
-        finally:
-            self.e_score_correction_bias = bias
-
-    patch.setattr(moe.Gate, "forward", wrong)
+def bias_not_used_to_select(forward: Any, self: moe.Gate, x: Tensor) -> Any:
+    bias = self.e_score_correction_bias
+    self.e_score_correction_bias = torch.nn.Parameter(torch.zeros_like(bias), False)
+    try:
+        return forward(self, x)
+    finally:
+        self.e_score_correction_bias = bias
 
 
-def draft_reads_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    forward_last = MTPModule.forward_last
-
-    def wrong(self: MTPModule, x: Tensor, cache: Tensor, rows: Any, at: Tensor) -> Any:
-        return forward_last(self, x, cache, rows, torch.full_like(at, x.shape[1] - 1))
-
-    patch.setattr(MTPModule, "forward_last", wrong)
+def last_row(forward_last: Any, self: Any, x: Tensor, cache: Tensor, rows: Any, at: Tensor) -> Any:
+    return forward_last(self, x, cache, rows, torch.full_like(at, x.shape[1] - 1))
 
 
-def recycled_hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
-    join = MTPModule.join
-
-    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        if hidden.shape[1] == 1:
-            weight = self.shared_head["norm"].weight
-            assert isinstance(weight, Tensor)
-            hidden = hidden / weight
-        return join(self, embedding, hidden, rows)
-
-    patch.setattr(MTPModule, "join", wrong)
+def recycled_before_the_norm(
+    join: Any, self: Any, embedding: Tensor, hidden: Tensor, rows: Any
+) -> Any:
+    if hidden.shape[1] == 1:
+        hidden = hidden / self.shared_head["norm"].weight
+    return join(self, embedding, hidden, rows)
 
 
-def draft_positions_stand_still(patch: pytest.MonkeyPatch) -> None:
-    forward = layers.Rope.forward
-
-    def wrong(self: layers.Rope, start: Tensor, tokens: int, base: Tensor | None = None) -> Any:
-        return forward(self, start if base is None else base, tokens, base)
-
-    patch.setattr(layers.Rope, "forward", wrong)
+def positions_stand_still(
+    forward: Any, self: Any, start: Tensor, tokens: int, base: Tensor | None = None
+) -> Any:
+    return forward(self, start if base is None else base, tokens, base)
 
 
-def vanilla_window_of_k_slots(patch: pytest.MonkeyPatch) -> None:
+def window_of_k_slots(init: Any, self: draft.Vanilla, nextn: int) -> None:
     """A slot is missed whenever all drafts are accepted: docs/architecture.md has the lemma."""
-    init = draft.Vanilla.__init__
-
-    def wrong(self: draft.Vanilla, nextn: int) -> None:
-        init(self, nextn)
-        self.slots = nextn
-
-    patch.setattr(draft.Vanilla, "__init__", wrong)
+    init(self, nextn)
+    self.slots = nextn
 
 
-def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
-    take = take_rows
-
-    def wrong(x: Tensor, start: Tensor, count: int) -> Tensor:
-        stale = count == 3 and x.shape[-1] > 1  # what becomes past_hidden
-        return take(x, (start - 1).clamp(min=0) if stale else start, count)
-
-    patch.setattr(draft, "take_rows", wrong)
+def stale_past_hidden(take: Any, x: Tensor, start: Tensor, count: int) -> Any:
+    stale = count == 3 and x.shape[-1] > 1  # what becomes past_hidden
+    return take(x, (start - 1).clamp(min=0) if stale else start, count)
 
 
-def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:
+def modules_do_not_chain(norm: Any, self: MTPModule, x: Tensor) -> Any:
     """Give module 2 the main model's hiddens, as TensorRT-LLM's vanilla does."""
-    norm, count = MTPModule.norm, [0]
-
-    def wrong(self: MTPModule, x: Tensor) -> Tensor:
-        count[0] += 1
-        return norm(self, x).roll(1, dims=-1) if x.shape[1] > 1 else norm(self, x)
-
-    patch.setattr(MTPModule, "norm", wrong)
+    return norm(self, x).roll(1, dims=-1) if x.shape[1] > 1 else norm(self, x)
 
 
+SWAPPED = wrapped(MTPModule, "join", swapped_halves)
 # Each with the case that shows it, and the oracle's message.
-BUGS: list[tuple[Patch, tuple[str, int, Any], str]] = [
-    (lengths_off_by_one, EAGLE, LENGTH),
-    (padding_drafts_are_judged, EAGLE, COUNT),
-    (last_draft_never_accepted, EAGLE, COUNT),
-    (hidden_before_the_norm, EAGLE, DRAFTS),
-    (swapped_concat_halves, EAGLE, DRAFTS),
-    (mask_hides_own_row, EAGLE, DRAFTS),
-    (mask_shows_garbage, EAGLE, DRAFTS),
-    (scale_over_the_latent, EAGLE, COUNT),
-    (biased_router_weights, EAGLE, COUNT),
-    (bias_not_used_to_select, EAGLE, DRAFTS),
-    (draft_reads_the_last_row, EAGLE, DRAFTS),
-    (recycled_hidden_before_the_norm, EAGLE, DRAFTS),
-    (draft_positions_stand_still, EAGLE, DRAFTS),
-    (swapped_concat_halves, VANILLA, DRAFTS),
-    (vanilla_window_of_k_slots, VANILLA, DRAFTS),
-    (stale_past_hidden, VANILLA, DRAFTS),
-    (modules_do_not_chain, VANILLA, DRAFTS),
-]
+BUGS: dict[str, tuple[Patch, tuple[str, int, Any], str]] = {
+    "lengths off by one": (wrapped(accept, "accept_rewind", lengths_off_by_one), EAGLE, LENGTH),
+    "padding is judged": (judged(lambda window, n: torch.full_like(n, 99)), EAGLE, COUNT),
+    "the last draft is not": (
+        judged(lambda window, n: n.clamp(max=window.shape[1] - 2)),
+        EAGLE,
+        COUNT,
+    ),
+    "hidden before the norm": (hidden_before_the_norm, EAGLE, DRAFTS),
+    "swapped halves": (SWAPPED, EAGLE, DRAFTS),
+    "the own row is hidden": (
+        seen(lambda base, first: (base, (first - 1).clamp(min=0))),
+        EAGLE,
+        DRAFTS,
+    ),
+    "garbage is seen": (seen(lambda base, first: (base + 1, first)), EAGLE, DRAFTS),
+    "scale over the latent": (
+        replaced(attention, "softmax_scale", lambda rope, head_dim: 20**-0.5),  # the cache's C
+        EAGLE,
+        COUNT,
+    ),
+    "biased router weights": (wrapped(moe.Gate, "forward", biased_router_weights), EAGLE, COUNT),
+    "no bias in choices": (wrapped(moe.Gate, "forward", bias_not_used_to_select), EAGLE, DRAFTS),
+    "drafts from the last row": (wrapped(MTPModule, "forward_last", last_row), EAGLE, DRAFTS),
+    "recycled before the norm": (
+        wrapped(MTPModule, "join", recycled_before_the_norm),
+        EAGLE,
+        DRAFTS,
+    ),
+    "positions stand still": (
+        wrapped(layers.Rope, "forward", positions_stand_still),
+        EAGLE,
+        DRAFTS,
+    ),
+    "swapped halves, vanilla": (SWAPPED, VANILLA, DRAFTS),
+    "a window of K slots": (wrapped(draft.Vanilla, "__init__", window_of_k_slots), VANILLA, DRAFTS),
+    "stale past hidden": (wrapped(draft, "take_rows", stale_past_hidden), VANILLA, DRAFTS),
+    "modules do not chain": (wrapped(MTPModule, "norm", modules_do_not_chain), VANILLA, DRAFTS),
+}
 
 
-@pytest.mark.parametrize(
-    ("bug", "case", "says"), BUGS, ids=[f"{b.__name__}-{c[2]}" for b, c, _ in BUGS]
-)
-def test_the_oracle_catches(
-    bug: Patch, case: tuple[str, int, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", BUGS)
+def test_the_oracle_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug, case, says = BUGS[name]
     bug(monkeypatch)
     with pytest.raises(AssertionError, match=f"^{says}"):
         check_case(*case)

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
-from mtpbuild.builder.models.common.plain import PlainLM
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.models.common.weight import WHOLE, Share, Stored
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import DrafterName, Plan
@@ -25,21 +27,30 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
+from tests.support.checkpoints import BASE, SHAPES, load_config, make_predictable
 from tests.support.families import CHOOSERS, make_family
 from tests.support.forced import Run
 
 CHUNK = 4
 EVEN: dict[str, Any] = {"vocab_size": 64}
-CASES: list[tuple[int, int, str, DrafterName]] = [
-    (2, 1, "yarn-three-modules", "mtp-eagle"),
-    (2, 1, "yarn-three-modules", "mtp-vanilla"),
-    (2, 2, "yarn-three-modules", "mtp-vanilla"),
-    (4, 2, "yarn-three-modules", "mtp-vanilla"),
-    (4, 4, "yarn-three-modules", "mtp-eagle"),
-    (4, 1, "no-q-lora-one-module", "mtp-eagle"),  # gathered experts
-    (2, 2, "no-q-lora-one-module", "mtp-eagle"),
-    (4, 2, "no-q-lora-one-module", "mtp-eagle"),
+HEADS = {"vocab_size": 62, "num_attention_heads": 4, "num_key_value_heads": 4}
+CASES: list[tuple[str, dict[str, int], Ranks, DrafterName]] = [
+    ("yarn-three-modules", EVEN, Ranks(2), "mtp-eagle"),
+    ("yarn-three-modules", EVEN, Ranks(2), "mtp-vanilla"),
+    ("yarn-three-modules", EVEN, Ranks(2, 2), "mtp-vanilla"),
+    ("yarn-three-modules", EVEN, Ranks(4, 2), "mtp-vanilla"),
+    ("yarn-three-modules", EVEN, Ranks(4, 4), "mtp-eagle"),
+    ("no-q-lora-one-module", EVEN, Ranks(4), "mtp-eagle"),  # gathered experts
+    ("no-q-lora-one-module", EVEN, Ranks(2, 2), "mtp-eagle"),
+    ("no-q-lora-one-module", EVEN, Ranks(4, 2), "mtp-eagle"),
+    # Whole groups of heads, a rank's own rows of keys and values, and states
+    ("glm-4.6", {"vocab_size": 62}, Ranks(2, 2), "mtp-eagle"),
+    ("glm-air", {"vocab_size": 62}, Ranks(2), "mtp-vanilla"),
+    ("mimo", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
+    ("qwen3.5-moe", {"vocab_size": 62}, Ranks(2, 2), "mtp-eagle"),
+    ("qwen3-next", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
+    # Half of the heads and a whole indexer
+    *((name, HEADS, Ranks(2, 2), "mtp-eagle") for name in CHOOSERS),
 ]
 
 
@@ -71,25 +82,51 @@ class Meeting:
             yield
 
 
-@pytest.mark.parametrize(("tp", "ep", "shape", "drafter"), CASES)
-def test_tokens_and_state(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:
-    """O2 for every rank; caches are the same bits on all."""
+Said = list[tuple[list[int], dict[str, Any]]]
+
+
+def said(
+    reference: PlainCausalLM,
+    ranks: Ranks,
+    drafter: DrafterName,
+    prompts: list[list[int]],
+    meeting: Meeting,
+) -> Said:
+    """What each rank says after its prompt, and its state in the end."""
     torch.set_num_threads(1)
-    reference, meeting = make_predictable(**SHAPES[shape] | EVEN), Meeting(tp)
-    prompt = np.random.default_rng(tp).integers(0, 64, 7).tolist()
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:
         meeting.here.rank = number
-        model = lower(reference, Share(Ranks(tp, ep), number))
-        programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
-        return generate(programs, reference, prompt, 12), programs.state
+        plan = Plan(reference.config, 2, drafter, 1, 200, CHUNK)
+        if not isinstance(reference, PlainDeepseek):
+            plan = replace(plan, ranks=ranks)
+        programs = EagerPrograms(plan, lower(reference, Share(ranks, number)))
+        return generate(programs, reference, prompts[number], 12), programs.state
 
-    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(tp) as pool:
-        results = list(pool.map(rank, range(tp)))
-    for tokens, state in results:
+    modules = () if ranks.attention_dp else (causal_lm, layers)
+    with meeting.of(*modules, collectives), ThreadPoolExecutor(ranks.tp) as pool:
+        found = list(pool.map(rank, range(ranks.tp)))
+    for prompt, (tokens, _) in zip(prompts, found, strict=True):
         assert tokens == greedy(reference, prompt, len(tokens))
-        for name, tensor in state.items():
-            np.testing.assert_array_equal(tensor, results[0][1][name])
+    return found
+
+
+@pytest.mark.parametrize(("name", "sizes", "ranks", "drafter"), CASES)
+def test_tokens_and_state(
+    name: str, sizes: dict[str, int], ranks: Ranks, drafter: DrafterName
+) -> None:
+    """O2 for every rank; latent rows are the same bits on all."""
+    latent = name in SHAPES or name in CHOOSERS
+    reference: PlainCausalLM = (
+        make_predictable(**SHAPES[name] | sizes) if name in SHAPES else make_family(name, **sizes)
+    )
+    rng = np.random.default_rng(ranks.tp if name in SHAPES else 0)
+    length = 17 if name in CHOOSERS else 7
+    prompt = rng.integers(0, sizes["vocab_size"], length).tolist()
+    (_, first), *others = said(reference, ranks, drafter, [prompt] * ranks.tp, Meeting(ranks.tp))
+    for _, state in others if latent else []:
+        for key, tensor in state.items():
+            np.testing.assert_array_equal(tensor, first[key])
 
 
 @pytest.mark.parametrize("block", [7, 4096])
@@ -98,70 +135,11 @@ def test_greedy_ranks_exchange_their_best_logits(
 ) -> None:
     """O2 without whole rows of logits; a rank may have several blocks of them."""
     monkeypatch.setattr(op, "BLOCK", block)
-    torch.set_num_threads(1)
     sizes = SHAPES["yarn-three-modules"] | {"vocab_size": 258}  # wider than hidden states
-    reference, meeting = make_predictable(**sizes), Meeting(2)
-    prompt = np.random.default_rng(0).integers(0, 258, 7).tolist()
-
-    def rank(number: int) -> list[int]:
-        meeting.here.rank = number
-        model = lower(reference, Share(Ranks(2, 1), number))
-        plan = Plan(reference.config, 2, "mtp-eagle", 1, 200, CHUNK)
-        return generate(EagerPrograms(plan, model), reference, prompt, 12)
-
-    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
-        for tokens in pool.map(rank, range(2)):
-            assert tokens == greedy(reference, prompt, len(tokens))
+    prompt, meeting = np.random.default_rng(0).integers(0, 258, 7).tolist(), Meeting(2)
+    said(make_predictable(**sizes), Ranks(2), "mtp-eagle", [prompt] * 2, meeting)
     assert max(meeting.last_axes) < 258
     assert 2 * 5 * -(-129 // block) in meeting.last_axes
-
-
-@pytest.mark.parametrize(
-    ("name", "ep", "drafter"),
-    [
-        ("glm-4.6", 2, "mtp-eagle"),
-        ("glm-air", 1, "mtp-vanilla"),
-        ("mimo", 1, "mtp-eagle"),
-        ("qwen3.5-moe", 2, "mtp-eagle"),
-        ("qwen3-next", 1, "mtp-eagle"),
-    ],
-)
-def test_grouped_heads(name: str, ep: int, drafter: DrafterName) -> None:
-    """Each of two ranks has whole groups of heads, its own rows of keys and values, and states."""
-    torch.set_num_threads(1)
-    reference, meeting = make_family(name, vocab_size=62), Meeting(2)
-    prompt = np.random.default_rng(0).integers(0, 62, 7).tolist()
-
-    def rank(number: int) -> list[int]:
-        meeting.here.rank = number
-        model = lower(reference, Share(Ranks(2, ep), number))
-        plan = Plan(reference.config, 2, drafter, 1, 200, CHUNK, ranks=Ranks(2, ep))
-        return generate(EagerPrograms(plan, model), reference, prompt, 12)
-
-    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
-        for tokens in pool.map(rank, range(2)):
-            assert tokens == greedy(reference, prompt, len(tokens))
-
-
-@pytest.mark.parametrize("name", CHOOSERS)
-def test_rows_that_are_chosen(name: str) -> None:
-    """Each of two ranks has half of the heads and a whole indexer; rows are alike to the bit."""
-    torch.set_num_threads(1)
-    reference = make_family(name, vocab_size=62, num_attention_heads=4, num_key_value_heads=4)
-    meeting, prompt = Meeting(2), np.random.default_rng(0).integers(0, 62, 17).tolist()
-
-    def rank(number: int) -> tuple[list[int], dict[str, Any]]:
-        meeting.here.rank = number
-        model = lower(reference, Share(Ranks(2, 2), number))
-        plan = Plan(reference.config, 2, "mtp-eagle", 1, 200, CHUNK, ranks=Ranks(2, 2))
-        programs = EagerPrograms(plan, model)
-        return generate(programs, reference, prompt, 12), programs.state
-
-    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
-        (tokens, state), (others, other) = pool.map(rank, range(2))
-    assert tokens == others == greedy(reference, prompt, len(tokens))
-    for key, tensor in state.items():
-        np.testing.assert_array_equal(tensor, other[key])
 
 
 @pytest.mark.parametrize(
@@ -177,19 +155,9 @@ def test_rows_that_are_chosen(name: str) -> None:
 )
 def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:
     """Each rank has a request of its own; they meet in the routed experts alone."""
-    torch.set_num_threads(1)
-    reference, meeting = make_predictable(**SHAPES[shape]), Meeting(tp)
     prompts = np.random.default_rng(tp).integers(0, 61, (tp, 7)).tolist()
-
-    def rank(number: int) -> list[int]:
-        meeting.here.rank = number
-        model = lower(reference, Share(Ranks(tp, ep, attention_dp=True), number))
-        programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
-        return generate(programs, reference, prompts[number], 12)
-
-    with meeting.of(collectives), ThreadPoolExecutor(tp) as pool:
-        for prompt, tokens in zip(prompts, pool.map(rank, range(tp)), strict=True):
-            assert tokens == greedy(reference, prompt, len(tokens))
+    ranks = Ranks(tp, ep, attention_dp=True)
+    said(make_predictable(**SHAPES[shape]), ranks, drafter, prompts, Meeting(tp))
 
 
 def generate(
@@ -226,20 +194,12 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
         assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
     replicated = {s.name for w in weight_table(c, WHOLE) for s in w.stored if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
-    assert kinds == {
-        "enorm.weight",
-        "hnorm.weight",
-        "input_layernorm.weight",
-        "mlp.gate.e_score_correction_bias",
-        "mlp.gate.weight",
-        "norm.weight",
-        "post_attention_layernorm.weight",
-        "self_attn.kv_a_layernorm.weight",
-        "self_attn.kv_a_proj_with_mqa.weight",
-        "self_attn.q_a_layernorm.weight",
-        "self_attn.q_a_proj.weight",
-        "shared_head.norm.weight",
-    }
+    assert " ".join(sorted(kinds)) == (
+        "enorm.weight hnorm.weight input_layernorm.weight mlp.gate.e_score_correction_bias "
+        "mlp.gate.weight norm.weight post_attention_layernorm.weight "
+        "self_attn.kv_a_layernorm.weight self_attn.kv_a_proj_with_mqa.weight "
+        "self_attn.q_a_layernorm.weight self_attn.q_a_proj.weight shared_head.norm.weight"
+    )
 
 
 @pytest.mark.parametrize("experts", [8, 24])

@@ -16,8 +16,7 @@ from tests.support.checkpoints import SMALLEST, random_checkpoint
 
 pytestmark = pytest.mark.tensorrt
 pytest.importorskip(
-    "tensorrt_rtx",
-    reason="Torch-TensorRT-RTX is not installed: tools/tensorrt_rtx_env.sh",
+    "tensorrt_rtx", reason="Torch-TensorRT-RTX is not installed: tools/tensorrt_rtx_env.sh"
 )
 VOCABULARY, EXPERTS = 5000, 24  # more than are sorted, more than are all computed
 DATA = Path(__file__).parents[1] / "data"

@@ -14,30 +14,28 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from tests.reference.recompute import greedy
+from tests.support.installed import ROOT
+from tests.support.installed import installed as package
 from tests.support.requests import build_request
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Install the target: the folder is on the path and says which entry point it has."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (info := folder / "toy_target-1.0.dist-info").mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mtpbuild.targets]\ntoy = tests.support.toy_target:TOY\n"
-    )
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
+    """Install the target."""
+    at, folder = "tests.support.toy_target:TOY", tmp_path_factory.mktemp("site-packages")
+    with package(folder, "mtpbuild.targets", "toy", at):
+        yield folder
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("installed", "quick")
 @pytest.mark.parametrize("nextn", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None:
-    """The tokens are the plain model's, whatever is drafted; sampling has its program too."""
+    """The tokens are the plain model's, whatever is drafted; sampling has its program too.
+
+    Its options at load are its own.
+    """
     request = build_request(smallest, (nextn,), target="toy", out=tmp_path / "toy", toy_mark="abc")
     (built,) = build(request)
     assert read_manifest(built.folder).target.versions == {"mark": "abc"}
@@ -54,6 +52,13 @@ def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
     assert {*log.read_text().split()} == {"prefill", "decode", "decode_mixed"}
     assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
+    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
+        Engine.load(built.folder, provider="cuda")
+    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
+        Engine.load(built.folder, colour="red")
+    (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
+    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
+        Engine.load(other.folder, toy_log="x")
 
 
 @pytest.mark.usefixtures("installed")
@@ -67,21 +72,8 @@ def test_its_flags_are_its_own(smallest: Path) -> None:
         build(build_request(smallest, (0,), target="toy", device="cpu"))
 
 
-@pytest.mark.usefixtures("installed")
-def test_its_options_at_load_are_its_own(smallest: Path, tmp_path: Path) -> None:
-    (toy,) = build(build_request(smallest, (0,), target="toy", out=tmp_path / "toy"))
-    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
-        Engine.load(toy.folder, provider="cuda")
-    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
-        Engine.load(toy.folder, colour="red")
-    (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
-    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
-        Engine.load(other.folder, toy_log="x")
-
-
 @pytest.mark.parametrize(
-    ("command", "flag"),
-    [("build", "--toy-mark"), ("run", "--toy-log"), ("serve", "--toy-log")],
+    ("command", "flag"), [("build", "--toy-mark"), ("run", "--toy-log"), ("serve", "--toy-log")]
 )
 def test_the_command_line_has_its_flags(command: str, flag: str, installed: Path) -> None:
     """Only where the target is installed."""

@@ -1,7 +1,6 @@
 """The plain model does each step again, from nothing but the trace of a built engine."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,13 +22,11 @@ HOT = replace(GREEDY, temperature=0.8, top_p=0.95)  # the seed is drawn
 
 @pytest.fixture(scope="module")
 def traced(
-    predictable_folder: Path,
-    build_engine: EngineBuilder,
-    tmp_path_factory: pytest.TempPathFactory,
+    predictable_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, TracedRequest]:
     """Two requests in a batch of three slots."""
     path = tmp_path_factory.mktemp("trace") / "out.jsonl"
-    folder = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=4, max_batch=3)
+    folder = predictable_engine(3, max_batch=3)
     with Engine.load(folder, threads=1) as engine, Trace(engine, path) as trace:
         streams = [
             engine.stream([20, 21, 22], GREEDY, observer=trace.request("greedy")),

@@ -5,10 +5,7 @@ drafts anew, by the plain model's logits.
 """
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +30,15 @@ from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.requests.step_controls import make_step_controls
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
-from tests.support import typical
+from tests.support import installed, typical
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.engines import EngineBuilder
 from tests.support.live_server import live
 from tests.support.requests import build_request
 from tests.support.styles import style_of
 
-ROOT = Path(__file__).parents[2]
-PROMPT, NEXTN, COUNT = [9, 20, 21, 33], 2, 40
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
+PROMPT, NEXTN, COUNT = [9, 20, 21, 33], 3, 40
 EASY = {"typical_epsilon": 0.02, "typical_delta": 0.5}
 WISH: dict[str, Any] = {
     "max_tokens": COUNT,
@@ -54,17 +51,11 @@ Floats = NDArray[np.float64]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Install the rule: a folder on the path says which entry point it has."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (info := folder / "typical-1.0.dist-info").mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: typical\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[mtpbuild.acceptance_rules]\ntypical = tests.support.typical:TYPICAL\n"
-    )
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Install the rule."""
+    at, folder = "tests.support.typical:TYPICAL", tmp_path_factory.mktemp("site-packages")
+    with installed.installed(folder, "mtpbuild.acceptance_rules", "typical", at):
+        yield folder
 
 
 def stands(p: Floats, draft: int, settings: dict[str, float]) -> bool:
@@ -112,8 +103,8 @@ def judged(folder: Path, model: PlainDeepseek, **own: Any) -> Judge:
 
 
 @pytest.fixture(scope="module")
-def engine(predictable_folder: Path, build_engine: EngineBuilder) -> Path:
-    return build_engine(predictable_folder, NEXTN, acceptance_rules=("typical",))
+def engine(predictable_engine: EngineBuilder) -> Path:
+    return predictable_engine(NEXTN, acceptance_rules=("typical",))
 
 
 @pytest.mark.parametrize(
@@ -121,14 +112,10 @@ def engine(predictable_folder: Path, build_engine: EngineBuilder) -> Path:
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_every_step_keeps_what_the_rule_says(
-    target: str,
-    temperature: float,
-    predictable_folder: Path,
-    predictable: PlainDeepseek,
-    build_engine: EngineBuilder,
+    target: str, temperature: float, predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
     own = {} if target == "onnxruntime" else {"target": target}
-    folder = build_engine(predictable_folder, NEXTN, acceptance_rules=("typical",), **own)
+    folder = predictable_engine(NEXTN, acceptance_rules=("typical",), **own)
     judge = judged(folder, predictable, temperature=temperature)
     assert not judge.wrong
     assert judge.kept, "some drafts stand"
@@ -240,12 +227,11 @@ def typical_params(settings: dict[str, float]) -> SamplingParams:
     return SamplingParams(**WISH, acceptance_settings=settings)
 
 
-def test_the_command_line(engine: Path, installed: Path, tmp_path: Path) -> None:
-    flags = "--temperature 1.5 --seed 3 --acceptance typical --typical-epsilon 0.02"
-    prompt = ["--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", str(COUNT)]
-    trace = ["--trace", str(tmp_path / "t.jsonl")]
-    asked = [*flags.split(), "--typical-delta", "0.5", "--ignore-eos", "--json", *prompt, *trace]
-    done = command(installed, "run", "--engine", str(engine), "--threads", "1", *asked)
+def test_the_command_line(engine: Path, site_packages: Path, tmp_path: Path) -> None:
+    asked = ["--temperature", 1.5, "--seed", 3, "--acceptance", "typical", "--ignore-eos", "--json"]
+    asked += ["--typical-epsilon", 0.02, "--typical-delta", 0.5, "--trace", tmp_path / "t.jsonl"]
+    asked += ["--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", COUNT, "--threads", 1]
+    done = installed.mtpbuild("run", "--engine", engine, *asked, path=(site_packages,))
     assert done.returncode == 0, done.stderr
     with Engine.load(engine, threads=1) as loaded:
         wanted = list(loaded.generate(PROMPT, typical_params(EASY)).token_ids)
@@ -254,21 +240,8 @@ def test_the_command_line(engine: Path, installed: Path, tmp_path: Path) -> None
     assert (said["acceptance"], said["acceptance_settings"]) == ("typical", EASY)
 
 
-def command(installed: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    path = os.pathsep.join((str(installed), str(ROOT)))
-    return subprocess.run(
-        [sys.executable, "-m", "mtpbuild", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=installed,
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_an_engine_says_which_rules_it_has(
-    engine: Path, predictable_folder: Path, build_engine: EngineBuilder
-) -> None:
-    without = build_engine(predictable_folder, NEXTN)
+def test_an_engine_says_which_rules_it_has(engine: Path, predictable_engine: EngineBuilder) -> None:
+    without = predictable_engine(NEXTN)
     manifests = [read_manifest(folder) for folder in (engine, without)]
     own = ["strict", "rejection", "block", "relaxed", "synthetic"]
     assert [m.capabilities["acceptance"] for m in manifests] == [[*own, "typical"], own]
@@ -298,11 +271,7 @@ def test_a_change_of_the_rule_is_another_engine(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_can_not_be_built_is_refused(
-    rule: str,
-    flags: dict[str, str],
-    says: str,
-    smallest: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: str, flags: dict[str, str], says: str, smallest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(typical, "TYPICAL", replace(typical.TYPICAL, kernel=None))
     with pytest.raises(UsageError) as caught:
@@ -319,21 +288,16 @@ def test_an_older_engine_refuses_what_it_lacks(missing: str, engine: Path) -> No
     older = manifest.model_copy(
         update={"programs": {MIXED: program.model_copy(update={"inputs": inputs})}}
     )
-    wishes: dict[str, Callable[[], SamplingParams]] = {
-        "relaxed_topk": lambda: SamplingParams(
+    rejecting: dict[str, Any] = {"acceptance": "rejection", "rejection_sample_method": "synthetic"}
+    wish = {
+        "relaxed_topk": SamplingParams(
             relaxed_topk=3, begin_thinking_phase_token=1, end_thinking_phase_token=2
         ),
-        "min_p": lambda: SamplingParams(min_p=0.1, temperature=1.0),
-        "synthetic": lambda: SamplingParams(
-            acceptance="rejection",
-            temperature=1.0,
-            rejection_sample_method="synthetic",
-            synthetic_acceptance_length=1.5,
-        ),
-    }
-    assert make_step_controls(PROMPT, wishes[missing](), manifest)
+        "min_p": SamplingParams(min_p=0.1, temperature=1.0),
+        "synthetic": SamplingParams(temperature=1.0, synthetic_acceptance_length=1.5, **rejecting),
+    }[missing]
+    assert make_step_controls(PROMPT, wish, manifest)
     assert make_step_controls(PROMPT, SamplingParams(), older).plain
-    with pytest.raises(
-        RequestError, match=r"^[a-z_]+ is not supported by this engine: .* is older"
-    ):
-        make_step_controls(PROMPT, wishes[missing](), older)
+    says = r"^[a-z_]+ is not supported by this engine: .* is older"
+    with pytest.raises(RequestError, match=says):
+        make_step_controls(PROMPT, wish, older)

@@ -9,8 +9,7 @@ ort = pytest.importorskip("onnxruntime")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        "CUDAExecutionProvider" not in ort.get_available_providers(),
-        reason="no onnxruntime-gpu",
+        "CUDAExecutionProvider" not in ort.get_available_providers(), reason="no onnxruntime-gpu"
     ),
 ]
 PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]

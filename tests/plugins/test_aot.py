@@ -147,15 +147,19 @@ BETWEEN: dict[str, tuple[Any, tuple[Any, ...], str, tuple[str, ...]]] = {
 
 
 def recording(made: list[Any]) -> Any:
-    """Makes a context whose network records its plugins; weights become inputs by their place."""
+    """Make a context whose network records its plugins; weights become inputs by their place.
+
+    Results have a kernel's name and a number, a cast has its type in its name.
+    """
 
     def add_plugin(layer: tuple[str, tuple[Any, ...]], aot: bool) -> Any:
         assert aot
+        kernel = layer[0].rpartition("_")[0]
         made.append((layer[0], [tensor.name for tensor in layer[1]]))
-        return SimpleNamespace(get_output=lambda i: i)
+        return SimpleNamespace(get_output=lambda i: SimpleNamespace(name=f"{kernel}.{i}"))
 
     def add_cast(tensor: Any, kind: str) -> Any:
-        cast = given(tensor.name, kind, *tensor.shape)
+        cast = given(f"{tensor.name} as {kind}", kind, *tensor.shape)
         return SimpleNamespace(get_output=lambda i: cast)
 
     def operand(tensor: torch.Tensor, kind: str, name: str) -> Any:
@@ -174,9 +178,11 @@ def test_what_stands_between_products(case: str, trtp: Plugins) -> None:
     ((name, taken),) = made
     assert name.rpartition("_")[0] == kernel
     *parameters, _, _ = inspect.signature(trtp.kernels[name]).parameters
-    assert taken == parameters == [t.name for t in operands if isinstance(t, SimpleNamespace)]
-    assert trtp.outputs[name](*taken) == outputs
-    assert results == (tuple(range(len(outputs))) if len(outputs) > 1 else 0)
+    names = [name.partition(" as ")[0] for name in taken]
+    assert names == parameters == [t.name for t in operands if isinstance(t, SimpleNamespace)]
+    assert trtp.outputs[name](*names) == outputs
+    found = results if len(outputs) > 1 else (results,)
+    assert [tensor.name for tensor in found] == [f"{kernel}.{i}" for i in range(len(outputs))]
 
 
 def test_attributes_and_weights_of_a_plugin(trtp: Plugins) -> None:
@@ -205,20 +211,9 @@ def small() -> dict[str, Launch]:
     return {launch.kernel.__name__: launch for launch in launches(SHAPES["small"])}
 
 
-def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
+@pytest.mark.usefixtures("trtp")
+def test_layers_take_what_layers_before_them_give() -> None:
     made: list[tuple[str, list[str]]] = []
-
-    def add_plugin(layer: tuple[str, tuple[Any, ...]], aot: bool) -> Any:
-        assert aot
-        kernel = layer[0].rpartition("_")[0]
-        made.append((kernel, [tensor.name for tensor in layer[1]]))
-        return SimpleNamespace(get_output=lambda i: SimpleNamespace(name=f"{kernel}.{i}"))
-
-    def add_cast(tensor: Any, kind: str) -> Any:
-        cast = given(f"{tensor.name} as {kind}", kind, *tensor.shape)
-        return SimpleNamespace(get_output=lambda i: cast)
-
-    ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast))
     operands = (
         given("logits", "FLOAT", 2, 3, 99),
         given("window", "INT64", 2, 3),
@@ -226,12 +221,11 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         given("active", "BOOL", 2),
     )
     convert = facets(TENSORRT.facets)[accept_rewind._opoverload]
-    results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
+    results = convert(recording(made), accept_rewind._opoverload, operands, {}, "judge")
+    first, second = ((name.rpartition("_")[0], taken) for name, taken in made)
     names = ["window", "num_drafts", "lengths", "active as INT32"]
-    assert made == [
-        ("best_of_block", ["logits"]),
-        ("verdict_of_slot", ["best_of_block.0", *names]),
-    ]
+    assert first == ("best_of_block", ["logits"])
+    assert second == ("verdict_of_slot", ["best_of_block.0", *names])
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
 
 

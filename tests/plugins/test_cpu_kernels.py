@@ -15,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.plugins.cpu.layout import (
-    gates_then_ups,
     packed_floats,
     packed_scales,
     packed_values,
-    pairs_of_floats,
     unpacked_floats,
     unpacked_scales,
     unpacked_values,
@@ -38,6 +36,7 @@ from tests.support.cpu_kernels import (
 from tests.support.isas import isas
 
 Arrays = Mapping[str, NDArray[Any]]
+F = np.float32
 
 
 def run(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> NDArray[np.float32]:
@@ -265,37 +264,6 @@ def test_circle(name: str) -> None:
         np.testing.assert_array_equal(run(name, {"x": x[i : i + 1, :3]}), got[i : i + 1, :3])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(bits)
-    X, E, inner, rows = 5, 96, 64, 70
-    both, both_scales, gates_ups = random_weight(rng, (X, 2 * inner, E), bits)
-    down, down_scales, downs = random_weight(rng, (X, E, inner), bits)
-    given: dict[str, NDArray[Any]] = {
-        "x": rng.standard_normal((rows, E), np.float32),
-        "weights": np.ones((rows, 1), np.float32),
-        "ids": np.where(np.arange(rows) < 60, 3, rng.integers(0, X, rows)).astype(np.int32)[
-            :, None
-        ],
-        "both": packed_values(gates_then_ups(both)).numpy(),
-        "both_scales": packed_scales(gates_then_ups(both_scales)).numpy(),
-        "down": packed_values(down).numpy(),
-        "down_scales": packed_scales(down_scales).numpy(),
-    }
-    got = same_everywhere(monkeypatch, "Experts", given)
-    for row in range(0, rows, 7):
-        e, x = given["ids"][row, 0], given["x"][row : row + 1]
-        h = exact.product(x, gates_ups[e], both_scales[e].numpy())
-        inner_values = exact.gated(h[:, ::2], h[:, 1::2])
-        wanted = exact.product(inner_values, downs[e], down_scales[e].numpy())
-        np.testing.assert_array_equal(got[row : row + 1], wanted)
-        np.testing.assert_array_equal(run("Experts", row_of(given, row)), wanted)
-
-
-def row_of(given: Arrays, row: int) -> Arrays:
-    return {n: a[row : row + 1] if n in ("x", "weights", "ids") else a for n, a in given.items()}
-
-
 def panels_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(packed_floats(torch.from_numpy(weight)).numpy())
 
@@ -338,78 +306,6 @@ def test_gated_floats(M: int, K: int, inner: int, monkeypatch: pytest.MonkeyPatc
     for outputs in (2 * inner - 1, 2 * inner - 64, 0, 1 << 62):
         with pytest.raises(Exception, match="mtpbuild GatedProduct: "):
             run("GatedProduct", given, N=outputs)
-
-
-def float_experts(X: int, E: int, inner: int, rows: int) -> tuple[Arrays, Arrays]:
-    """Operands, and the weights as they are before they are packed."""
-    rng = np.random.default_rng(E)
-    weights = {
-        "both": rng.standard_normal((X, E, 2 * inner), np.float32),
-        "down": rng.standard_normal((X, inner, E), np.float32),
-    }
-    packed = pairs_of_floats(torch.from_numpy(weights["both"])).numpy()
-    given: dict[str, Any] = {
-        "x": rng.standard_normal((rows, E), np.float32),
-        "weights": np.ones((rows, 1), np.float32),
-        "ids": np.where(np.arange(rows) < 60, 3, rng.integers(0, X, rows)).astype(np.int32)[
-            :, None
-        ],
-        **{"both": panels_of(packed), "both_scales": None},
-        **{"down": panels_of(weights["down"]), "down_scales": None},
-    }
-    return given, weights
-
-
-@pytest.mark.parametrize(("E", "inner"), [(96, 64), (50, 40), (33, 170)])
-def test_float_experts(E: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of any size; of the last panel of gates some may be filled up."""
-    given, weights = float_experts(5, E, inner, 70)
-    got = same_everywhere(monkeypatch, "Experts", given)
-    for row in range(0, 70, 7):
-        e, x = given["ids"][row, 0], given["x"][row : row + 1]
-        h = exact.float_product(x, weights["both"][e])
-        wanted = exact.float_product(exact.gated(h[:, :inner], h[:, inner:]), weights["down"][e])
-        np.testing.assert_array_equal(got[row : row + 1], wanted)
-        same_bits(run("Experts", row_of(given, row)), got[row : row + 1])
-
-
-FLOAT_SHAPES = {
-    "x": ((3, 95), (70, 1), (2, 70, 96)),
-    "weights": ((70,), (70, 2)),
-    "ids": ((69, 1), (70,)),
-    "both": ((5, 3, 96, 32), (5, 4, 95, 32), (4, 4, 96, 32), (5, 4, 96, 31), (20, 96, 32)),
-    "down": ((5, 2, 64, 32), (5, 3, 0, 32), (5, 3, 65, 32), (5, 3, 64, 16), (15, 64, 32)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [(name, shape) for name, shapes in FLOAT_SHAPES.items() for shape in shapes]
-)
-def test_damaged_float_experts(name: str, shape: tuple[int, ...]) -> None:
-    given, _ = float_experts(5, 96, 64, 70)
-    with pytest.raises(Exception, match="mtpbuild Experts: "):
-        run("Experts", damaged(name, shape, given))
-
-
-@pytest.mark.parametrize("expert", [-2, 5, (1 << 31) - 1, -(1 << 31)])
-def test_a_float_expert_that_is_not_there(expert: int) -> None:
-    given, _ = float_experts(5, 96, 64, 70)
-    with pytest.raises(Exception, match="mtpbuild Experts: no expert"):
-        run("Experts", dict(given, ids=np.full((70, 1), expert, np.int32)))
-
-
-@pytest.mark.parametrize("outputs", [-1, 64, 97, 1 << 40, -(1 << 63), (1 << 63) - 1])
-def test_floats_beside_the_panels(outputs: int) -> None:
-    x, w = np.zeros((3, 8), np.float32), np.zeros((3, 8, 32), np.float32)
-    with pytest.raises(Exception, match="mtpbuild Product: "):
-        run("Product", {"x": x, "w": w}, N=outputs)
-
-
-@pytest.mark.parametrize("w", [(3, 7, 32), (3, 8, 31), (2, 8, 32), (1, 3, 8, 32), (3, 0, 32)])
-def test_damaged_packed_floats(w: tuple[int, ...]) -> None:
-    x = np.zeros((3, 8), np.float32)
-    with pytest.raises(Exception, match="mtpbuild Product: "):
-        run("Product", {"x": x, "w": np.zeros(w, np.float32)}, N=70)
 
 
 def test_sums_of_nothing() -> None:
@@ -462,68 +358,52 @@ def test_many_scales_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(got, exact.product(x, integers, scales))
 
 
-def damaged(name: str, shape: tuple[int, ...], given: Arrays) -> Arrays:
-    return dict(given) | {name: np.zeros(shape, given[name].dtype)}
-
-
-PRODUCT = {
-    "x": ((3, 96), (3, 32), (0,), (3, 64, 32)),
-    "values": ((4, 2, 512), (3, 2, 500), (3, 2, 128), (3, 3, 512), (6, 512), (3, 0, 512)),
-    "scales": ((3, 2, 31), (2, 2, 32), (3, 32), (3, 1, 32)),
+LARGEST = (1 << 63) - 1
+CALLS: dict[str, tuple[str, Arrays, dict[str, Any]]] = {
+    "integers": ("Product", product_operands(4, 3, 70, 64)[0], {"N": 70}),
+    "panels": ("Product", {"x": np.zeros((3, 8), F), "w": np.zeros((3, 8, 32), F)}, {"N": 70}),
+    "floats": ("Product", {"x": np.zeros((2, 32), F), "w": np.zeros((32, 8), F)}, {}),
+    "norm": ("Norm", {"x": np.zeros((2, 32), F), "w": np.zeros(32, F)}, {"epsilon": 1e-6}),
+    "attention": (
+        "Attention",
+        attention_operands(np.random.default_rng(0), 2, 2, 1, 16, 40, 1),
+        {"scale": 1.0, **LATENT},
+    ),
+}
+SHAPES: dict[str, dict[str, list[tuple[int, ...]]]] = {
+    "integers": {
+        "x": [(3, 96), (3, 32), (0,), (3, 64, 32)],
+        "values": [(4, 2, 512), (3, 2, 500), (3, 2, 128), (3, 3, 512), (6, 512), (3, 0, 512)],
+        "scales": [(3, 2, 31), (2, 2, 32), (3, 32), (3, 1, 32)],
+    },
+    "panels": {"w": [(3, 7, 32), (3, 8, 31), (2, 8, 32), (1, 3, 8, 32), (3, 0, 32)]},
+    "floats": {"w": [(31, 8), (32,), (1, 32, 8), (2, 2, 32, 8)]},
+    "norm": {"w": [(31,)]},
+    "attention": {
+        **{"q": [(2, 2, 1, 17)], "cache": [(2, 2, 40, 16)], "fresh": [(1, 1, 1, 16)]},
+        **{"base": [(1,)], "first": [(2, 1)]},
+    },
+}
+NUMBERS: dict[str, dict[str, list[int]]] = {
+    "integers": {"N": [0, -1, 64, 97, 1 << 40, -(1 << 63)]},
+    "panels": {"N": [-1, 64, 97, 1 << 40, -(1 << 63), LARGEST]},
+    "attention": {"latent": [0, 17, -1, 1 << 62], "groups": [0, 2, -1], "values": [-1, 9, 1 << 62]},
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [(name, shape) for name, shapes in PRODUCT.items() for shape in shapes]
-)
-def test_damaged_products(name: str, shape: tuple[int, ...]) -> None:
-    given, _ = product_operands(4, 3, 70, 64)
-    with pytest.raises(Exception, match="mtpbuild Product: "):
-        run("Product", damaged(name, shape, given), N=70)
-
-
-@pytest.mark.parametrize("outputs", [0, -1, 64, 97, 1 << 40, -(1 << 63)])
-def test_outputs_beside_the_panels(outputs: int) -> None:
-    given, _ = product_operands(4, 3, 70, 64)
-    with pytest.raises(Exception, match="mtpbuild Product: "):
-        run("Product", given, N=outputs)
-
-
-def test_damaged_operands() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 32), np.float32)
-    for w in ((31, 8), (32,), (1, 32, 8), (2, 2, 32, 8)):
-        with pytest.raises(Exception, match="mtpbuild Product: "):
-            run("Product", {"x": x, "w": np.zeros(w, np.float32)})
-    with pytest.raises(Exception, match="mtpbuild Norm: "):
-        run("Norm", {"x": x, "w": np.zeros(31, np.float32)}, epsilon=1e-6)
-    given = attention_operands(rng, 2, 2, 1, 16, 40, 1)
-    shapes = {"q": (2, 2, 1, 17), "cache": (2, 2, 40, 16), "fresh": (1, 1, 1, 16)}
-    for name, shape in {**shapes, "base": (1,), "first": (2, 1)}.items():
-        with pytest.raises(Exception, match="mtpbuild Attention: "):
-            run("Attention", damaged(name, shape, given), scale=1.0, **LATENT)
-    wrong = [("latent", 0), ("latent", 17), ("latent", -1), ("latent", 1 << 62), ("groups", 0)]
-    wrong += [("groups", 2), ("groups", -1), ("values", -1), ("values", 9), ("values", 1 << 62)]
-    for name, value in wrong:
-        with pytest.raises(Exception, match="mtpbuild Attention: "):
-            run("Attention", given, scale=1.0, **LATENT | {name: value})
-
-
-@pytest.mark.parametrize("expert", [-2, 5, (1 << 31) - 1])
-def test_an_expert_that_is_not_there(expert: int) -> None:
-    rng = np.random.default_rng(0)
-    both, both_scales, _ = random_weight(rng, (5, 64, 32), 4)
-    down, down_scales, _ = random_weight(rng, (5, 32, 32), 4)
-    weights = [packed_values(both), packed_scales(both_scales)]
-    weights += [packed_values(down), packed_scales(down_scales)]
-    names = ("both", "both_scales", "down", "down_scales")
-    given = {"x": np.zeros((1, 32), np.float32), "weights": np.ones((1, 1), np.float32)}
-    given["ids"] = np.array([[expert]], np.int32)
-    given |= {n: w.numpy() for n, w in zip(names, weights, strict=True)}
-    with pytest.raises(Exception, match="mtpbuild Experts: no expert"):
-        run("Experts", given)
-    with pytest.raises(Exception, match="mtpbuild Experts: "):
-        run("Experts", damaged("down", (4, 1, 1, 512), given))
+@pytest.mark.parametrize("call", CALLS)
+def test_damaged_operands(call: str) -> None:
+    op, given, how = CALLS[call]
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (dict(given) | {name: np.zeros(shape, given[name].dtype)}, how)
+        for name, shapes in SHAPES[call].items()
+        for shape in shapes
+    ]
+    numbers = NUMBERS.get(call, {})
+    wrong += [(given, how | {name: n}) for name, values in numbers.items() for n in values]
+    for operands, attributes in wrong:
+        with pytest.raises(Exception, match=f"mtpbuild {op}: "):
+            run(op, operands, **attributes)
 
 
 def test_a_missing_attribute() -> None:

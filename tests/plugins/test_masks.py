@@ -78,11 +78,7 @@ def test_nothing_forbidden_is_emitted(seed: int) -> None:
             assert allowed[b, row, token]
             assert verdict.logprobs[b, row] == plain[b, row, token]
     free = grammar | {"constrained": ~everyone}
-    for got, wanted in zip(
-        vars(judge(grammar=free)).values(),
-        vars(judge()).values(),
-        strict=True,
-    ):
+    for got, wanted in zip(vars(judge(grammar=free)).values(), vars(judge()).values(), strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -156,15 +152,10 @@ def decode(*, bug: Bug, stale: bool, rejection: bool, block: bool = False) -> Te
         if not active.any():
             return tokens[:, :COUNT]
         allowed = torch.zeros(SLOTS, K + 1, 1, dtype=torch.int32)
-        held = [
-            tuple(window[: n + 1])
-            for window, n in zip(
-                state["window"].tolist(), state["num_drafts"].tolist(), strict=True
-            )
-        ]
-        for key in set(held):
-            rows = torch.tensor([known == key for known in held])
-            constraint = every[key]
+        held, count = state["window"].clone(), state["num_drafts"].clone()
+        for known, constraint in every.items():
+            same = held[:, : len(known)] == torch.tensor(known)
+            rows = same.all(1) & (count == len(known) - 1)
             drafts, kept = torch.tensor(constraint.drafts, dtype=torch.int64), constraint.kept
             allowed[rows] = torch.from_numpy(constraint.allowed)
             state["num_drafts"][rows] = len(drafts)

@@ -145,11 +145,7 @@ HAND = [
     ("the newest token is", after(7), Case([A], [CLOSE, CLOSE], [B])),
     ("the newest token counts once", counted(0.1), Case([A], [CLOSE, SURE], [A, A])),
     ("a larger frequency", counted(0.2), Case([A], [CLOSE, SURE], [B])),
-    (
-        "a repetition",
-        StepControls(repetition_penalty=1.2),
-        Case([A], [CLOSE, CLOSE], [A, A]),
-    ),
+    ("a repetition", StepControls(repetition_penalty=1.2), Case([A], [CLOSE, CLOSE], [A, A])),
     (
         "a kept draft is too far in the next row",
         after(8),

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.plain import PlainLM
+from mtpbuild.runtime import Engine, Result, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import next_logits
 
@@ -63,3 +64,37 @@ def sample(model: PlainLM, tokens: list[int], count: int, controls: StepControls
         p = distribution(logits, controls)
         tokens.append(int((np.cumsum(p) <= numbers[len(tokens)]).sum()))
     return tokens[-count:]
+
+
+def plain_text(model: PlainLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What a strict request says after a prompt, decoded without drafts and caches."""
+    names = ["temperature", "top_k", "top_p", "min_p"]
+    names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    bias = params.logit_bias or {}
+    controls = StepControls(
+        **{name: getattr(params, name) for name in names},
+        bias_ids=tuple(bias),
+        bias_values=tuple(bias.values()),
+        seed=params.seed or 0,
+    )
+    return sample(model, prompt, params.max_tokens, controls)
+
+
+def check_texts(
+    engine: Engine, model: PlainLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Result]:
+    """Check O2 and O7: requests say at once what plain decoding says of each; return results."""
+    results = engine.generate(prompts, params)
+    for prompt, own, result in zip(prompts, params, results, strict=True):
+        assert list(result.token_ids) == plain_text(model, prompt, own)
+    return results
+
+
+def check_alone(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Result]:
+    """Check O7: requests say together what each says alone; return the results."""
+    together = engine.generate(prompts, params)
+    alone = [engine.generate(*each) for each in zip(prompts, params, strict=True)]
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    return together

@@ -87,6 +87,14 @@ def same_everywhere(
     return first
 
 
+def check_refused(
+    says: str, op: str, given: Operands, results: tuple[type, ...], **how: Any
+) -> None:
+    """Check that a node is refused, in its own name."""
+    with pytest.raises(Exception, match=f"mtpbuild {op}: {says}"):
+        run(op, given, results, 1, **how)
+
+
 def random_weight(
     rng: np.random.Generator, shape: tuple[int, ...], bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int32]]:

@@ -6,6 +6,7 @@ that: its caches hold rows of its own drafts, which are exact only if the accept
 drafts. There drafts are only spoilt, and the model must be predictable.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -13,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.plain import PlainLM
+from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
-from tests.reference.recompute import draft_logits, greedy
+from tests.reference.recompute import cache_rows, draft_logits, greedy
 
 GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
 TIE = 1e-3  # logits nearer than this may be ranked either way
@@ -130,6 +132,36 @@ class Run:
                 off = float(logits.max() - logits[draft])
                 assert off < TIE, f"{DRAFTS}: {drafts} behind {len(tokens)} tokens, off by {off}"
                 return  # later drafts depend on a near-tie
+
+
+def check_programs(
+    programs: Programs,
+    reference: PlainLM,
+    nextn: int,
+    drafter: str | None,
+    chunk: int,
+    lengths: Sequence[int] = (),
+    count: int = 10,
+    every: bool = True,
+) -> None:
+    """Checks one engine's programs (O3, O6), request after request: stale state must not matter.
+
+    lengths: of the prompts, by default some around a chunk's border; count: of steps. every:
+    whether each number of accepted tokens and each number of drafts must occur.
+    """
+    assert isinstance(programs, Inspectable)
+    rng, seen = np.random.default_rng(nextn), Seen()
+    for length in lengths or (11, 1, 2, 3, chunk, chunk + 1, chunk + 2, 20):
+        prompt = rng.integers(0, reference.config.vocab_size, length).tolist()
+        tokens, saw = Run(programs, reference, nextn, drafter, chunk, rng).steps(prompt, count)
+        if isinstance(reference, PlainDeepseek):
+            for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
+                cache = programs.state[f"kv.{i}"][0, 0, : len(tokens) - 1]
+                np.testing.assert_allclose(cache, rows, atol=2e-4, err_msg=ROWS)
+        seen.accepted |= saw.accepted
+        seen.num_drafts |= saw.num_drafts
+    assert not every or seen.accepted == set(range(1, nextn + 2))
+    assert not every or seen.num_drafts == set(range(nextn + 1))
 
 
 def matching(drafts: list[int], truth: list[int]) -> int:

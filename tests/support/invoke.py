@@ -19,6 +19,15 @@ def invoke(*args: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, without_stages(done.stderr)
 
 
+def refusal(*args: object, code: int = 2) -> str:
+    """Runs a command that must end with this code and one line; returns it without `error: `."""
+    found, out, err = invoke(*args)
+    assert (found, out) == (code, ""), err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("error: ").removesuffix("\n")
+
+
 def without_stages(errors: str) -> str:
     """Leaves out the lines of `StageLines`."""
     return re.sub(r"^\[\d+ s\] .*\n", "", errors, flags=re.MULTILINE)

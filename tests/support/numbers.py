@@ -1,12 +1,15 @@
-"""Rounds numbers as quantised operators do."""
+"""Rounds numbers as quantised operators do, and judges engines by them."""
 
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from mtpbuild.builder.measure.checks import ROUNDED
+from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.runtime import Engine, SamplingParams
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:
@@ -23,3 +26,18 @@ def plain_with_rounding(folder: Path) -> PlainLM:
         if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
             module.register_forward_pre_hook(lambda _, given: (in_int8_blocks(given[0]),))
     return model
+
+
+def played(engine: Path, prompts: list[list[int]], count: int = 40) -> list[TimedAnswer]:
+    """Returns greedy texts with their log-probabilities."""
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=1)] * len(prompts)
+    with Engine.load(engine, threads=1) as loaded:
+        return run_prompts(loaded, prompts, params)
+
+
+def check_rounded(plain: PlainLM, prompts: list[list[int]], said: list[TimedAnswer]) -> None:
+    """Checks that texts are the plain model's but for rounding, and that some drafts are kept."""
+    found = judge_texts(plain, prompts, said, ROUNDED)
+    assert found.passed, found.detail
+    assert found.figures["noise"] < 0.1
+    assert sum(text.drafting.num_accepted_draft_tokens for text in said) > 0

@@ -20,7 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "families": ("*/test_families.py", "*/test_recurrent.py", "*/test_toy_*", "*/test_fused_*"),
     "prefixes": ("*/test_prefix_*rows.py", "*/test_compiled_prefixes.py", "*/test_batches.py"),
     "engines": ("builder/test_*_engine.py", "*/test_pipeline.py", "*/test_integer_weights.py"),
-    "builds": ("builder/test_[bdlmst]*",),
+    "builds": ("builder/test_[bdlmpst]*",),
 }
 
 

@@ -15,7 +15,7 @@ from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group.start import start_ranks
+from mtpbuild.runtime.group.start import TIMEOUT, start_ranks
 from tests.support.requests import build_request
 
 SHAPE: dict[str, Any] = {
@@ -60,6 +60,16 @@ def followers() -> list[int]:
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]
     return [pid for pid in found if b"_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def check_death(
+    engine: Path, number: signal.Signals, patience: int, patch: pytest.MonkeyPatch
+) -> None:
+    """Check that an engine ends with its line, and soon, when a follower dies or hangs."""
+    patch.setenv(TIMEOUT, str(patience))
+    silent = f"^rank 0 of 2: another rank has not answered for {patience} s$"
+    says = "^rank 1 was killed by signal 9$" if number == signal.SIGKILL else silent
+    assert seconds_to_notice(engine, number, says) < patience + 6
 
 
 def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:
