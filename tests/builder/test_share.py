@@ -27,7 +27,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import BASE, SHAPES, load_config, make_predictable
+from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
 from tests.support.families import CHOOSERS, make_family
 from tests.support.forced import Run
 
