@@ -124,8 +124,8 @@ def test_a_rank_for_tensorrt(
     assert (code, err) == (0, "")
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
-    held = rf"each rank: weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together ho"
-    assert re.search(rf"{held} [\d.]+ kB of weights; a step: about ", out)
+    held = rf"weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
+    assert re.search(rf"each rank: {held} [\d.]+ kB of weights; a step: about ", out)
     said = re.search(r"about ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) of other", out)
     assert said is not None
     launches, *kinds = (int(number) for number in said.groups())

@@ -236,7 +236,7 @@ STATE_BUGS = {
     "states stay where they were": replaced(
         EagerPrograms, "load_states", lambda programs, slot, number: None
     ),
-    "states of the next border": wrapped(PrefixCache, "_save", states_are_those_of_the_next_border),
+    "states of the next border": wrapped(PrefixCache, "save", states_are_those_of_the_next_border),
 }
 TRAFFIC_BUGS = {
     "saved too early": wrapped(PrefixCache, "save_chunk", rows_are_saved_before_they_are_filled_in),
