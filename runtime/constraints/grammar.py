@@ -4,7 +4,7 @@ llguidance parses the grammars. It is imported when the first request with a gra
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -134,7 +134,11 @@ class GrammarTokens:
         """Read the vocabulary; ends: the tokens that end an answer."""
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
-        marks = dict(self._marks())
+        marks = {
+            id: text
+            for text, id in tokenizer.added_tokens.items()
+            if not tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">")
+        }
         texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
         for id in self.special_token_ids:  # the model's vocabulary may be padded
@@ -143,11 +147,6 @@ class GrammarTokens:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.spell(text)
-
-    def _marks(self) -> Iterator[tuple[int, str]]:
-        for text, id in self._tokenizer.added_tokens.items():
-            if not self._tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">"):
-                yield id, text
 
 
 class Grammars:
