@@ -19,17 +19,6 @@ from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.table import FormatOf, choose_formats, family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
-KINDS = (  # of a layer's weights; the first entry whose text the name contains decides
-    ("linear_attn", "delta rules"),
-    ("norm", "router, norms"),
-    ("embed_tokens", "embedding"),  # a module's own embedding
-    ("shared_head.head", "head"),
-    (".gate.", "router, norms"),
-    ("self_attn", "attention"),
-    (".experts.", "experts"),
-    (".shared_expert", "shared experts"),
-    ("mlp.", "dense MLPs"),
-)
 TIED = "embedding, head"  # one tensor is both
 MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
@@ -154,14 +143,14 @@ def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     """Find a tensor's class, and whether it belongs to an MTP module."""
-    place = family_of(config).place(config, name)
+    family = family_of(config)
+    place = family.place(config, name)
     if place is None:
         tied = config.tie_word_embeddings
         heads = {HEAD: "head", EMBEDDING: TIED if tied else "embedding"}
         return heads.get(name, "router, norms"), False
     layer, rest = place
-    kind = next((kind for text, kind in KINDS if text in rest), "eh_proj")
-    return kind, layer >= config.num_hidden_layers
+    return family.kind_of(rest), layer >= config.num_hidden_layers
 
 
 def sum_portions(

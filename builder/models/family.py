@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.plain import PlainLM
     from mtpbuild.builder.models.common.weight import Share, Weight
+
+
+# The kinds of a layer's weights: the first text that a name contains decides.
+KINDS = {
+    "norm": "router, norms",
+    "embed_tokens": "embedding",  # a module's own embedding
+    "shared_head.head": "head",
+    ".gate.": "router, norms",
+    "self_attn": "attention",
+    ".experts.": "experts",
+    ".shared_expert": "shared experts",
+    "mlp.": "dense MLPs",
+}
 
 
 def import_lazily(module: str, name: str) -> Callable[..., Any]:
@@ -73,7 +86,13 @@ class Family:
     # The weights of a layer that may be quantised, as a regular expression: they multiply hidden
     # states, but are no router's.
     products: str = r"(self_attn|mlp)\..*_proj"
+    own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
     join: str = "eh_proj"  # the weight of an MTP module that joins an embedding and a hidden state
+
+    def kind_of(self, name: str) -> str:
+        """Return the kind of weight that a name in a layer is of, for tables."""
+        kinds = {**self.own_kinds, **KINDS}
+        return next((kind for text, kind in kinds.items() if text in name), "eh_proj")
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Map tensors that a checkpoint may have besides the table's to those that they repeat."""

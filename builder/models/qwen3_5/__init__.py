@@ -29,5 +29,6 @@ FAMILY = Family(
     beside_modules=config.PREFIX,
     # Not the small projections of a delta rule, whose results are exponents.
     products=r"(self_attn|mlp)\..*_proj|linear_attn\.(in_proj_(qkvz?|z)|out_proj)",
+    own_kinds={"linear_attn": "delta rules"},
     join="fc",
 )
