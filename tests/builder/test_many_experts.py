@@ -44,7 +44,7 @@ def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
 
 
-@pytest.fixture(scope="module", params=["portable", "own"])
+@pytest.fixture(scope="module", params=[pytest.param("portable", marks=pytest.mark.full), "own"])
 def engine(request: pytest.FixtureRequest, folder: Path, build_engine: EngineBuilder) -> Path:
     portable = request.param == "portable"
     return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, portable=portable)
