@@ -44,7 +44,7 @@ SHARED = tuple(
     f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs", "rules", "sums")
 )
 # Files of a plugin that need more than torch.
-FACETS = {"onnx", "cpu", "tensorrt", "triton"}
+FACETS = {"onnx", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
@@ -253,7 +253,7 @@ def test_ops_need_torch_alone() -> None:
 # What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
 OF_A_KIND = "cache_specs check costs info load lower parse_config split_sizes weight_table"
-SAME_FUNCTIONS = f"{OF_A_KIND} refit tiles visible_gpus"
+SAME_FUNCTIONS = f"{OF_A_KIND} refit visible_gpus"
 
 
 def test_names_stand_for_one_thing() -> None:
