@@ -35,5 +35,7 @@ def library_for(layout: str, engine: Path) -> Path:
             f"{LAYOUT}; build it again, or upgrade mtpbuild if a newer one built it"
         )
     if (path := find_library()) is None:
-        raise MissingDependencyError(f"{engine}: needs CPU kernels, not built here: {REMEDY}")
+        raise MissingDependencyError(
+            f"{engine}: needs the library of CPU kernels, which is not built here: {REMEDY}"
+        )
     return path

@@ -89,4 +89,6 @@ def _limit(what: str, found: int, most: int) -> None:
 def _limit_square(what: str, sizes: Iterable[int], most: int) -> None:
     each = list(sizes)
     if sum(size**2 for size in each) > most**2:
-        raise RequestError(f"structured_outputs: {sum(each)} {what}, at most {most} in one place")
+        raise RequestError(
+            f"structured_outputs: {sum(each)} {what}, at most {most} are compiled in one place"
+        )

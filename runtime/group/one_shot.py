@@ -37,8 +37,9 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
         memory, addresses = run_within(channel.patience, partial(peers.share, BYTES))
     except (AttributeError, ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        need = "one-shot sums need GPUs that see each other's memory"
-        raise EngineError(f"{need} ({reason}): {ADVICE}") from None
+        raise EngineError(
+            f"one-shot sums need GPUs that see each other's memory ({reason}): {ADVICE}"
+        ) from None
     gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
     gpu.run(memory.zero_)
     gpu.settle(lambda: None)

@@ -194,10 +194,14 @@ class OnnxPrograms(HostSlots):
             session = ort.InferenceSession(path, options, providers=list(names))
         except Exception as error:  # onnxruntime raises its own C++ exception types
             reason = str(error).splitlines()[0]
-            raise EngineError(f"{path}: onnxruntime can't load it ({reason}); rebuild it") from None
+            raise EngineError(
+                f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
+            ) from None
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
-            needs = f"--provider {self._provider} needs the driver, CUDA and cuDNN of its release"
-            raise EngineError(f"onnxruntime finds no GPU that it can use: {needs}")
+            raise EngineError(
+                f"onnxruntime finds no GPU that it can use: --provider {self._provider} needs the "
+                "NVIDIA driver, CUDA and cuDNN that its release names"
+            )
         return session
 
 
@@ -222,7 +226,10 @@ def load(
         )
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:
-        raise EngineError(f"{folder}: its operators are for CPUs: build it with --portable")
+        raise EngineError(
+            f"{folder}: its operators are for CPUs: build it with --portable "
+            f"for --provider {provider}"
+        )
     if build.cpu_layout is None and build.block_size is not None:
         raise EngineError(
             f"{folder}: its {build.weights} products are by operators of onnxruntime, which this "
