@@ -10,8 +10,8 @@ from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.definition import NODES, bind
 from mtpbuild.plugins.onnx import declare_operator
-from mtpbuild.runtime.cpu_library import DOMAIN
 
+DOMAIN = "mtpbuild"  # of the operators of the CPU's library
 SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT64: "Ints"}
 aten = torch.ops.aten
 

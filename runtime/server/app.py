@@ -107,12 +107,13 @@ def _add_tokens(
 
 def _add_state(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
+        engine = service.engine  # raises while it is being loaded
         return {
             "id": service.model,
             "object": "model",
             "created": 0,
             "owned_by": "mtpbuild",
-            "max_model_len": service.engine.manifest.build.max_seq_len,
+            "max_model_len": engine.manifest.build.max_seq_len,
         }
 
     @app.get("/v1/models", responses=FEW)
