@@ -111,7 +111,7 @@ class FurtherDraft(OfModel):
         side: Tensor,
     ) -> tuple[State, State]:
         module, before = self.model.module(0), side.shape[2]
-        rows = self.model.rope(start + before, 1, base=start)
+        rows = self.model.rope(start, 1, offset=before)
         x = self.model.draft_input(0, draft, hidden, rows)
         x, side = module.forward_uncached(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
