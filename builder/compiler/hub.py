@@ -107,7 +107,7 @@ class Repository:
                     expected_size=size,
                     displayed_filename=name,
                 )
-            # The parts may be of different times. A large file's hash is the name of its blob.
+            # A resumed file may mix two versions. A large file's blob is named by its hash.
             if done and self.files[name].lfs is not None and hash_file(partial) != blob.name:
                 partial.unlink()
                 raise DownloadError(

@@ -88,7 +88,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors to store; add up their bytes and their quantisation errors in `done`."""
+    """Yield all tensors to store, by name; add up their bytes and errors in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):
         watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
@@ -139,8 +139,8 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     block = FORMATS[scheme.main].block
     if scheme.main == "fp8":
         blocks = [block, block]
-        rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
-        return {"quant_method": "fp8"} | rest
+        details = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
+        return {"quant_method": "fp8"} | details
     head = {} if scheme.head is None else {"head": scheme.head}
     return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": block} | head
 

@@ -120,13 +120,13 @@ def measure_bandwidth(passes: int = 4) -> float:
 
 def find_disk(folder: Path) -> Disk:
     """Return the disk of a folder, which need not exist yet."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return Disk(existing.stat().st_dev, shutil.disk_usage(existing).free)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Functions that measure a machine: a folder's disk, and the bytes of memory where known."""
+    """Functions that measure a machine: the disk of a folder, and the memory in bytes, if known."""
 
     disk: Callable[[Path], Disk]
     memory: Callable[[], int | None]
