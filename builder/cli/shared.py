@@ -80,7 +80,7 @@ def show_progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 class StageLines:
-    """Progress as lines: one per stage, at most one every `EVERY` seconds of a counting stage."""
+    """Progress as lines: one per stage; a stage that counts prints one every `EVERY` seconds."""
 
     EVERY = 30.0
 

@@ -95,7 +95,7 @@ def compare_accuracy(mine: Sequence[bool], strict: Sequence[bool]) -> Figures:
     return {
         "value": fmean(each),
         **{"low": low, "high": high},  # the 95 % interval, by resampling the problems
-        **{"lost": lost, "gained": gained},  # correct under one of the two alone
+        **{"lost": lost, "gained": gained},  # problems that strict alone, or `mine` alone, solves
         "p_value": mcnemar_p_value(lost, gained),  # McNemar's exact test: do lost and gained differ
     }
 

@@ -39,7 +39,7 @@ class JudgedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The drafts whose value lies between `low` and `high`, both included."""
+    """The drafts whose margin (or another of `AXES`) is from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -69,8 +69,8 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json, study.csv and study.png; raise UsageError."""
     check_writable(out)
     found = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [make_study_json(one) for one in found]}
-    rows = ({"trace": str(one.trace.path), **asdict(d)} for one in found for d in one.drafts)
+    document = {"traces": [make_study_json(each) for each in found]}
+    rows = ({"trace": str(each.trace.path), **asdict(d)} for each in found for d in each.drafts)
     write_results(out, "study", document, rows, {"study": partial(draw_study, found)})
     return found
 

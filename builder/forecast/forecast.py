@@ -153,12 +153,11 @@ class Forecast:
 
         The weights that our kernels read are shared by its programs.
         """
-        drafts = max(self.request.nextn)
-        used = [one for one in self.model.classes if drafts or not one.module]
-        ranks = self.request.ranks
+        drafts, ranks = max(self.request.nextn), self.request.ranks
+        used = [held for held in self.model.classes if drafts or not held.module]
         joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
         names = ("experts", "head", *joined)
-        shared = sum(one.per_rank for one in used if one.name in names)
+        shared = sum(held.per_rank for held in used if held.name in names)
         return shared + PROGRAMS * (self.weight_bytes - shared)
 
     @property
@@ -195,7 +194,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
-    late = calibrate_latency(request, model, load, lengths)
+    latency = calibrate_latency(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
@@ -207,11 +206,12 @@ def forecast(request: ForecastRequest) -> Forecast:
         scratch_bytes=model.scratch_bytes(
             most, request.max_batch, request.prefill_chunk, request.max_seq_len
         ),
-        latency=late,
+        latency=latency,
         steps=[
-            StepForecast(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn
+            StepForecast(n, lengths[n], model.step(n, load), latency.seconds(n))
+            for n in request.nextn
         ],
-        without=StepForecast(0, 1.0, model.step(0, load), late.seconds(0)),
+        without=StepForecast(0, 1.0, model.step(0, load), latency.seconds(0)),
     )
 
 

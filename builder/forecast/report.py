@@ -83,13 +83,13 @@ def print_forecast(f: Forecast) -> None:
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
     print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    print_lines(_weights(f), fold=False)
-    _memory(f)
-    print_lines(_steps(f), _parts(f), fold=False)
-    _assumptions(f)
+    print_lines(_weights_table(f), fold=False)
+    _print_memory(f)
+    print_lines(_steps_table(f), _parts_table(f), fold=False)
+    _print_assumptions(f)
 
 
-def _weights(f: Forecast) -> Table:
+def _weights_table(f: Forecast) -> Table:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
     for one in f.model.classes:
         table.add_row(
@@ -108,7 +108,7 @@ def _weights(f: Forecast) -> Table:
     return table
 
 
-def _memory(f: Forecast) -> None:
+def _print_memory(f: Forecast) -> None:
     request, gpu = f.request, f.model.gpu
     sizes = (gpu.memory, f.weight_bytes, f.scratch_bytes, gpu.memory * RESERVED)
     memory, weights, scratch, reserved = map(format_size, sizes)
@@ -131,7 +131,7 @@ def _memory(f: Forecast) -> None:
         print_lines("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
-def _steps(f: Forecast) -> Table:
+def _steps_table(f: Forecast) -> Table:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
     lines: dict[str, Callable[[StepForecast], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
@@ -151,7 +151,7 @@ def _steps(f: Forecast) -> Table:
     return table
 
 
-def _parts(f: Forecast) -> Table:
+def _parts_table(f: Forecast) -> Table:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
     rows = [
@@ -163,13 +163,13 @@ def _parts(f: Forecast) -> Table:
     return table
 
 
-def _assumptions(f: Forecast) -> None:
-    request, late = f.request, f.latency
+def _print_assumptions(f: Forecast) -> None:
+    request, latency = f.request, f.latency
     print_lines(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
         f"cached tokens ({request.kv_cache})",
-        f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
-        f"constants: {late.source}",
+        f"step = {1e3 * latency.base:.2f} ms + {1e3 * latency.per_draft:.2f} ms x nextn + "
+        f"roofline; constants: {latency.source}",
     )
     if request.measured is None and not f.is_published:
         said = "assumed to hold here: another model, machine or load has others; measure two nextn "

@@ -118,8 +118,8 @@ def count_engine_classes(
 ) -> list[WeightClass]:
     """Count the weights of an engine.
 
-    format_of: the format of the weights that it is built of. dtype: of those that the engine does
-    not hold quantised.
+    format_of: a weight's format in the checkpoint that it is built of. dtype: the type of weights
+    that are not quantised in the engine.
     """
     held = choose_formats(family_table(config, ranks), format_of, style).stored_formats
     engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
@@ -134,7 +134,7 @@ def count_file_bytes(classes: Iterable[WeightClass]) -> int:
 def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
-    shape: the tensor's, which may be the scales of a quantised weight; a scalar can't be split.
+    shape: of the tensor, which may hold a quantised weight's scales; a scalar can't be split.
     """
     if stored.routed:
         return 1 / (ranks.tp if shape else ranks.ep)

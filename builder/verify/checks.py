@@ -39,7 +39,7 @@ PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an e
 
 @dataclass(frozen=True)
 class VerifyCase(Case):
-    """A case with the engine that it is compared with, and the model that it was built of."""
+    """A case with an engine to compare with, and the model that both were built of."""
 
     base: Engine | str  # of nextn 0, or why there is none
     seeds: int  # sampled texts per prompt for `rejection_distribution`
@@ -81,7 +81,7 @@ def check_plain_text(case: VerifyCase) -> Finding:
 def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
     """Turn a missing file or package into the reason why a check can't be made.
 
-    flags: the flags that name the model instead. without: the reason if a package is missing.
+    flags: those that can name the model. without: the reason if a package is missing; {} is which.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def check_machine(case: VerifyCase) -> Finding:
                 if isa is None or "this machine has" not in str(error):
                     raise
                 continue  # this machine lacks the instruction set
-            tried.append(isa or f"{threads} thread{'s'[: threads - 1]}")
+            tried.append(isa or ("1 thread" if threads == 1 else f"{threads} threads"))
             if not found.passed:
                 return replace(found, detail=f"{tried[-1]}: {found.detail}")
     return replace(found, detail=f"{found.detail} each: {', '.join(tried)}")
