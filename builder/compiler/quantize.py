@@ -40,7 +40,7 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """The number, the size and the error of a checkpoint's weights in one format."""
+    """The weights of a checkpoint in one format: their number, bytes and quantisation error."""
 
     weights: int = 0
     bytes: int = 0
@@ -55,7 +55,7 @@ class Portion:
 
 @dataclass
 class Quantized:
-    """A written checkpoint: a portion per format, and the weights that do not split into blocks."""
+    """A written checkpoint: a portion per format, and the weights whose columns fit no block."""
 
     folder: Path
     portions: dict[str, Portion] = field(default_factory=lambda: defaultdict(Portion))

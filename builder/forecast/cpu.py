@@ -141,8 +141,8 @@ def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     found = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:
-        for held in found:  # with few experts a CPU computes all: count them like other weights
-            held.name = held.name.replace("experts", "computed experts")
+        for weights in found:  # with few experts a CPU computes all: count them like other weights
+            weights.name = weights.name.replace("experts", "computed experts")
     return CostModel(config, found, ALONE, UNKNOWN)
 
 

@@ -154,10 +154,10 @@ class Forecast:
         The weights that our kernels read are shared by its programs.
         """
         drafts, ranks = max(self.request.nextn), self.request.ranks
-        used = [held for held in self.model.classes if drafts or not held.module]
+        used = [weights for weights in self.model.classes if drafts or not weights.module]
         joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
         names = ("experts", "head", *joined)
-        shared = sum(held.per_rank for held in used if held.name in names)
+        shared = sum(weights.per_rank for weights in used if weights.name in names)
         return shared + PROGRAMS * (self.weight_bytes - shared)
 
     @property
@@ -190,7 +190,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
     lengths = choose_acceptance_lengths(request)
     found = count_classes(layout, request.ranks)
-    formats = {one.name: one.format for one in found if not one.module}
+    formats = {weights.name: weights.format for weights in found if not weights.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
@@ -237,8 +237,8 @@ def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     if given is None:
         for nextn in request.nextn:
             if nextn >= len(known):
-                said = f"no acceptance length is published for nextn {nextn}"
-                raise UsageError(f"{said}: give --acceptance, a length for each nextn")
+                problem = f"no acceptance length is published for nextn {nextn}"
+                raise UsageError(f"{problem}: give --acceptance, a length for each nextn")
         given = tuple(known[nextn] for nextn in request.nextn)
     if len(given) != len(request.nextn):
         raise UsageError(f"--acceptance has {len(given)} lengths, --nextn {len(request.nextn)}")

@@ -46,14 +46,14 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
         "tensorrt_weights_bytes_per_rank": round(f.tensorrt_bytes),
         "classes": [
             {
-                "name": one.name,
-                "mtp": one.module,
-                "formats": sorted(one.formats),
-                "parameters": one.parameters,
-                "checkpoint_bytes": one.bytes,
-                "bytes_per_rank": round(one.per_rank),
+                "name": weights.name,
+                "mtp": weights.module,
+                "formats": sorted(weights.formats),
+                "parameters": weights.parameters,
+                "checkpoint_bytes": weights.bytes,
+                "bytes_per_rank": round(weights.per_rank),
             }
-            for one in model.classes
+            for weights in model.classes
         ],
         "memory_bytes_per_rank": round(model.gpu.memory),
         "reserved_bytes_per_rank": round(model.gpu.memory * RESERVED),
@@ -91,18 +91,18 @@ def print_forecast(f: Forecast) -> None:
 
 def _weights_table(f: Forecast) -> Table:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
-    for one in f.model.classes:
+    for weights in f.model.classes:
         table.add_row(
-            f"MTP: {one.name}" if one.module else one.name,
-            ", ".join(sorted(one.formats)),
-            f"{one.parameters / 1e9:.3g} B",
-            format_size(one.bytes),
-            format_size(one.per_rank),
+            f"MTP: {weights.name}" if weights.module else weights.name,
+            ", ".join(sorted(weights.formats)),
+            f"{weights.parameters / 1e9:.3g} B",
+            format_size(weights.bytes),
+            format_size(weights.per_rank),
         )
-    copies = f.checkpoint_bytes - sum(one.bytes for one in f.model.classes)
+    copies = f.checkpoint_bytes - sum(weights.bytes for weights in f.model.classes)
     if copies > 0:
         table.add_row("copies in MTP layers", "", "", format_size(copies), "shared")
-    parameters = sum(one.parameters for one in f.model.classes) / 1e9
+    parameters = sum(weights.parameters for weights in f.model.classes) / 1e9
     total = (f"{parameters:.4g} B", format_size(f.checkpoint_bytes), format_size(f.weight_bytes))
     table.add_row("all", "", *total, style="bold")
     return table
@@ -172,12 +172,12 @@ def _print_assumptions(f: Forecast) -> None:
         f"roofline; constants: {latency.source}",
     )
     if request.measured is None and not f.is_published:
-        said = "assumed to hold here: another model, machine or load has others; measure two nextn "
-        print_lines(f"{said}and give --calibrate", style="yellow")
+        note = "assumed to hold here: another model, machine or load has others; measure two nextn "
+        print_lines(f"{note}and give --calibrate", style="yellow")
     attention = family_of(f.model.config).attention
     if not targets_that(lambda target: attention in target.gpu_attention):
-        said = "targets for GPUs have no kernel for this model's attention yet: "
-        print_lines(f"{said}`mtpbuild build` refuses them", style="yellow")
+        note = "targets for GPUs have no kernel for this model's attention yet: "
+        print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")
     if request.acceptance is None:
         print_lines("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
 

@@ -112,9 +112,9 @@ def measure_bandwidth(passes: int = 4) -> float:
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             list(pool.map(np.max, parts))
-            best = min(best, time.perf_counter() - begun)
+            best = min(best, time.perf_counter() - start)
     return READ / best
 
 

@@ -83,7 +83,7 @@ def split_groups(groups: Sequence[Group], size: int) -> list[Group]:
 
 
 def resize_prompt(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
-    """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts."""
+    """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts; keep BOS."""
     bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]  # without BOS
     start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
     wanted = length - len(start)

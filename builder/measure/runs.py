@@ -107,7 +107,7 @@ def run_prompts(
 
 
 def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:
-    """Run a group after a few steps that are not counted."""
+    """Run a group, after a few steps of it that are not counted."""
     run_group(engine, make_endless(group), SETTLING_STEPS)
     return run_group(engine, group)
 

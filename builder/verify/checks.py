@@ -182,10 +182,10 @@ def check_rejection_distribution(case: VerifyCase) -> Finding:
         raise NotChecked("the model is certain of its next tokens: there is no law to compare")
     p_value = chi_square_p_value(statistic, freedom)
     figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
-    said = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
-    said += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
+    detail = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
+    detail += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
     fits = p_value > P_VALUE
-    return Finding(fits, said if fits else f"{said}: {worst[1]}", figures)
+    return Finding(fits, detail if fits else f"{detail}: {worst[1]}", figures)
 
 
 def check_acceptance(case: Case) -> Finding:
@@ -196,15 +196,15 @@ def check_acceptance(case: Case) -> Finding:
     if found.num_draft_tokens < JUDGED or found.draft_acceptance_rate is None:
         raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
     rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
-    said = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
+    detail = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
     works = found.draft_acceptance_rate >= COLLAPSED
     if not works:
-        said += ": the MTP modules are damaged, or of another model"
+        detail += ": the MTP modules are damaged, or of another model"
     figures = {
         "mean_acceptance_length": found.mean_acceptance_length,
         "draft_acceptance_rate": found.draft_acceptance_rate,
     }
-    return Finding(works, said, figures)
+    return Finding(works, detail, figures)
 
 
 CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {

@@ -61,12 +61,12 @@ def judge_texts(
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
     if not noise <= most:
-        said = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
-        return Finding(False, said, figures)
+        detail = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
+        return Finding(False, detail, figures)
     if largest > (limit := TIE * max(noise, LEAST)):
-        said = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
-        said += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
-        return Finding(False, said, figures)
+        detail = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
+        detail += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
+        return Finding(False, detail, figures)
     ties = sum(gap > 0 for gap, *_ in gaps)
     equal = f"{len(gaps) - ties} of {len(gaps)} tokens are its argmax"
     return Finding(True, equal + (", the others nearly" if ties else ""), figures)
