@@ -78,7 +78,7 @@ def cores() -> int:
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
-    """Asks for one streamed completion, and notes its times."""
+    """Request one streamed completion, and record its times in `load`."""
     body = {
         "prompt": prompt,
         "max_tokens": tokens,

@@ -40,8 +40,7 @@ class Published:
     reduced_gain: float
     gain: float | None = None
     disk: float | None = None
-    # Long caches are filled artificially, except recurrent states, as llama.cpp's saved sequences
-    # have rows.
+    # Long caches are filled without a prompt. That is impossible for llama.cpp's recurrent states.
     filled: bool = True
     their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, if it has one
 

@@ -43,11 +43,11 @@ def parts(model: TrainedModel) -> list[Any]:
 
 
 def mixed(block: TeacherBlock, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-    return block.attention(block.input_norm(x), cos, sin, mask).float()
+    return block.attention(block.input_norm(x), cos, sin, mask).float()  # without the residual
 
 
 def fed(block: TeacherBlock, x: Tensor) -> Tensor:
-    return block.ffn(block.post_norm(x)).float()
+    return block.ffn(block.post_norm(x)).float()  # without the residual
 
 
 def mixer_error(block: Block, x: Tensor, target: Tensor, valid: Tensor, *given: Tensor) -> Tensor:
