@@ -94,8 +94,8 @@ def run_command(command: list[str]) -> str:
     """Return a command's standard output; raise UsageError with its last line if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1] if said else "no message"
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        last = lines[-1] if lines else "no message"
         raise UsageError(f"{' '.join(command[:4])} ended with {done.returncode}: {last}")
     return done.stdout
 

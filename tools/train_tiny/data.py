@@ -120,9 +120,9 @@ class Batch:
 
     def targets(self, offset: int, length: int) -> Tensor:
         """Return the targets [B, T] `offset` slots ahead; -100 if unscored or across documents."""
-        there = slice(offset, length + offset)
-        valid = self.scored[:, there] & (self.document[:, there] == self.document[:, :length])
-        return torch.where(valid, self.tokens[:, there], -100)
+        ahead = slice(offset, length + offset)
+        valid = self.scored[:, ahead] & (self.document[:, ahead] == self.document[:, :length])
+        return torch.where(valid, self.tokens[:, ahead], -100)
 
 
 def in_question(row: Tokens) -> npt.NDArray[np.bool_]:
