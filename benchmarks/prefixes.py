@@ -51,9 +51,9 @@ def first_token(engine: Engine, prompt: list[int], cached: int) -> float:
 
 
 def loading(folder: Path, threads: int | None) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     with Engine.load(folder, threads=threads):
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
 
 class Measured:

@@ -69,16 +69,16 @@ class TimedPrograms:
             return call
 
         def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             result = call(*arguments)
-            self.calls[name].append((began, time.perf_counter()))
+            self.calls[name].append((start, time.perf_counter()))
             return result
 
         return timed
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds of each call."""
-        return [end - began for began, end in self.calls[name]]
+        return [end - start for start, end in self.calls[name]]
 
 
 def convert(checkpoint: Path, out: Path, kind: str, *flags: str) -> None:

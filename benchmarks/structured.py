@@ -60,9 +60,9 @@ PROMPTS = (
 
 def answers(engine: Engine, params: SamplingParams) -> tuple[float, list[Result]]:
     """Answer all prompts, one after the other; return the seconds and the answers."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     results = [engine.generate(prompt, params) for prompt in PROMPTS]
-    return time.perf_counter() - began, results
+    return time.perf_counter() - start, results
 
 
 def main() -> None:
