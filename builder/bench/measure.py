@@ -25,7 +25,7 @@ class Contender:
     verifier: Engine | None = None
 
     def adapt(self, group: Group) -> Group:
-        """Make nextn 0's requests strict: without drafts, other acceptance would only be slower."""
+        """Make nextn 0's requests strict: without drafts, other acceptance only costs time."""
         return runs.change_params(group, **runs.STRICT) if self.nextn == 0 else group
 
 

@@ -1,4 +1,4 @@
-"""Print the results of the building commands; imported only for printing."""
+"""The printed results of the building commands; it imports rich, so commands import it late."""
 
 import contextlib
 import sys

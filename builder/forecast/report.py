@@ -79,7 +79,7 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
 
 
 def print_forecast(f: Forecast) -> None:
-    """Print weights by class, memory, a line per nextn, the last nextn's parts, assumptions."""
+    """Print the weights by class, the memory, each nextn, the last one's parts, the assumptions."""
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
     print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")

@@ -77,7 +77,7 @@ class CostModel:
                 yield self._weights(weights.name, [weights], [nextn + 1], load)
         widths = self.widths[: self.config.num_hidden_layers]
         yield self._cache("caches", widths, [nextn + 1], load)
-        if self.state_bytes:  # the window reads it; advancing it reads and writes it
+        if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._part("recurrent states", bytes, 0, 0)
 

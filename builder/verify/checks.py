@@ -31,9 +31,9 @@ from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
-P_VALUE = 1e-6  # a correct engine falls below it once in a million times
+P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 JUDGED = 100  # drafts; the acceptance rate of fewer is too uncertain
-SHORTEST, SHORT = 4, 16  # number of prompts, and of tokens of their texts, for each instruction set
+SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
@@ -94,7 +94,7 @@ def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[No
 
 
 def read_layers(manifest: Manifest) -> LayersSlice | None:
-    """Return the layers of its model that an engine has; None stands for all."""
+    """Return which of its model's layers an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 

@@ -123,7 +123,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
-    """Find a nextn 0 engine's folder, or build it; raise NotChecked if it can't be built."""
+    """Find a nextn 0 engine's folder, building the engine if needed; raise NotChecked."""
     if request.against is not None:
         return request.against
     if manifest.build.nextn == 0:

@@ -92,7 +92,7 @@ class Aligner:
         self, ours: Block, given: TeacherBlock, x: Tensor, valid: Tensor, mask: Tensor,
         errors: list[float],
     ) -> Tensor:  # fmt: skip
-        """Fit a mixer, and a feed-forward that was not copied; return the teacher's output."""
+        """Fit the mixer, and the feed-forward part if not copied; return the teacher's output."""
         student, teacher = self.student, self.teacher
         with torch.no_grad():
             target = self.mixed(given, x, teacher.cos[:LENGTH], teacher.sin[:LENGTH], mask)
