@@ -87,7 +87,7 @@ def list_csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
 
 
 def why_output_differs(settings: dict[str, Any]) -> str | None:
-    """Return why a correct engine's outputs may differ from nextn 0's; None if they must be equal."""
+    """Return why an engine's correct outputs may differ from nextn 0's; None if they must not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
