@@ -91,7 +91,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
             with stages("write weights"):
-                # onnx refuses links, so weights that programs embed are not linked to siblings'.
+                # onnx refuses links, so weights that programs embed get a file of their own.
                 siblings = None if embedded else out.parent
                 places = write_weights(weights, staged, folders, siblings)
 

@@ -149,6 +149,6 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
         raise BuildError(f"{old / WEIGHTS}: not readable as safetensors ({error})") from None
     if len(before) != len(after):
         yield f"{len(before)} -> {len(after)} tensors"
-    for (name, one), (other, two) in zip(before, after, strict=False):
-        if (name, one) != (other, two):
-            yield f"{name} {one['dtype']} {one['shape']} -> {other} {two['dtype']} {two['shape']}"
+    for entries in zip(before, after, strict=False):
+        if entries[0] != entries[1]:
+            yield " -> ".join(f"{name} {e['dtype']} {e['shape']}" for name, e in entries)
