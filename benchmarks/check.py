@@ -46,7 +46,7 @@ with Engine.load(sys.argv[1], threads=int(sys.argv[2])) as engine:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its aim; a change for the worse of up to `tolerance`, a share, is noise."""
+    """A figure and its aim; tolerance: the relative change for the worse that counts as noise."""
 
     name: str
     tolerance: float

@@ -69,12 +69,12 @@ def measured(file: Path) -> Rows:
 
 
 def figures(row: dict[str, Any]) -> str:
-    said = [f"error {row['error']:.1e}"]
+    parts = [f"error {row['error']:.1e}"]
     if row["microseconds"]:
-        said.append(f"{row['microseconds']:.1f} us")
+        parts.append(f"{row['microseconds']:.1f} us")
         if row["bound"]:
-            said.append(f"{row['bound'] / row['microseconds']:.0%} of the bound")
-    return ", ".join([*said, *row["beside"]])
+            parts.append(f"{row['bound'] / row['microseconds']:.0%} of the bound")
+    return ", ".join([*parts, *row["beside"]])
 
 
 def tested(file: Path) -> Rows:
@@ -97,7 +97,7 @@ def tested(file: Path) -> Rows:
     return [
         {
             "what": name,
-            "status": next(s for s in sorted(counts, key=severity)),
+            "status": min(counts, key=severity),
             "detail": ", ".join(f"{n} {s}" for s, n in counts.items())
             + (f": {why[name]}" if name in why else ""),
         }
@@ -152,9 +152,9 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
     file.unlink(missing_ok=True)
     given = [str(file) if word == "ROWS" else word for word in asked]
     begin, why = time.monotonic(), ""
-    with stem.with_suffix(".txt").open("w") as said:
+    with stem.with_suffix(".txt").open("w") as output:
         try:
-            code = (walk_through if smoke else start)(given, said)
+            code = (walk_through if smoke else start)(given, output)
             why = f"exit code {code}" if code else ""
         except TimeoutError:
             why = f"cut short after {LIMIT} s"
@@ -172,22 +172,22 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
     }
 
 
-def start(given: list[str], said: IO[str]) -> int:
+def start(given: list[str], output: IO[str]) -> int:
     """Run the command in its own process, which may crash or hang; return its exit code."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    how: dict[str, Any] = {"stdout": said, "stderr": subprocess.STDOUT, "timeout": LIMIT}
+    how: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": LIMIT}
     try:
         return subprocess.run([sys.executable, *given], cwd=ROOT, env=own, **how).returncode
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
 
 
-def walk_through(given: list[str], said: IO[str]) -> int:
+def walk_through(given: list[str], output: IO[str]) -> int:
     """Run the command in a fork of this process, so that torch is imported once for all six."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
     for module in ("torch", "on_gpu.kernels", "on_gpu.slice_bench"):
         import_module(module)
-    child = get_context("fork").Process(target=be, args=(given, said.fileno()))
+    child = get_context("fork").Process(target=be, args=(given, output.fileno()))
     child.start()
     child.join(LIMIT)
     if child.exitcode is None:
@@ -196,10 +196,10 @@ def walk_through(given: list[str], said: IO[str]) -> int:
     return child.exitcode
 
 
-def be(given: list[str], said: int) -> None:
+def be(given: list[str], output: int) -> None:
     """Turn this process into the command: set its output, folder and arguments, and run it."""
     for stream in (1, 2):
-        os.dup2(said, stream)
+        os.dup2(output, stream)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     if given[0] == "-m":

@@ -50,7 +50,7 @@ class Marathon:
     def __init__(self, url: str, process: psutil.Process, requests: int, seed: int) -> None:
         self.url, self.process, self.requests = url, process, requests
         self.random, self.tally = random.Random(seed), Tally()
-        self.began = self.done = 0
+        self.started = self.done = 0
         self.canaries: dict[str, list[int]] = {}
 
     async def run(self, clients: int) -> None:
@@ -64,8 +64,8 @@ class Marathon:
 
     async def client(self, http: httpx2.AsyncClient) -> None:
         kinds = (self.whole, self.stream, self.cancelled, self.killed, self.malformed, self.checked)
-        while self.began < self.requests:
-            self.began += 1
+        while self.started < self.requests:
+            self.started += 1
             (ask,) = self.random.choices(kinds, weights=(20, 20, 33, 8, 7, 12))
             try:
                 outcome = await asyncio.wait_for(ask(http), PATIENCE)
@@ -194,9 +194,9 @@ def main() -> None:
     with served(arguments.engine, "--prefix-cache-bytes", str(POOL)) as (url, server):
         process = psutil.Process(server.pid)
         marathon = Marathon(url, process, arguments.requests, arguments.seed)
-        began = time.perf_counter()
+        start = time.perf_counter()
         asyncio.run(marathon.run(arguments.clients))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     print(f"{arguments.requests} requests of {arguments.clients} clients in {seconds:.0f} s")
     print(", ".join(f"{n} {outcome}" for outcome, n in sorted(marathon.tally.outcomes.items())))
     for line in marathon.tally.wrong:

@@ -91,8 +91,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def about(measured: dict[str, Any]) -> Table:
     """Return the table of the machine's speeds, from which a section's bounds follow."""
-    machine, said = machine_of(measured["figures"]), measured["about"]
-    title = f"{said['cpu']}, {said['threads']} threads, {said['date']}"
+    machine, host = machine_of(measured["figures"]), measured["about"]
+    title = f"{host['cpu']}, {host['threads']} threads, {host['date']}"
     grid = Table("what bounds a step", "of this machine", title=title, title_justify="left")
     for size, speed in machine.reading:
         grid.add_row(f"reading {size / 1e6:,.0f} MB again and again", f"{speed / 1e9:.1f} GB/s")

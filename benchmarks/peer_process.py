@@ -30,14 +30,14 @@ class PeerProcess:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )
-        self.said = deque[str](maxlen=20)  # its last lines on standard error
+        self.last_lines = deque(["no message"], maxlen=20)  # of standard error
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
         self.ready = self._read()
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
-        self.said.extend(line.strip() for line in self.process.stderr if line.strip())
+        self.last_lines.extend(line.strip() for line in self.process.stderr if line.strip())
 
     def ask(self, **question: Any) -> Answer | None:
         if self.error:
@@ -57,7 +57,7 @@ class PeerProcess:
         if not text:
             code = self.process.wait()
             self.listener.join()
-            self.error = f"ended with {code}: {self.said[-1] if self.said else 'no message'}"
+            self.error = f"ended with {code}: {self.last_lines[-1]}"
             return None
         answer: Answer = json.loads(text)
         self.error = answer.get("error", "")

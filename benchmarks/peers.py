@@ -56,6 +56,8 @@ class Peer:
 
 @dataclass
 class Measured:
+    """A peer's answers and figures; `error` says why it has none."""
+
     peer: Peer
     error: str = ""
     load_s: float = 0.0
@@ -89,13 +91,9 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
         return Peer(f"transformers {mode}", "fp32", command)
 
     def llama_cpp(kind: str) -> Peer:
-        path = FOLDER / f"{kind}.gguf"
-
+        path, weights = FOLDER / f"{kind}.gguf", {"f32": "fp32", "q8_0": "int8"}[kind]
         command = (str(PEERS / "python"), str(HERE / "llama_cpp_peer.py"), str(path), count)
-        weights, make = (
-            {"f32": "fp32", "q8_0": "int8"}[kind],
-            partial(convert, checkpoint, path, kind),
-        )
+        make = partial(convert, checkpoint, path, kind)
         return Peer(f"llama.cpp {kind.upper()}", weights, (*command, str(CONTEXT)), make)
 
     def plain() -> Peer:

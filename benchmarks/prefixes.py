@@ -51,9 +51,9 @@ def first_token(engine: Engine, prompt: list[int], cached: int) -> float:
 
 
 def loading(folder: Path, threads: int | None) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     with Engine.load(folder, threads=threads):
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
 
 class Measured:
@@ -62,8 +62,8 @@ class Measured:
     def __init__(self, engine: Path, built: Path, threads: int | None, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.vocabulary = read_manifest(engine).model.vocab_size
-        self.begun = self.ids(PREFIX)
-        copy_with_prefixes(engine, built, [self.begun], threads)
+        self.prefix_ids = self.ids(PREFIX)
+        copy_with_prefixes(engine, built, [self.prefix_ids], threads)
         self.cold = Engine.load(engine, threads=threads)
         self.cached = Engine.load(engine, threads=threads, prefix_cache=True)
         self.prefix = Engine.load(built, threads=threads)
@@ -72,7 +72,7 @@ class Measured:
         return self.random.integers(10, self.vocabulary, count).tolist()
 
     def ask(self, name: str) -> float:
-        prompt = self.begun + self.ids(NEW)
+        prompt = self.prefix_ids + self.ids(NEW)
         if name == "cached":  # give the slot to another prompt
             self.cached.generate(self.ids(NEW), ONE)
         return first_token(getattr(self, name), prompt, 0 if name == "cold" else PREFIX)
@@ -81,7 +81,7 @@ class Measured:
         """Fill in the prefix where it is kept, and run each program once."""
         for engine in (self.cached, self.prefix, self.cold):
             engine.generate(self.ids(NEW), ONE)
-        self.cached.generate(self.begun + self.ids(NEW), ONE)
+        self.cached.generate(self.prefix_ids + self.ids(NEW), ONE)
 
 
 def main() -> None:

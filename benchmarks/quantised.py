@@ -108,11 +108,11 @@ def loss(checkpoint: Path, texts: Sequence[GradedAnswer]) -> float:
     """Return the nats per output token of the texts, each after its prompt."""
     model, total, count = load_plain(checkpoint), 0.0, 0
     for text in texts:
-        prompt, said = list(text.problem.prompt.token_ids), list(text.answer.token_ids)
-        logits = model.lm_head(model.main(torch.tensor([prompt + said[:-1]])))
+        prompt, output = list(text.problem.prompt.token_ids), list(text.answer.token_ids)
+        logits = model.lm_head(model.main(torch.tensor([prompt + output[:-1]])))
         logits = logits[0, len(prompt) - 1 :]
-        total += float(F.cross_entropy(logits, torch.tensor(said), reduction="sum"))
-        count += len(said)
+        total += float(F.cross_entropy(logits, torch.tensor(output), reduction="sum"))
+        count += len(output)
     return total / count
 
 

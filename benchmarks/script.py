@@ -69,16 +69,16 @@ class TimedPrograms:
             return call
 
         def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             result = call(*arguments)
-            self.calls[name].append((began, time.perf_counter()))
+            self.calls[name].append((start, time.perf_counter()))
             return result
 
         return timed
 
     def seconds(self, name: str) -> list[float]:
         """Return the seconds of each call."""
-        return [end - began for began, end in self.calls[name]]
+        return [end - start for start, end in self.calls[name]]
 
 
 def convert(checkpoint: Path, out: Path, kind: str, *flags: str) -> None:
@@ -94,8 +94,8 @@ def run_command(command: list[str]) -> str:
     """Return a command's standard output; raise UsageError with its last line if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1] if said else "no message"
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        last = lines[-1] if lines else "no message"
         raise UsageError(f"{' '.join(command[:4])} ended with {done.returncode}: {last}")
     return done.stdout
 

@@ -78,7 +78,7 @@ def cores() -> int:
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
-    """Asks for one streamed completion, and notes its times."""
+    """Request one streamed completion, and record its times in `load`."""
     body = {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -87,7 +87,7 @@ async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) ->
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    last = began = time.perf_counter()
+    last = start = time.perf_counter()
     async with http.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -95,7 +95,7 @@ async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) ->
                 continue
             now, event = time.perf_counter(), json.loads(line[6:])
             if event["choices"]:
-                (load.first if last == began else load.between).append(now - last)
+                (load.first if last == start else load.between).append(now - last)
                 last = now
             load.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
 
@@ -113,9 +113,9 @@ async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
     asking = httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False, limits=limits)
     async with asking as http:
         await asyncio.gather(*(one(http, prompt, 8, Load(1)) for prompt in PROMPTS))
-        began = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.gather(*(user(http, number) for number in range(users)))
-        load.seconds = time.perf_counter() - began
+        load.seconds = time.perf_counter() - start
     return load
 
 
@@ -124,11 +124,11 @@ def direct(engine: Path, requests: int, tokens: int) -> float:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with Engine.load(engine) as loaded:
         list(loaded.stream(PROMPTS[0], SamplingParams(max_tokens=8)))
-        began = time.perf_counter()
+        start = time.perf_counter()
         for i in range(requests):
             for _ in loaded.stream(PROMPTS[i % len(PROMPTS)], params):
                 pass
-        return requests * tokens / (time.perf_counter() - began)
+        return requests * tokens / (time.perf_counter() - start)
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -60,9 +60,9 @@ PROMPTS = (
 
 def answers(engine: Engine, params: SamplingParams) -> tuple[float, list[Result]]:
     """Answer all prompts, one after the other; return the seconds and the answers."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     results = [engine.generate(prompt, params) for prompt in PROMPTS]
-    return time.perf_counter() - began, results
+    return time.perf_counter() - start, results
 
 
 def main() -> None:
@@ -71,27 +71,27 @@ def main() -> None:
         max_tokens=400, temperature=0, structured_outputs=StructuredOutputs(json=TICKET)
     )
     seconds: list[list[float]] = [[] for _ in asked.engines]
-    said: list[list[Result]] = [[] for _ in asked.engines]
+    by_engine: list[list[Result]] = [[] for _ in asked.engines]
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(Engine.load(path, threads=asked.threads)) for path in asked.engines
         ]
         for number in range(asked.rounds + 1):
             for i, engine in enumerate(engines):
-                took, said[i] = answers(engine, params)
+                took, by_engine[i] = answers(engine, params)
                 if number:  # the first round loads programs
                     seconds[i].append(took)
-    report(asked.engines, [statistics.median(each) for each in seconds], said)
+    report(asked.engines, [statistics.median(each) for each in seconds], by_engine)
 
 
-def report(engines: list[Path], seconds: list[float], said: list[list[Result]]) -> None:
+def report(engines: list[Path], seconds: list[float], by_engine: list[list[Result]]) -> None:
     """Print the table; raise EngineError if the texts are not the same."""
-    for path, results in zip(engines, said, strict=True):
-        if [r.token_ids for r in results] != [r.token_ids for r in said[0]]:
+    for path, results in zip(engines, by_engine, strict=True):
+        if [r.token_ids for r in results] != [r.token_ids for r in by_engine[0]]:
             raise EngineError(f"{path} gives another text than {engines[0]}")
     table = Table("engine", "tokens/s", "times", "tokens a step", "forced", box=None)
-    tokens = sum(len(result.token_ids) for result in said[0])
-    for path, took, results in zip(engines, seconds, said, strict=True):
+    tokens = sum(len(result.token_ids) for result in by_engine[0])
+    for path, took, results in zip(engines, seconds, by_engine, strict=True):
         steps = sum(r.metrics.speculative_decoding.num_spec_steps for r in results)
         forced = sum(r.metrics.forced_tokens for r in results)
         table.add_row(
@@ -102,8 +102,8 @@ def report(engines: list[Path], seconds: list[float], said: list[list[Result]]) 
             f"{forced / tokens:.0%}",
         )
     Console(width=100).print(table)
-    ended = sum(result.finish_reason == "stop" for result in said[0])
-    print(f"{tokens} tokens, {ended} of {len(said[0])} answers ended", file=sys.stderr)
+    ended = sum(result.finish_reason == "stop" for result in by_engine[0])
+    print(f"{tokens} tokens, {ended} of {len(by_engine[0])} answers ended", file=sys.stderr)
 
 
 if __name__ == "__main__":

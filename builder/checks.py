@@ -15,7 +15,7 @@ def in_range(least: int, value: int, most: int, flag: str) -> int:
 
 @contextlib.contextmanager
 def needs(group: str, *modules: str) -> Iterator[None]:
-    """Turn the error for a missing package into one line that names its dependency group."""
+    """Turn a failed import of one of `modules` into one line that names the group to install."""
     try:
         yield
     except ModuleNotFoundError as error:

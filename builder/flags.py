@@ -1,4 +1,4 @@
-"""Flags that a command passes on unchanged: each group is the base of the command's request.
+"""Flags that a command passes on unchanged: each group is a base class of the command's request.
 
 The command line imports these groups, so this module imports nothing heavy.
 """

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def no_garbage_collection() -> Iterator[None]:
     """Collect no garbage inside the block, and all of it at the end.
 
-    Objects do not age meanwhile, so all garbage is in the youngest generation. Collecting only that
-    one skips the many objects from before the block.
+    Objects made in the block stay in the youngest generation. Collecting only that one skips the
+    many objects from before the block.
     """
     gc.disable()
     try:

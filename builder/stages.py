@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Watch: TypeAlias = Callable[[str], None]  # is told of each stage as it begins
+Watch: TypeAlias = Callable[[str], None]  # is called with each stage's name as it begins
 
 
 def ignore(stage: str) -> None:

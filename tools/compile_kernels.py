@@ -28,7 +28,7 @@ SOURCE = Path(__file__).parents[1] / "plugins/cpu/source"
 ZIGLANG = "ziglang==0.17.*"
 ZIG = (sys.executable, "-m", "ziglang", "c++")
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-# GCC's header warns of itself with AVX-512: its bug 105593.
+# With AVX-512, GCC warns about one of its own headers (GCC bug 105593).
 QUIET = ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 X86 = {
     "avx2.cpp": ["-O3", "-mavx2", "-mfma", "-mf16c"],
@@ -67,7 +67,7 @@ def compile_library(
     machine: str | None = None,
     flags: tuple[str, ...] = (),
 ) -> None:
-    """Compile each file for its own instruction set, into a library that knows no Python."""
+    """Compile each file for its own instruction set, into one library, which needs no Python."""
     zig = not {"zig", "ziglang"}.isdisjoint(Path(word).name for word in compiler)
     # Otherwise zig compiles for this machine's processor, and may add traps.
     common = [*compiler, *(["-mcpu=baseline", "-fno-sanitize=undefined", "-s"] if zig else [])]

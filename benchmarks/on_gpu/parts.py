@@ -46,7 +46,7 @@ class Layer(OfModel):
 
 
 def own(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Return this rank's logits, instead of joining them with the other ranks'."""
+    """Return this rank's logits without joining them with the other ranks'."""
     return logits
 
 

@@ -52,8 +52,8 @@ def gpu(checks: Checks) -> None:
     checks.say("GPU", NOTED, detail)
     asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if shutil.which(asked[0]):
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-        checks.say("driver", NOTED, said.strip().replace("\n", ", "))
+        versions = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        checks.say("driver", NOTED, versions.strip().replace("\n", ", "))
     found = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
     checks.say("NCCL", NOTED if found else FAILED, str(found))
 

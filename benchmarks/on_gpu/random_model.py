@@ -78,7 +78,7 @@ def style_of(case: Slice) -> GraphStyle:
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:
-    """Fill a weight with random codes other than NaN; products keep their input's scale."""
+    """Fill a weight with random codes, none of them NaN, such that products keep their scale."""
 
     def fill(name: str, low: int, high: int) -> Tensor:
         old: Tensor = getattr(weight, name)

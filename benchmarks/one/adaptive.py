@@ -88,9 +88,9 @@ class Adaptive:
         for load in LOADS:
             cases = [Case(*load, odds) for odds in (None, *ODDS)]
             plain = found.measured.speed(PLAIN, str(cases[0]))
-            said = NONE if plain is None else f"{plain:.4g}"
+            cell = NONE if plain is None else f"{plain:.4g}"
             grid.add_row(
-                f"{load[0]:,} x {load[1]}", said, *(ratio(found.measured, case) for case in cases)
+                f"{load[0]:,} x {load[1]}", cell, *(ratio(found.measured, case) for case in cases)
             )
         return [grid]
 

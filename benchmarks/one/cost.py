@@ -79,10 +79,7 @@ class Counted:
         return sum(part.operations for part in parts) - attention, attention
 
     def prompt(self, engine: Path, length: int) -> Cost:
-        """Count a prompt in one pass, as if its tokens were requests; the head sees only the last.
-
-        Attention is left out, because its operations depend on its form.
-        """
+        """Count a prompt in one pass, without attention, whose operations depend on its form."""
         return self._one_request(self.step(engine, 0, length), length, OUR_STATES)
 
     def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
@@ -90,6 +87,7 @@ class Counted:
         return self._one_request(self.gguf(sizes, 0, length), length, THEIR_STATES)
 
     def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
+        """Turn `length` requests' cost into a prompt's: one state, and the head for one token."""
         parts = self.model.step(0, StepLoad(length, 0, "fp32"))
         heads = sum(part.operations for part in parts if part.name == "head")
         products = cost.products - heads * (length - 1) / length
@@ -112,7 +110,7 @@ class Counted:
 
 
 def count(checkpoint: Path) -> Counted:
-    """Count a checkpoint on disk, which may be deleted afterwards."""
+    """Count a checkpoint, which may be deleted afterwards."""
     layout = find_layout(str(checkpoint), None)
     return Counted(layout.config, engine_model(layout, None))
 

@@ -44,9 +44,9 @@ class Workshop:
         """Build engines of the checkpoint, one folder each; one build's engines share weights."""
         self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
         out = self.folder / name
-        said = ",".join(map(str, nextns))
-        place = out / f"n{said}" if len(nextns) == 1 else out
-        command = ["-m", "mtpbuild", "build", "--model", str(self.checkpoint), "--nextn", said]
+        numbers = ",".join(map(str, nextns))
+        place = out / f"n{numbers}" if len(nextns) == 1 else out
+        command = ["-m", "mtpbuild", "build", "--model", str(self.checkpoint), "--nextn", numbers]
         run_command([sys.executable, *command, "--out", str(place), *flags])
         self._weigh()
         return [next(out.glob(f"*n{nextn}")) for nextn in nextns]

@@ -28,7 +28,7 @@ STEP = 1.1  # a step with drafts may take this factor more than its ratio of byt
 
 @dataclass(frozen=True)
 class Published:
-    """A recipe's section with drafts that are accepted at given rates, judged by its aims.
+    """A recipe's section, with the rates at which drafts are accepted, and aims.
 
     rates: unconditional, as for `--synthetic-acceptance-rates`. Aims: disk, GB of all layers; gain
     and reduced_gain, tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
@@ -40,8 +40,7 @@ class Published:
     reduced_gain: float
     gain: float | None = None
     disk: float | None = None
-    # Long caches are filled artificially, except recurrent states, as llama.cpp's saved sequences
-    # have rows.
+    # Long caches are filled without a prompt. That is impossible for llama.cpp's recurrent states.
     filled: bool = True
     their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, if it has one
 

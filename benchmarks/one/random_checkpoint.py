@@ -26,7 +26,7 @@ from mtpbuild.builder.weights.requantised import format_by
 from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
-ROWS = 128  # normal values that are quantised to sample realistic scales
+ROWS = 128  # rows of normal values; they are quantised once, and their scales are repeated
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
@@ -69,7 +69,7 @@ def tensors(
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))
     for name, source in found.items():
-        tied = config.tie_word_embeddings  # then it is also a product
+        tied = config.tie_word_embeddings  # then the embedding is also the head
         deviation = 1.0 if name in looked_up and not tied else source.shape[-1] ** -0.5
         format = formats[name]
         if format is None:

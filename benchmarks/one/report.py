@@ -27,9 +27,9 @@ class Aim:
 class Row:
     """A figure of both sides in `unit`, with their bounds; None stands for unknown.
 
-    numbers: ours, theirs, our bound, their bound; the last ones may be left out. judged: the number
-    that the aim applies to, usually a ratio. beside: a number to compare it with, such as the ratio
-    of bytes or the other side's ratio.
+    numbers: ours, theirs, our bound, their bound; the last ones may be left out. judged: what the
+    aim applies to, usually a ratio. beside: what to compare `judged` with, such as the ratio of
+    bytes or the other side's ratio.
     """
 
     name: str
@@ -70,7 +70,7 @@ def table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def over(above: float | None, below: float | None) -> float | None:
-    """Divide one by the other, if both are known."""
+    """Return above / below, if both are known."""
     return above / below if above is not None and below else None
 
 

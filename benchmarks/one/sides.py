@@ -77,8 +77,8 @@ def decode(
 ) -> dict[str, Any]:
     """Return an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
 
-    rates: how often the first draft, the first two and so on are accepted. () uses the same program
-    without drafts; None uses the greedy program, and the model judges the drafts.
+    rates: how often the first draft, the first two and so on are accepted. (): no drafts, but the
+    same program. None: the greedy program, where the model judges the drafts.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
     return ask | {"filled": filled, "rates": rates, "window": window}

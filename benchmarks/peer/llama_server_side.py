@@ -32,19 +32,19 @@ class Server:
         data = json.dumps(body | {"cache_prompt": False}).encode()
         headers = {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/completion", data, headers=headers)
-        with DIRECT.open(asked, timeout=PATIENCE) as said:
-            timings: dict[str, Any] = json.load(said)["timings"]
+        with DIRECT.open(asked, timeout=PATIENCE) as response:
+            timings: dict[str, Any] = json.load(response)["timings"]
         return timings
 
     def prompt(self, tokens: list[int]) -> None:
         self.complete(tokens, 1)
 
     def decode(self, ask: Ask) -> Answer:
-        said = self.complete(tokens(ask["context"], self.vocabulary), 1 + ask["steps"])
-        accepted = said["draft_n_accepted"]
-        steps = said["predicted_n"] - 1 - accepted  # the first token comes with the prompt
-        seconds = said["predicted_ms"] / 1000 / steps
-        return {"step_s": seconds, "drafts": said["draft_n"], "accepted": accepted}
+        timings = self.complete(tokens(ask["context"], self.vocabulary), 1 + ask["steps"])
+        accepted = timings["draft_n_accepted"]
+        steps = timings["predicted_n"] - 1 - accepted  # the first token comes with the prompt
+        seconds = timings["predicted_ms"] / 1000 / steps
+        return {"step_s": seconds, "drafts": timings["draft_n"], "accepted": accepted}
 
 
 if __name__ == "__main__":

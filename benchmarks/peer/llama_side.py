@@ -27,7 +27,7 @@ class Llama:
         steps = ask["steps"]
         self.context.close()
         rows = start + (1 if window > 1 else steps) + window
-        # A step's first token is dropped as well.
+        # A step that verifies drops all its tokens, the first one too.
         drafts = window if window > 1 else 0
         self.context = Context(self.model, self.threads, rows, batch, drafts)
         if ask["filled"]:

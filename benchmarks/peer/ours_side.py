@@ -87,11 +87,11 @@ class Ours:
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
         results = self.engine.generate(prompts, params)
         self.loop._chunk = chunk
-        said = [token for result in results for token in result.token_ids]
+        ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
         self.watched.begin_watch(1, None)
-        distinct = len(set(said)) / len(said)
-        return {"steps": steps, "emitted": emitted, "tokens": len(said), "distinct": distinct}
+        distinct = len(set(ids)) / len(ids)
+        return {"steps": steps, "emitted": emitted, "tokens": len(ids), "distinct": distinct}
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:

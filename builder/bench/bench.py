@@ -30,7 +30,7 @@ from mtpbuild.runtime.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request of `mtpbuild bench`; `build` has all but the largest batch."""
+    """A request of `mtpbuild bench`; the engines' max_batch is the largest concurrency."""
 
     build: BuildRequest
     dataset: Dataset = field(default_factory=Dataset)
@@ -67,7 +67,7 @@ def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
 
     with ExitStack() as stack:
         watch("loading the engines")
-        contenders = [load_contender(one, request, stack) for one in built]
+        contenders = [load_contender(pair, request, stack) for pair in built]
 
         # 2. Measure: all engines get the same requests in turn, at each concurrency.
         groups = load_groups(request.dataset, contenders[0].engine, request.max_batch)
@@ -88,7 +88,7 @@ def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
                 model=contenders[0].engine.manifest.model.name,
                 machine=machine,
                 settings={"concurrency": size, **settings},
-                engines={one.nextn: str(one.folder) for one in built},
+                engines={pair.nextn: str(pair.folder) for pair in built},
                 rows=make_rows(contenders, by_nextn),
                 measured=by_nextn,
             )

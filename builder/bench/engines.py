@@ -29,7 +29,7 @@ class EnginePair:
 def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
     """Build an engine and a verifier per nextn, unless they exist; nextn 0 is always built.
 
-    request: its drafter is that of every nextn but "auto", which always uses MTP Eagle.
+    request: its drafter is for every nextn except "auto", which always uses MTP Eagle.
     """
     source, config = find_source(request)
     requests = {
@@ -38,32 +38,32 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
         )
         for nextn in in_order([0, *(request.nextn or ())])
     }
-    for nextn, one in requests.items():  # fail before anything is built
-        choose_drafter(config, nextn, one.drafter)
+    for nextn, asked in requests.items():  # fail before anything is built
+        choose_drafter(config, nextn, asked.drafter)
 
-    def build_at(out: Path, one: BuildRequest) -> Path:
+    def build_at(out: Path, asked: BuildRequest) -> Path:
         stages.watch(f"building {out}")
-        build(replace(one, out=out), stages)
+        build(replace(asked, out=out), stages)
         return out
 
     pairs = []
-    for nextn, one in requests.items():
+    for nextn, asked in requests.items():
         name = f"{source.engine}_n{nextn}"
-        folder, verifier = build_at(choose_folder(name, one), one), None
+        folder, verifier = build_at(choose_folder(name, asked), asked), None
         if nextn not in (0, "auto"):
-            twin = replace(one, drafter="none")
-            verifier = build_at(private_folder(name, twin), twin)
+            undrafted = replace(asked, drafter="none")
+            verifier = build_at(private_folder(name, undrafted), undrafted)
         pairs.append(EnginePair(nextn, folder, verifier))
     return pairs
 
 
 def choose_folder(name: str, request: BuildRequest) -> Path:
-    """Choose an engine's folder: where a plain `mtpbuild build` puts it, or a private one.
+    """Choose an engine's folder: the usual one of `mtpbuild build`, or a private one.
 
-    The private folder is also used if another engine is in the usual one.
+    The private one is for flags that change the engine, or if another engine is in the usual one.
     """
-    flags = request.max_batch > 1 or request.drafter or request.scheme or request.options
-    if has_usual_target(request) and not flags:
+    changed = request.max_batch > 1 or request.drafter or request.scheme or request.options
+    if has_usual_target(request) and not changed:
         ((usual, fingerprint),) = prepare(replace(request, force=True)).fingerprints.items()
         if not usual.exists() or layout.existing(usual, fingerprint):
             return usual

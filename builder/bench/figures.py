@@ -135,9 +135,9 @@ def recommend_nextn(table: Sequence[NextnRow]) -> tuple[Nextn, str]:
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
     best = max(drafting, key=lambda row: row.speedup().value)
-    ratio, why = best.speedup(), "{tokens_per_step:.2f} tokens per step at {step_cost:.2f} times"
+    ratio, tokens, cost = best.speedup(), best.overall["tokens_per_step"], best.overall["step_cost"]
     named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
-    why = f"{why.format(**best.overall)} the step's cost"
+    why = f"{tokens:.2f} tokens per step at {cost:.2f} times the step's cost"
     if ratio.low is not None and ratio.low > 1:
         return best.nextn, f"MTP pays: {named}; {why}{name_kinds_apart(drafting, best)}"
     if ratio.value > 1:
@@ -152,9 +152,9 @@ def find_disagreements(table: Sequence[NextnRow]) -> str | None:
         measured, predicted = row.speedup().value, row.overall["predicted_speedup"]
         if predicted is not None and abs(measured / predicted - 1) > AGREEMENT:
             apart.append(f"nextn {row.nextn} {measured:.2f}x against {predicted:.2f}x")
-    said = f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
-    said += f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
-    return said if apart else None
+    text = f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
+    text += f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
+    return text if apart else None
 
 
 def name_kinds_apart(drafting: Sequence[NextnRow], best: NextnRow) -> str:

@@ -25,7 +25,7 @@ class Contender:
     verifier: Engine | None = None
 
     def adapt(self, group: Group) -> Group:
-        """Make nextn 0's requests strict: without drafts, other acceptance would only be slower."""
+        """Make nextn 0's requests strict: without drafts, other acceptance only costs time."""
         return runs.change_params(group, **runs.STRICT) if self.nextn == 0 else group
 
 
@@ -74,8 +74,8 @@ def make_contexts(
 ) -> Group:
     """Extend each prompt by the first `part` of its answer, to `most` tokens at most."""
     return [
-        replace(p, token_ids=(p.token_ids + said[: int(part * len(said))])[: max(most, 1)])
-        for p, said in zip(group, (answer.token_ids for answer in baseline), strict=True)
+        replace(p, token_ids=(p.token_ids + text[: int(part * len(text))])[: max(most, 1)])
+        for p, text in zip(group, (answer.token_ids for answer in baseline), strict=True)
     ]
 
 

@@ -101,9 +101,9 @@ def draw_times(axes: "Axes", report: Benchmark) -> None:
         [1000 * each for group in measured.groups for answer in group for each in answer.intervals]
         for measured in report.measured.values()
     ]
-    longest = compute_percentile([each for some in times for each in some], 99)
-    for i, some in enumerate(times):
-        ms = [min(each, longest) for each in some]
+    longest = compute_percentile([ms for steps in times for ms in steps], 99)
+    for i, steps in enumerate(times):
+        ms = [min(each, longest) for each in steps]
         look: dict[str, Any] = {"histtype": "step", "color": pictures.choose_colour(i)}
         axes.hist(ms, BARS, range=(0, longest), weights=[1 / len(ms)] * len(ms), **look)
     axes.set_xlabel("ms per step (the last bar: 99th percentile and above)")

@@ -87,7 +87,7 @@ def list_csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
 
 
 def why_output_differs(settings: dict[str, Any]) -> str | None:
-    """Return why a correct engine's outputs may differ from nextn 0's; None if they must not."""
+    """Return why an engine's correct outputs may differ from nextn 0's; None if they must not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
@@ -199,7 +199,7 @@ def make_batches_table(reports: Sequence[Benchmark], name: str) -> Table:
 
 
 def print_benchmarks(reports: Sequence[Benchmark]) -> None:
-    """Print a report; of several, both tables and which nextn to choose at each concurrency."""
+    """Print one report in full, or compare several and recommend a nextn for each concurrency."""
     first = reports[0]
     if len(reports) == 1:
         print_benchmark(first)

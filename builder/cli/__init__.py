@@ -15,7 +15,7 @@ from mtpbuild.builder.cli.prefix import app as prefix
 from mtpbuild.runtime.cli.commands import diff, inspect, run
 from mtpbuild.runtime.server.command import serve
 
-# Typer exports its UsageError only as the base of another one.
+# Typer exports its UsageError only as the base class of other errors.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 

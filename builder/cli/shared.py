@@ -80,19 +80,19 @@ def show_progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 class StageLines:
-    """Progress as lines: one per stage, at most one every `EVERY` seconds of a counting stage."""
+    """Progress as lines: one per stage; a stage that counts prints one every `EVERY` seconds."""
 
     EVERY = 30.0
 
     def __init__(self) -> None:
-        self._begun = self._printed = time.monotonic()
+        self._start = self._printed = time.monotonic()
         self._last = ""
 
     def __call__(self, stage: str) -> None:
         now, name = time.monotonic(), re.sub(r"\d+", "", stage.partition(",")[0])
         if name != self._last or now - self._printed >= self.EVERY:
             self._last, self._printed = name, now
-            typer.echo(f"[{now - self._begun:.0f} s] {stage}", err=True)
+            typer.echo(f"[{now - self._start:.0f} s] {stage}", err=True)
 
 
 def print_results(path: Path, json: bool, print_tables: Callable[[], None]) -> None:

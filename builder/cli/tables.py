@@ -1,4 +1,4 @@
-"""Print the results of the building commands; imported only for printing."""
+"""The printed results of the building commands; it imports rich, so commands import it late."""
 
 import contextlib
 import sys
@@ -53,13 +53,13 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
 
 def print_stages(stages: "Stages") -> None:
     """Print the time of each stage, and the peak memory of all where the system reports it."""
-    said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
+    line = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
     with contextlib.suppress(ImportError):  # on Windows
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        said += f"; peak memory {peak / (1 << 20 if sys.platform == 'darwin' else 1 << 10):.0f} MiB"
-    print_lines(said)
+        line += f"; peak memory {peak / (1 << 20 if sys.platform == 'darwin' else 1 << 10):.0f} MiB"
+    print_lines(line)
 
 
 def print_quantized(done: "Quantized") -> None:

@@ -49,16 +49,16 @@ class BuiltEngine:
     unchanged: bool
 
     def file_sizes(self) -> list[int]:
-        """Return the bytes of every file; manifests count as 0.
+        """Return the size of every file in bytes; manifests count as 0.
 
-        Ranks share programs on disk, but each rank's are counted.
+        A program that ranks share on disk counts once for each rank.
         """
-        found = [part.files for _, part in engine_folders(self.folder, self.manifest)]
-        return [0] * len(found) + [file.size for files in found for file in files.values()]
+        listed = [part.files for _, part in engine_folders(self.folder, self.manifest)]
+        return [0] * len(listed) + [file.size for files in listed for file in files.values()]
 
 
 def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
-    """Build one engine directory per nextn; engines that would come out the same stay.
+    """Build one engine directory per nextn; keep engines that were built from the same inputs.
 
     Raises UsageError, CheckpointError or BuildError. A failed build leaves no broken engine; the
     next build of the same inputs reuses its finished parts (`engine/staged.py`).
@@ -68,7 +68,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     # 1. What to build: the model, the target, and for each nextn a plan and a folder.
     job = prepare(request)
 
-    # 2. Which engines are not there yet.
+    # 2. Which engines are missing, and which of their ranks.
     todo = {out: ranks for out in job.plans if (ranks := job.lacking(out))}
     if todo:
         with stages("load compiler"):
@@ -91,7 +91,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
             with stages("write weights"):
-                # onnx refuses links: weights that programs embed get a file of their own.
+                # onnx refuses links, so weights that programs embed get a file of their own.
                 siblings = None if embedded else out.parent
                 places = write_weights(weights, staged, folders, siblings)
 
@@ -129,7 +129,7 @@ def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
 def why_inexact(
     job: Job, out: Path, programs: dict[str, ProgramSpec], folders: dict[int, Path]
 ) -> str | None:
-    """Return why these programs are not exact, or None; with --exact, raise BuildError."""
+    """Return why these programs are not exact, None if they are; with --exact, raise BuildError."""
     files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
     inexact = job.target.inexact(files)
     if job.request.exact and inexact:
@@ -138,7 +138,7 @@ def why_inexact(
 
 
 def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
-    """Probe whether an engine is exact, and write the result; refuse: raise BuildError if not."""
+    """Probe whether an engine is exact; `write` the result, or raise BuildError (`refuse`)."""
     from mtpbuild.builder.measure.checks import probe
 
     found = probe(folder)
@@ -155,7 +155,7 @@ def write_weights(
     folders: Mapping[int, Path],
     siblings: Path | None,
 ) -> "dict[str, Placed]":
-    """Write each rank's file; return the place of each weight, which is the same in all files."""
+    """Write each rank's file, or link one in `siblings`; return each weight's place in any file."""
     for rank, folder in folders.items():
         written = weights.write(folder, siblings, rank, staged.hashes(folder).get(WEIGHTS))
         name = " ".join(("weights", *folder.relative_to(staged.folder).parts))
@@ -172,7 +172,7 @@ def compile_programs(
     folders: Mapping[int, Path],
     stages: Stages,
 ) -> dict[str, ProgramSpec]:
-    """Make every program of an engine, in the folders of all its ranks.
+    """Compile every program of an engine into the folders of all its ranks.
 
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
@@ -183,10 +183,10 @@ def compile_programs(
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs
     if shared and not job.request.force:
-        ready = layout.intact_rank(out, job.fingerprints[out])
-        if ready is not None:
-            layout.share_programs(ready, folders.values())
-            return read_manifest(ready).programs
+        built = layout.intact_rank(out, job.fingerprints[out])
+        if built is not None:
+            layout.share_programs(built, folders.values())
+            return read_manifest(built).programs
     first, *others = folders.items()
 
     def trace_one(program: "Program") -> "Traced":
@@ -195,15 +195,15 @@ def compile_programs(
 
     def lower_one(name: str, rank: int, folder: Path, trace: "Callable[[], Traced]") -> ProgramSpec:
         traced = trace()
-        held = temporary_bytes(traced) if plan.style.for_gpu else 0
+        temporary = temporary_bytes(traced) if plan.style.for_gpu else 0
         with stages(f"lower {name}"):
-            return traced.spec(target.lower(replace(traced, rank=rank), places, folder), held)
+            return traced.spec(target.lower(replace(traced, rank=rank), places, folder), temporary)
 
     programs = dict[str, ProgramSpec]()
     # Graphs are full of live cycles: the garbage collector would take a tenth of the time.
     with no_garbage_collection(), target.compiling():
         for program in make_programs(plan, model.model):
-            trace = cache(partial(trace_one, program))
+            trace = cache(partial(trace_one, program))  # at most once, for all ranks
             for rank, folder in [first] if shared else [first, *others]:
                 name = program.name if shared else f"{program.name} {folder.name}"
                 lower = partial(lower_one, name, rank, folder, trace)

@@ -124,9 +124,9 @@ def check_room(
 ) -> None:
     """Raise DownloadError if download, engine or the engine's run need more room than there is.
 
-    wanted: bytes to be fetched. folder: has the checkpoint's small files. The weights are counted
-    once, as engines of one build share them; weights inside programs are not counted. Of several
-    ranks one is counted: the others may be built and run on other machines.
+    wanted: bytes to be fetched. folder: has the checkpoint's small files. Engines of one build
+    share their weights, so these count once; weights inside programs don't count. Of several ranks
+    only one counts: the others may be built and run on other machines.
     """
     downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
     if wanted > downloads.free:
@@ -155,7 +155,7 @@ def check_room(
 
 
 def smaller(plan: Plan, folder: Path) -> str:
-    """Return a hint at the smallest format that the target keeps, if the engine is larger."""
+    """Return a hint at the target's smallest format, or "" if the engine would not get smaller."""
     sizes = {
         name: weights_bytes(replace(plan, scheme=build_scheme(name)), folder)
         for name in plan.style.formats

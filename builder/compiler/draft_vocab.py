@@ -1,8 +1,8 @@
 """A reduced vocabulary for drafts: only the head's rows of frequent tokens are used for them.
 
-The main model judges drafts with its whole vocabulary, so the text stays exact. The draft is wrong
+The main model judges drafts with its whole vocabulary, so the text stays exact. A draft is rejected
 where the text has a token outside the reduced vocabulary. The idea is FR-Spec's (Zhao et al.,
-2025), which SGLang takes as `--speculative-token-map`.
+2025); SGLang's flag for it is `--speculative-token-map`.
 """
 
 import json
@@ -49,9 +49,8 @@ def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
 def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
     """Yield the ids of a BPE tokenizer: added tokens first, then the others by frequency.
 
-    Added tokens end texts and thoughts. Training a BPE merges the most frequent pair first, so an
-    entry that was merged early is frequent in the training text. Single bytes come before all
-    merges.
+    Added tokens end texts and thoughts. Training a BPE merges the most frequent pair first, so the
+    order of merges is that of frequency. Single bytes come before all merges.
     """
     try:
         raw = read_json(path, MOST_TOKENIZER)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One engine that a build would make; bytes are those of each rank."""
+    """An engine that a build would make; sizes are those of one rank."""
 
     folder: Path
     plan: Plan
     weights: int  # bytes of the weights file
-    held: int  # bytes of weights that the programs hold, together
+    held: int  # bytes of weights that all programs hold together
     state: int  # bytes of the state at run time
     caches: int  # bytes of caches in `state`
     graphs: "dict[str, StepCounts]"  # program -> counts of its graph; empty if the engine exists
@@ -36,7 +36,7 @@ class DryRun:
 
     model: "OpenedModel"  # its tensors have shapes but no values
     engines: list[Foreseen]
-    lacking: list[str]  # lines on what this machine lacks to build them
+    lacking: list[str]  # a line for each thing that this machine lacks to build them
 
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
@@ -52,7 +52,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
-        # Ranks of one group have parts of equal shapes; the first `ep` ranks are one of each group.
+        # Ranks of one expert group have equal shapes; the first `ep` ranks are in different groups.
         weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
@@ -86,8 +86,8 @@ def print_dry_run(done: DryRun) -> None:
         f"config.json demands; {model.table.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
-        ends = "would stay" if scheme.head is None else f"to {scheme.head}"
-        print_lines(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
+        head = "would stay" if scheme.head is None else f"to {scheme.head}"
+        print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")
     if model.unfit:
         print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
     if counts := sorted(model.dequantised().items()):
@@ -97,28 +97,28 @@ def print_dry_run(done: DryRun) -> None:
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "weights", "state", "build")
     for engine in done.engines:
-        each = " per rank" if engine.plan.ranks.tp > 1 else ""
+        per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
         table.add_row(
             str(engine.folder),
             f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
             engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {model.weights_type}{each}",
-            f"{engine.state / 1e9:,.3f} GB{each}",
+            f"{engine.weights / 1e9:,.2f} GB {model.weights_type}{per_rank}",
+            f"{engine.state / 1e9:,.3f} GB{per_rank}",
             "nothing to do" if engine.unchanged else "to do",
         )
     print_lines(table, fold=False)
     for engine in done.engines:
-        sizes = ", ".join(f"{name} {each.nodes:,} nodes" for name, each in engine.graphs.items())
+        sizes = ", ".join(f"{name} {graph.nodes:,} nodes" for name, graph in engine.graphs.items())
         if sizes:
             print_lines(f"{engine.folder}: exported without weights: {sizes}")
         if step := engine.graphs.get(PLAIN):
-            each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
+            start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
             held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
             if engine.held != engine.weights:
                 held += f", all programs together hold {format_size(engine.held)} of weights"
-            passing = max(found.temporary for found in engine.graphs.values())
-            beside = f"intermediate results up to {format_size(passing)}"
-            print_lines(f"{each}{held}; a step: {describe_counts(step)}; {beside}")
+            temporary = max(graph.temporary for graph in engine.graphs.values())
+            results = f"intermediate results up to {format_size(temporary)}"
+            print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")
     for line in done.lacking:
         print_lines(f"can't be built here: {escape(line)}")  # [group] of packages
     print_lines("dry run: nothing was written")

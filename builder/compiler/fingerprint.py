@@ -29,7 +29,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import read_header
 
 SMALL = 1 << 24  # bytes of a tensor that is hashed whole
-SAMPLE, EVERY = 1 << 12, 1 << 16  # of a larger one, SAMPLE bytes in any EVERY bytes
+SAMPLE, EVERY = 1 << 12, 1 << 16  # a larger one: any EVERY bytes contain a sample of SAMPLE bytes
 PIECE = 1 << 20  # bytes that are read at once
 MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
@@ -39,7 +39,7 @@ TREE = Path(__file__).parents[2]
 STAGES = ("builder.program.opened_model", "builder.weights.placed", "builder.program.trace")
 # The only modules of the runtime that graphs depend on.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
-# It imports all families, but an engine depends only on its own, which the caller names.
+# This module imports all families. An engine depends on its own alone, which the caller names.
 REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -61,13 +61,13 @@ def fingerprint(
 ) -> str:
     """Return the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
 
-    checkpoint: its `identities`. The result is the same on every machine, so ranks that are built
-    apart are known to belong together.
+    checkpoint: its `identities`. The result is the same on every machine, so it tells whether ranks
+    that were built on different machines belong together.
     """
-    code = [type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__]
-    code += plan.style.pipeline.modules
+    modules = [type(target).__module__, getattr(target, "lowering", "")]
+    modules += [type(plan.config).__module__, *plan.style.pipeline.modules]
     if plan.drafter is not None:
-        code += find_drafter(plan.drafter).sources
+        modules += find_drafter(plan.drafter).sources
     inputs = {
         "checkpoint": dict(checkpoint),
         "plan": asdict(plan),
@@ -76,7 +76,7 @@ def fingerprint(
         "layers": None if layers is None else str(layers),
         "abi": ABI,
         "states": [spec.model_dump() for spec in state_specs(plan)],
-        "sources": hash_of_code(*filter(None, code)),
+        "sources": hash_of_code(*filter(None, modules)),
         "versions": {name: _version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -115,8 +115,8 @@ def list_spans(path: Path, size: int) -> list[Span]:
 def sampled_spans(begin: int, end: int) -> Iterator[Span]:
     """Yield the parts of a span to hash: all of a small one, samples of a large one.
 
-    Samples lie EVERY - SAMPLE apart, so that any EVERY bytes have a whole one, and that rows of 2^n
-    bytes are not sampled in the same columns.
+    Samples begin EVERY - SAMPLE bytes apart: any EVERY bytes contain a whole sample, and rows of
+    2^n bytes are not all sampled in the same columns.
     """
     if end - begin <= SMALL:
         yield from ((at, min(at + PIECE, end)) for at in range(begin, end, PIECE))
@@ -136,7 +136,7 @@ def hash_of_code(*modules: str, tree: Path = TREE) -> str:
     """Return the sha256 of all code that these modules and the stages of a build import.
 
     Comments, docstrings and line breaks don't count. The folder of a model family or an operator
-    counts as a whole, since its modules are imported late and by name. tree: this package's folder.
+    counts as a whole, since its modules are imported late and by name. tree: the source's root.
     """
     found, todo = dict[str, str](), [*(f"{PACKAGE}.{stage}" for stage in STAGES), *modules]
     own = {name.partition(".")[0] for name in todo}

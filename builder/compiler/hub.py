@@ -107,7 +107,7 @@ class Repository:
                     expected_size=size,
                     displayed_filename=name,
                 )
-            # The parts may be of different times. A large file's hash is the name of its blob.
+            # A resumed file may mix two versions. A large file's blob is named by its hash.
             if done and self.files[name].lfs is not None and hash_file(partial) != blob.name:
                 partial.unlink()
                 raise DownloadError(
@@ -185,8 +185,8 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
             return DownloadError(f"{name} is no folder here, and can't be a repository: {error}")
         case errors.HfHubHTTPError():
             status = f"{hub} answers {error.response.status_code} for {name}"
-            said = f" ({error.server_message})" if error.server_message else ""
-            return DownloadError(f"{status}{said}; {RESUMES}")
+            message = f" ({error.server_message})" if error.server_message else ""
+            return DownloadError(f"{status}{message}; {RESUMES}")
         case HTTPError():
             return UnreachableError(f"{hub} can't be reached ({_short(error)}); {RESUMES}")
         case OSError(errno=errno.ENOSPC):

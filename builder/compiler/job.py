@@ -25,8 +25,6 @@ from mtpbuild.builder.targets.target import Target
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
 
-DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
-
 
 @dataclass(frozen=True)
 class Job:
@@ -47,18 +45,16 @@ class Job:
         return range(self.request.ranks.tp) if rank is None else [rank]
 
     def lacking(self, out: Path) -> Sequence[int]:
-        """Return the ranks that `out` does not hold as this build would make them.
-
-        With --force these are all ranks to build.
-        """
-        force, wanted = self.request.force, self.ranks
-        return wanted if force else layout.lacking(out, self.fingerprints[out], wanted)
+        """Return the ranks that `out` lacks or has from other inputs; with --force, all ranks."""
+        if self.request.force:
+            return self.ranks
+        return layout.lacking(out, self.fingerprints[out], self.ranks)
 
     def open_model(self, device: str = "cpu") -> "OpenedModel":
         """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
 
-        device: "meta" if values are never read. Raises CheckpointError, and UsageError if the
-        target's engines can't hold the model.
+        device: "meta" if the caller never reads values. Raises CheckpointError, and UsageError if
+        the target's engines can't hold the model.
         """
         from mtpbuild.builder.program.opened_model import open_model
 
@@ -97,9 +93,9 @@ def prepare(request: BuildRequest) -> Job:
 
 
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
-    """Raise BuildError if this machine can't compile an engine, before the checkpoint's download.
+    """Raise BuildError if this machine can't compile the request's engines; reads no weights.
 
-    source: a folder with its config.json. Raises UsageError as `prepare` does.
+    source: a model whose folder has a config.json. Raises UsageError as `prepare` does.
     """
     load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
 
@@ -107,7 +103,7 @@ def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> 
 def check_small_files(
     request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
-    """Return token ids and plans, after the checks that need no file of weights."""
+    """Return token ids and plans, after all checks that read only the checkpoint's small files."""
     ids = generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
     plans = dict(make_plans(request, source, config))

@@ -91,7 +91,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> Build
 
 
 def describe_files(folder: Path, known: Mapping[str, str]) -> dict[str, FileSpec]:
-    """Return size and sha256 of every file but the manifest; known: hashes by name, if any."""
+    """Return size and sha256 of every file but the manifest; known: hashes that need no reading."""
     top = {path.name for path in folder.iterdir() if path.is_file()}
     return {
         name: FileSpec(

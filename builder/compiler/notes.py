@@ -13,7 +13,7 @@ def log_notes(model: OpenedModel) -> None:
 
 
 def list_notes(model: OpenedModel) -> Iterator[str]:
-    """Yield what the engine leaves out of the checkpoint, or holds in another way, in lines."""
+    """Yield a line for each part of the checkpoint that the engine leaves out or changes."""
     dtype, counts = model.style.dtype, sorted(model.dequantised().items())
     if found := ", ".join(f"{count} in {name}" for name, count in counts):
         yield f"quantised weights ({found}) are dequantised: the engine holds them in {dtype}"

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checks import in_range
@@ -24,9 +24,6 @@ from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.target_options import make_options
 from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
@@ -61,7 +58,7 @@ def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
 
 
 def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
-    """Return a model and its configuration; with --layers those of the slice, named after it."""
+    """Return the model and its configuration; --layers cuts both and is added to the name."""
     config = load_config(source.folder)
     if request.layers is None:
         return source, config
@@ -96,16 +93,16 @@ def make_plans(
     length = request.max_seq_len
     if length is None:
         length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
-    kind = "_bf16" if style.dtype == "bfloat16" else ""
-    kind += f"_{request.scheme.main}" if request.scheme else ""
-    rules = "".join(f"_{name}" for name in request.acceptance_rules)
-    drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
+    ids = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
+    suffix = "_bf16" if style.dtype == "bfloat16" else ""
+    suffix += f"_{request.scheme.main}" if request.scheme else ""
+    suffix += f"_draft{len(ids)}" if ids else ""
+    suffix += "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
     for asked in nextns:
         nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
-            reduced = f"_draft{len(drafted)}" if drafted else ""
-            out = out / f"{source.engine}_n{asked}{kind}{reduced}{rules}{request.ranks.suffix}"
+            out = out / f"{source.engine}_n{asked}{suffix}"
         yield (
             out,
             Plan(
@@ -123,7 +120,7 @@ def make_plans(
                 scheme=request.scheme,
                 rules=request.acceptance_rules,
                 score=request.score,
-                draft_ids=drafted,  # nextn 0 too: engines of one build share their weights
+                draft_ids=ids,  # nextn 0 too: engines of one build share their weights
             ),
         )
 
@@ -142,6 +139,7 @@ def asked_draft_ids(
 
 
 def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:
+    """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
     if request.nextn is not None:
         return in_order(request.nextn)
     if config.num_nextn_predict_layers == 0:

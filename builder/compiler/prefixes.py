@@ -39,7 +39,7 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PROBES = ("a", "7", "Z", "(")  # what users may write after a prefix
+PROBES = ("a", "7", "Z", "(")  # continuations; tokens that depend on them are not of the prefix
 Computed = Callable[[Sequence[int]], dict[str, NDArray[Any]]]
 
 
@@ -153,24 +153,23 @@ def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
 
 
 def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
-    """Load an engine's programs; return a function that computes rows and states of tokens."""
+    """Load an engine's programs; return a function that maps tokens to their rows and states."""
     programs = cast(PrefixCaching, load_programs(folder, manifest, threads=threads))
     if Feature.PREFIX_CACHE not in programs.features:
         raise UsageError(f"{folder}: prefixes are for engines of {_supporting()}")
     recurrent = any(s.role == "recurrent" for s in manifest.state)
 
     def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
-        arrays, at, ahead = dict[str, NDArray[Any]](), 0, manifest.lookahead
-        end = len(tokens) - ahead
-        while at < end:
-            stop = min(at + manifest.build.prefill_chunk, end)
-            programs.prefill(0, at, np.array(tokens[at : stop + ahead], np.int64))
-            at = stop
+        arrays, lookahead = dict[str, NDArray[Any]](), manifest.lookahead
+        rows, chunk = len(tokens) - lookahead, manifest.build.prefill_chunk
+        for start in range(0, rows, chunk):
+            end = min(start + chunk, rows)
+            programs.prefill(0, start, np.array(tokens[start : end + lookahead], np.int64))
             if recurrent:
                 check(programs.save_states(0, 0))
-                found = programs.saved(0)
-                arrays.update((STATES.format(name, at), array) for name, array in found.items())
-        check(programs.save_rows(0, 0, [(0, end)]))
+                states = programs.saved(0)
+                arrays.update((STATES.format(name, end), array) for name, array in states.items())
+        check(programs.save_rows(0, 0, [(0, rows)]))
         arrays.update(programs.saved(0))
         return arrays
 
@@ -211,20 +210,21 @@ def read_beginning(
     """Read a text or, with `messages`, JSON: messages, or an object with messages and tools."""
     try:
         text = file.read_bytes().decode("utf-8")  # keeps its line ends
-        shown = [] if tools is None else json.loads(tools.read_text(encoding="utf-8"))
+        listed_tools = [] if tools is None else json.loads(tools.read_text(encoding="utf-8"))
         if not messages:
-            return Beginning(text, chat=chat or tools is not None, tools=shown)
-        said = json.loads(text)
+            return Beginning(text, chat=chat or tools is not None, tools=listed_tools)
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file}: can't be read ({error})") from None
-    said = said if isinstance(said, dict) else {"messages": said}
-    begun, shown = said.get("messages"), shown or said.get("tools", [])
-    lists = all(
-        isinstance(each, list) and all(isinstance(e, dict) for e in each) for each in (begun, shown)
+    content = content if isinstance(content, dict) else {"messages": content}
+    listed, listed_tools = content.get("messages"), listed_tools or content.get("tools", [])
+    valid = all(
+        isinstance(part, list) and all(isinstance(entry, dict) for entry in part)
+        for part in (listed, listed_tools)
     )
-    if not lists or not begun:
+    if not valid or not listed:
         raise UsageError(f"{file}: a list of messages, or an object with messages and tools")
-    return Beginning(messages=begun, tools=shown)
+    return Beginning(messages=listed, tools=listed_tools)
 
 
 def _read_unsplit(engine: Path) -> Manifest:

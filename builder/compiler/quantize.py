@@ -40,7 +40,7 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """The number, the size and the error of a checkpoint's weights in one format."""
+    """The weights of a checkpoint in one format: their number, bytes and quantisation error."""
 
     weights: int = 0
     bytes: int = 0
@@ -55,7 +55,7 @@ class Portion:
 
 @dataclass
 class Quantized:
-    """A written checkpoint: a portion per format, and the weights that do not split into blocks."""
+    """A written checkpoint: a portion per format, and the weights whose columns fit no block."""
 
     folder: Path
     portions: dict[str, Portion] = field(default_factory=lambda: defaultdict(Portion))
@@ -88,7 +88,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors to store; add up their bytes and their quantisation errors in `done`."""
+    """Yield all tensors to store, by name; add up their bytes and errors in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):
         watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
@@ -139,8 +139,8 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     block = FORMATS[scheme.main].block
     if scheme.main == "fp8":
         blocks = [block, block]
-        rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
-        return {"quant_method": "fp8"} | rest
+        details = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
+        return {"quant_method": "fp8"} | details
     head = {} if scheme.head is None else {"head": scheme.head}
     return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": block} | head
 

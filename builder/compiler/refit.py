@@ -78,8 +78,8 @@ def refit(engine: Path, model: str, watch: Watch = ignore) -> tuple[Manifest, Ma
         watch("package")
         copy_side_files(new.source.folder, folder)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
-        mark = f"{old.build.fingerprint} refitted with {sha256}"
-        fingerprint = hashlib.sha256(mark.encode()).hexdigest()
+        inputs = f"{old.build.fingerprint} refitted with {sha256}"
+        fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
         changes = {
             "mtpbuild": version("mtpbuild"),
             "model": model_info(new),
@@ -126,7 +126,7 @@ def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
 
 
 def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
-    """List `name before -> after` for every value that shapes a graph."""
+    """List `name before -> after` for every value of the configurations that differs."""
     before, after = flat(asdict(old)), flat(asdict(new))
     return [f"{n} {value} -> {after[n]}" for n, value in before.items() if value != after[n]]
 
@@ -149,6 +149,6 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
         raise BuildError(f"{old / WEIGHTS}: not readable as safetensors ({error})") from None
     if len(before) != len(after):
         yield f"{len(before)} -> {len(after)} tensors"
-    for (name, one), (other, two) in zip(before, after, strict=False):
-        if (name, one) != (other, two):
-            yield f"{name} {one['dtype']} {one['shape']} -> {other} {two['dtype']} {two['shape']}"
+    for entries in zip(before, after, strict=False):
+        if entries[0] != entries[1]:
+            yield " -> ".join(f"{name} {e['dtype']} {e['shape']}" for name, e in entries)

@@ -1,6 +1,6 @@
 """Count a program's calls and intermediate results in its exported graph.
 
-Operators count as a compiler for a GPU would fuse them.
+PyTorch's operators are counted as a compiler for a GPU would fuse them.
 """
 
 from collections import Counter, defaultdict
@@ -23,14 +23,14 @@ from mtpbuild.builder.show.tables import format_size
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (plugins.matmul_scaled, plugins.matmul_wide)}
 ONE_SHOT = plugins.sum_of_ranks._opoverload
-GATHERS = plugins.take_rows._opoverload  # PyTorch's operators do it on a GPU
+GATHERS = plugins.take_rows._opoverload  # on a GPU PyTorch's operators compute it
 KERNELS = {
     op._opoverload: op
     for op in plugins.OPS.values()
     if op._opoverload not in {*OWN_PRODUCTS, GATHERS}
 }
-SUMMED = {*OWN_PRODUCTS, plugins.moe._opoverload}  # after them PyTorch sums their parts
-READERS = {op._opoverload for op in plugins.SUM_PARTS}  # unless one of these reads them
+SUMMED = {*OWN_PRODUCTS, plugins.moe._opoverload}  # their result is parts, which PyTorch sums
+READERS = {op._opoverload for op in plugins.SUM_PARTS}  # they sum the parts of a product themselves
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
@@ -85,11 +85,11 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     not count. `tests/builder/test_cross_cuda.py` compares the sum with compiled programs.
     """
     read: dict[Node, list[Node]] = {}  # what a node reads, without the views between
-    before: dict[Node, int] = {}  # longest chain of calls before it
-    fused: dict[Node, Node] = {}  # an operator -> another one of its kernel, or itself
+    depth: dict[Node, int] = {}  # longest chain of calls before a node
+    fused: dict[Node, Node] = {}  # an operator -> another one of its kernel, or itself (union-find)
     readers: dict[Node, list[Node]] = defaultdict(list)
 
-    def first(node: Node) -> Node:
+    def kernel_of(node: Node) -> Node:
         while fused[node] is not node:
             node = fused[node]
         return node
@@ -102,20 +102,20 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
                 for source in read[node]:
                     readers[source].append(node)
             continue
-        own = before[node] = max((before[s] + (s not in fused) for s in read[node]), default=0)
+        own = depth[node] = max((depth[s] + (s not in fused) for s in read[node]), default=0)
         for source in read[node]:
             readers[source].append(node)
         if _is_summed(node):
-            before[node] = own + 1
+            depth[node] = own + 1
         elif kinds[node] != "others" or op_name(node) in ALONE:
             continue
         fused[node] = node
         for source in read[node]:
-            if source in fused and before[source] == own and not _is_summed(node):
-                fused[first(source)] = first(node)
+            if source in fused and depth[source] == own and not _is_summed(node):
+                fused[kernel_of(source)] = kernel_of(node)
     alone = sum(kind == "others" and node not in fused for node, kind in kinds.items())
     written = {
-        first(node)
+        kernel_of(node)
         for node in fused
         if op_name(node) in REDUCED
         or _is_summed(node)
@@ -125,14 +125,13 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 
 def _is_summed(node: Node) -> bool:
-    """Return whether PyTorch sums the parts of an op's result, as no op of ours reads them."""
-    op, readers = node.target, [_sums(user, node) for user in node.users]
-    return op in SUMMED and not (op is plugins.matmul_scaled._opoverload and readers == [True])
+    """Return whether PyTorch sums the parts of an op's result, because no op of ours does."""
+    op, by_ours = node.target, [_sums_parts(user, node) for user in node.users]
+    return op in SUMMED and not (op is plugins.matmul_scaled._opoverload and by_ours == [True])
 
 
-def _sums(reader: Node, product: Node) -> bool:
-    op = reader.target
-    return op in READERS and reader.args[0] is product
+def _sums_parts(reader: Node, product: Node) -> bool:
+    return reader.target in READERS and reader.args[0] is product
 
 
 def op_name(node: Node) -> str:
@@ -181,7 +180,7 @@ def count_launches(node: Node) -> int:
 
 
 def _stand_in(arg: Any) -> Any:
-    """Return a tensor of that shape without values, in int32 for bool, as kernels take flags."""
+    """Return a meta tensor in place of a tensor; bool becomes int32, the type of kernels' flags."""
     if not isinstance(arg, Node):
         return arg
     value = arg.meta["val"]
@@ -193,41 +192,40 @@ def _stand_in(arg: Any) -> Any:
 
 def describe_counts(counts: StepCounts) -> str:
     """Describe a step's calls for a dry run."""
-    said = (
+    text = (
         f"about {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "
         f"kernels of ours, {counts.others:,} of other operators, fused)"
     )
     if counts.collectives:
-        said += f", {counts.collectives:,} collectives of {format_size(counts.summed)}"
+        text += f", {counts.collectives:,} collectives of {format_size(counts.summed)}"
     if counts.one_shot:
-        said += f" ({counts.one_shot:,} of them one-shot)"
-    return said
+        text += f" ({counts.one_shot:,} of them one-shot)"
+    return text
 
 
 def temporary_bytes(traced: Traced) -> int:
-    """Return the most bytes of results that are held at once; symbolic sizes have their bounds.
+    """Return the most bytes of results held at once; symbolic sizes count with their upper bounds.
 
-    A result is never held if only operators read it that a compiler fuses. A result of a state's
-    shape is written over that state. Memory that our kernels hold between their launches is not
-    known here.
+    A result that only fused operators read is never held. A result of a state's shape is written
+    over that state. The memory that our kernels hold between their launches is not counted.
     """
     ranges = traced.exported.range_constraints
     bounds = {symbol: found.upper for symbol, found in ranges.items()}
     nodes = list(traced.exported.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     states = {_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
-    readers: dict[Node, set[str | None]] = {}  # their kinds, through views
+    readers: dict[Node, set[str | None]] = {}  # kinds of a result's readers, also through views
     last: dict[Node, int] = {}  # place of a result's last read, also through results not held
     change = [0] * (len(nodes) + 1)
     for node in reversed(nodes):
         kind = call_kind(node) if node.op == "call_function" else node.op
-        through, kinds, end = kind is None, set[str | None](), place[node]
+        is_view, kinds, end = kind is None, set[str | None](), place[node]
         for user in node.users:
             own = call_kind(user) if user.op == "call_function" else user.op
             kinds |= readers[user] if own is None else {own}
             end = max(end, last[user] if own is None or _fused(user, own, readers) else place[user])
         readers[node], last[node] = kinds, end
-        if through or node.op != "call_function" or _fused(node, kind, readers):
+        if is_view or node.op != "call_function" or _fused(node, kind, readers):
             continue
         leaves = pytree.tree_leaves(node.meta["val"])
         results = [x for x in leaves if isinstance(x, Tensor) and _shape(x) not in states]

@@ -22,7 +22,7 @@ from mtpbuild.runtime.errors import BuildError
 
 @dataclass(frozen=True)
 class Shapes(Checkpoint):
-    """A checkpoint whose tensors have no values; shapes: of weights, as the table demands them."""
+    """A checkpoint whose tensors have shapes but no values; shapes: of weights, from the table."""
 
     shapes: Mapping[str, Shape]
 
@@ -40,9 +40,9 @@ class Shapes(Checkpoint):
 
 
 def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
-    """Cut and join shapes as each rank's weights are; raise BuildError if the program's differ.
+    """Cut and join the weights' shapes for each rank; raise BuildError if the programs' differ.
 
-    The error names the first weight of another shape.
+    The error names the first weight that differs.
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
@@ -51,8 +51,8 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         for name, weight in whole(made(checkpoint, table, share)):
             if weight.shape != wanted[name]:
-                is_to_be = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
-                raise BuildError(f"rank {rank}: {is_to_be}")
+                differs = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
+                raise BuildError(f"rank {rank}: {differs}")
 
 
 def export(
@@ -60,7 +60,7 @@ def export(
 ) -> list[dict[str, StepCounts]]:
     """Export each plan's programs on tensors that only have shapes; return each graph's counts.
 
-    The model, which is on the meta device, is of no use afterwards.
+    The model must be on the meta device, and can't be used afterwards.
     """
 
     def count(plan: Plan) -> dict[str, StepCounts]:

@@ -65,16 +65,16 @@ def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engi
     """Return the text after the thinking phase, stripped; None if the phase never ended."""
     manifest, tokenizer = engine.manifest, engine.tokenizer
     assert tokenizer is not None, "problems are texts"
-    said = list(token_ids)
-    if said and said[-1] in manifest.model.eos_token_ids:
-        said.pop()
+    tokens = list(token_ids)
+    if tokens and tokens[-1] in manifest.model.eos_token_ids:
+        tokens.pop()
     if manifest.model.thinking_token_ids is not None:
         begin, end = manifest.model.thinking_token_ids
-        if end in said:
-            said = said[len(said) - said[::-1].index(end) :]
-        elif next((t == begin for t in [*prompt, *said][::-1] if t in (begin, end)), False):
+        if end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        elif [t for t in [*prompt, *tokens] if t in (begin, end)][-1:] == [begin]:
             return None
-    return b"".join(map(tokenizer.token_bytes, said)).decode("utf-8", "replace").strip()
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace").strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def compare_accuracy(mine: Sequence[bool], strict: Sequence[bool]) -> Figures:
     return {
         "value": fmean(each),
         **{"low": low, "high": high},  # the 95 % interval, by resampling the problems
-        **{"lost": lost, "gained": gained},  # correct under one of the two alone
+        **{"lost": lost, "gained": gained},  # problems that strict alone, or `mine` alone, solves
         "p_value": mcnemar_p_value(lost, gained),  # McNemar's exact test: do lost and gained differ
     }
 
@@ -185,14 +185,14 @@ def write_conclusion(rows: Sequence[SettingRow]) -> str:
     """Write whether a setting's accuracy differs from strict's, and which setting is fastest."""
     strict, *others = rows
     count = strict.overall["problems_asked"]
-    said = f"strict: {strict.overall['right']} of {count} {'problem' if count == 1 else 'problems'}"
+    text = f"strict: {strict.overall['right']} of {count} {'problem' if count == 1 else 'problems'}"
     fastest = max(others, key=lambda row: row.speedup.value)
     ratio = fastest.speedup.value
-    said += f"; fastest: {fastest.name}, {ratio:.2f}x" if ratio > 1 else "; none is faster"
+    text += f"; fastest: {fastest.name}, {ratio:.2f}x" if ratio > 1 else "; none is faster"
     apart = [row.name for row in others if row.overall["against_strict"]["p_value"] < 0.05]
     if apart:
-        return f"{said}. Other than strict's accuracy (p < 0.05): {', '.join(apart)}"
-    return f"{said}. No setting's accuracy is seen to differ from strict's (p < 0.05)"
+        return f"{text}. Other than strict's accuracy (p < 0.05): {', '.join(apart)}"
+    return f"{text}. No setting's accuracy is seen to differ from strict's (p < 0.05)"
 
 
 def print_evaluation(report: Evaluation) -> None:

@@ -39,7 +39,7 @@ class JudgedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The drafts whose value lies between `low` and `high`, both included."""
+    """The drafts whose margin (or another of `AXES`) is from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -69,8 +69,8 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json, study.csv and study.png; raise UsageError."""
     check_writable(out)
     found = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [make_study_json(one) for one in found]}
-    rows = ({"trace": str(one.trace.path), **asdict(d)} for one in found for d in one.drafts)
+    document = {"traces": [make_study_json(each) for each in found]}
+    rows = ({"trace": str(each.trace.path), **asdict(d)} for each in found for d in each.drafts)
     write_results(out, "study", document, rows, {"study": partial(draw_study, found)})
     return found
 
@@ -118,27 +118,26 @@ def make_bins(points: Sequence[tuple[float, bool]]) -> list[Bin]:
     return bins
 
 
-def make_study_json(one: TraceStudy) -> dict[str, Any]:
-    first = next(iter(one.trace.requests.values())).request
+def make_study_json(result: TraceStudy) -> dict[str, Any]:
+    first = next(iter(result.trace.requests.values())).request
     return {
-        "trace": str(one.trace.path),
+        "trace": str(result.trace.path),
         **{name: getattr(first, name) for name in ("model", "nextn", "drafter", "target")},
-        "judged": len(one.drafts),
-        "accepted": one.accepted,
+        "judged": len(result.drafts),
+        "accepted": result.accepted,
         "by": {
             name: [asdict(b) | {"share": b.share.value, "interval": b.share[1:]} for b in bins]
-            for name, bins in one.bins.items()
+            for name, bins in result.bins.items()
         },
     }
 
 
 def print_study(found: Sequence[TraceStudy]) -> None:
     """Print a table for each trace and each of its axes."""
-    for one in found:
-        print_lines(
-            f"{one.trace.path}: {one.accepted} of {len(one.drafts)} judged drafts", style="bold"
-        )
-        for name, bins in one.bins.items():
+    for result in found:
+        title = f"{result.trace.path}: {result.accepted} of {len(result.drafts)} judged drafts"
+        print_lines(title, style="bold")
+        for name, bins in result.bins.items():
             table = make_figures_table(AXES[name], ("judged", "accepted", "95 %"))
             for each in bins:
                 share = each.share
@@ -146,7 +145,7 @@ def print_study(found: Sequence[TraceStudy]) -> None:
                 cells = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
                 table.add_row(" to ".join(ends), str(each.judged), *cells)
             print_lines(table)
-        if "entropy" not in one.bins:
+        if "entropy" not in result.bins:
             print_lines("it has no entropies: `mtpbuild run` with --json --logprobs 1 records them")
 
 
@@ -155,13 +154,13 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
     note = "of the drafts that were judged; a point: drafts of like values; 95 % intervals"
     with draw_panels(path, note, rows=2) as (figure, every):
         for axes, (name, title) in zip(every, AXES.items(), strict=True):
-            for number, one in enumerate(found):
-                bins = one.bins.get(name, [])
+            for number, result in enumerate(found):
+                bins = result.bins.get(name, [])
                 shares = [b.share for b in bins]
                 x, y = [b.mean for b in bins], [share.value for share in shares]
                 look: dict[str, Any] = {
                     "color": choose_colour(number),
-                    "label": one.trace.path.name,
+                    "label": result.trace.path.name,
                 }
                 axes.errorbar(
                     x, y, interval_reach(shares) if bins else None, fmt="o-", capsize=2, **look
@@ -170,7 +169,7 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
             axes.set_ylabel("share accepted")
             axes.set_ylim(0, 1.02)
         draft, _, _, entropy = every
-        draft.set_xticks(sorted({int(b.low) for one in found for b in one.bins["draft"]}))
-        if not any("entropy" in one.bins for one in found):
+        draft.set_xticks(sorted({int(b.low) for result in found for b in result.bins["draft"]}))
+        if not any("entropy" in result.bins for result in found):
             entropy.set_title("not in these traces", fontsize=9)
         share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])

@@ -102,10 +102,7 @@ class CpuForecast:
 
 
 def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> CpuForecast:
-    """Make the forecast; raise UsageError, BuildError or CheckpointError.
-
-    machine: this machine if it is not given.
-    """
+    """Forecast for `machine` or this one; raise UsageError, BuildError or CheckpointError."""
     machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
@@ -144,8 +141,8 @@ def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     found = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:
-        for one in found:  # with so few experts all are computed, whichever are chosen
-            one.name = one.name.replace("experts", "computed experts")
+        for weights in found:  # with few experts a CPU computes all: count them like other weights
+            weights.name = weights.name.replace("experts", "computed experts")
     return CostModel(config, found, ALONE, UNKNOWN)
 
 
@@ -220,16 +217,16 @@ def print_cpu_forecast(f: CpuForecast) -> None:
     print_lines(
         f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
         f"{available} available",
-        _portions(f),
-        _download(f),
-        _engines(f),
+        _checkpoint_table(f),
+        _download_line(f),
+        _engines_table(f),
         fold=False,
     )
-    _room(f)
-    _reads(f)
+    _print_room(f)
+    _print_reads(f)
 
 
-def _portions(f: CpuForecast) -> Table:
+def _checkpoint_table(f: CpuForecast) -> Table:
     table = Table("checkpoint", "parameters", "size")
     for name, portion in f.portions.items():
         if portion.parameters:
@@ -238,14 +235,14 @@ def _portions(f: CpuForecast) -> Table:
     return table
 
 
-def _download(f: CpuForecast) -> str:
+def _download_line(f: CpuForecast) -> str:
     if not f.download:
         return "download: nothing"
     free = format_size(f.machine.downloads.free)
     return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
 
 
-def _engines(f: CpuForecast) -> Table:
+def _engines_table(f: CpuForecast) -> Table:
     table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits")
     for engine in f.engines:
         sizes = map(format_size, (engine.bytes, engine.memory[-1]))
@@ -259,7 +256,7 @@ def describe_fit(engine: CpuEngine) -> str:
     return f"no, lacks {missing}" if missing else "yes"
 
 
-def _room(f: CpuForecast) -> None:
+def _print_room(f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
     shared = ", of which the download takes its part" if f.shares_disk else ""
     print_lines(
@@ -274,7 +271,7 @@ def _room(f: CpuForecast) -> None:
     )
 
 
-def _reads(f: CpuForecast) -> None:
+def _print_reads(f: CpuForecast) -> None:
     request = f.request
     read, speed = (
         Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")

@@ -153,12 +153,11 @@ class Forecast:
 
         The weights that our kernels read are shared by its programs.
         """
-        drafts = max(self.request.nextn)
-        used = [one for one in self.model.classes if drafts or not one.module]
-        ranks = self.request.ranks
+        drafts, ranks = max(self.request.nextn), self.request.ranks
+        used = [weights for weights in self.model.classes if drafts or not weights.module]
         joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
         names = ("experts", "head", *joined)
-        shared = sum(one.per_rank for one in used if one.name in names)
+        shared = sum(weights.per_rank for weights in used if weights.name in names)
         return shared + PROGRAMS * (self.weight_bytes - shared)
 
     @property
@@ -191,11 +190,11 @@ def forecast(request: ForecastRequest) -> Forecast:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
     lengths = choose_acceptance_lengths(request)
     found = count_classes(layout, request.ranks)
-    formats = {one.name: one.format for one in found if not one.module}
+    formats = {weights.name: weights.format for weights in found if not weights.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
-    late = calibrate_latency(request, model, load, lengths)
+    latency = calibrate_latency(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
@@ -207,11 +206,12 @@ def forecast(request: ForecastRequest) -> Forecast:
         scratch_bytes=model.scratch_bytes(
             most, request.max_batch, request.prefill_chunk, request.max_seq_len
         ),
-        latency=late,
+        latency=latency,
         steps=[
-            StepForecast(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn
+            StepForecast(n, lengths[n], model.step(n, load), latency.seconds(n))
+            for n in request.nextn
         ],
-        without=StepForecast(0, 1.0, model.step(0, load), late.seconds(0)),
+        without=StepForecast(0, 1.0, model.step(0, load), latency.seconds(0)),
     )
 
 
@@ -237,8 +237,8 @@ def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     if given is None:
         for nextn in request.nextn:
             if nextn >= len(known):
-                said = f"no acceptance length is published for nextn {nextn}"
-                raise UsageError(f"{said}: give --acceptance, a length for each nextn")
+                problem = f"no acceptance length is published for nextn {nextn}"
+                raise UsageError(f"{problem}: give --acceptance, a length for each nextn")
         given = tuple(known[nextn] for nextn in request.nextn)
     if len(given) != len(request.nextn):
         raise UsageError(f"--acceptance has {len(given)} lengths, --nextn {len(request.nextn)}")

@@ -46,14 +46,14 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
         "tensorrt_weights_bytes_per_rank": round(f.tensorrt_bytes),
         "classes": [
             {
-                "name": one.name,
-                "mtp": one.module,
-                "formats": sorted(one.formats),
-                "parameters": one.parameters,
-                "checkpoint_bytes": one.bytes,
-                "bytes_per_rank": round(one.per_rank),
+                "name": weights.name,
+                "mtp": weights.module,
+                "formats": sorted(weights.formats),
+                "parameters": weights.parameters,
+                "checkpoint_bytes": weights.bytes,
+                "bytes_per_rank": round(weights.per_rank),
             }
-            for one in model.classes
+            for weights in model.classes
         ],
         "memory_bytes_per_rank": round(model.gpu.memory),
         "reserved_bytes_per_rank": round(model.gpu.memory * RESERVED),
@@ -79,36 +79,36 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
 
 
 def print_forecast(f: Forecast) -> None:
-    """Print weights by class, memory, a line per nextn, the last nextn's parts, assumptions."""
+    """Print the weights by class, the memory, each nextn, the last one's parts, the assumptions."""
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
     print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    print_lines(_weights(f), fold=False)
-    _memory(f)
-    print_lines(_steps(f), _parts(f), fold=False)
-    _assumptions(f)
+    print_lines(_weights_table(f), fold=False)
+    _print_memory(f)
+    print_lines(_steps_table(f), _parts_table(f), fold=False)
+    _print_assumptions(f)
 
 
-def _weights(f: Forecast) -> Table:
+def _weights_table(f: Forecast) -> Table:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
-    for one in f.model.classes:
+    for weights in f.model.classes:
         table.add_row(
-            f"MTP: {one.name}" if one.module else one.name,
-            ", ".join(sorted(one.formats)),
-            f"{one.parameters / 1e9:.3g} B",
-            format_size(one.bytes),
-            format_size(one.per_rank),
+            f"MTP: {weights.name}" if weights.module else weights.name,
+            ", ".join(sorted(weights.formats)),
+            f"{weights.parameters / 1e9:.3g} B",
+            format_size(weights.bytes),
+            format_size(weights.per_rank),
         )
-    copies = f.checkpoint_bytes - sum(one.bytes for one in f.model.classes)
+    copies = f.checkpoint_bytes - sum(weights.bytes for weights in f.model.classes)
     if copies > 0:
         table.add_row("copies in MTP layers", "", "", format_size(copies), "shared")
-    parameters = sum(one.parameters for one in f.model.classes) / 1e9
+    parameters = sum(weights.parameters for weights in f.model.classes) / 1e9
     total = (f"{parameters:.4g} B", format_size(f.checkpoint_bytes), format_size(f.weight_bytes))
     table.add_row("all", "", *total, style="bold")
     return table
 
 
-def _memory(f: Forecast) -> None:
+def _print_memory(f: Forecast) -> None:
     request, gpu = f.request, f.model.gpu
     sizes = (gpu.memory, f.weight_bytes, f.scratch_bytes, gpu.memory * RESERVED)
     memory, weights, scratch, reserved = map(format_size, sizes)
@@ -131,7 +131,7 @@ def _memory(f: Forecast) -> None:
         print_lines("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
-def _steps(f: Forecast) -> Table:
+def _steps_table(f: Forecast) -> Table:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
     lines: dict[str, Callable[[StepForecast], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
@@ -151,7 +151,7 @@ def _steps(f: Forecast) -> Table:
     return table
 
 
-def _parts(f: Forecast) -> Table:
+def _parts_table(f: Forecast) -> Table:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
     rows = [
@@ -163,21 +163,21 @@ def _parts(f: Forecast) -> Table:
     return table
 
 
-def _assumptions(f: Forecast) -> None:
-    request, late = f.request, f.latency
+def _print_assumptions(f: Forecast) -> None:
+    request, latency = f.request, f.latency
     print_lines(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
         f"cached tokens ({request.kv_cache})",
-        f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
-        f"constants: {late.source}",
+        f"step = {1e3 * latency.base:.2f} ms + {1e3 * latency.per_draft:.2f} ms x nextn + "
+        f"roofline; constants: {latency.source}",
     )
     if request.measured is None and not f.is_published:
-        said = "assumed to hold here: another model, machine or load has others; measure two nextn "
-        print_lines(f"{said}and give --calibrate", style="yellow")
+        note = "assumed to hold here: another model, machine or load has others; measure two nextn "
+        print_lines(f"{note}and give --calibrate", style="yellow")
     attention = family_of(f.model.config).attention
     if not targets_that(lambda target: attention in target.gpu_attention):
-        said = "targets for GPUs have no kernel for this model's attention yet: "
-        print_lines(f"{said}`mtpbuild build` refuses them", style="yellow")
+        note = "targets for GPUs have no kernel for this model's attention yet: "
+        print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")
     if request.acceptance is None:
         print_lines("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
 

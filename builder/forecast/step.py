@@ -72,27 +72,27 @@ class CostModel:
         return [*self._verify(nextn, load), *self._draft(nextn, load)]
 
     def _verify(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
-        for one in self.classes:
-            if not one.module and one.name != "embedding":
-                yield self._weights(one.name, [one], [nextn + 1], load)
+        for weights in self.classes:
+            if not weights.module and weights.name != "embedding":
+                yield self._weights(weights.name, [weights], [nextn + 1], load)
         widths = self.widths[: self.config.num_hidden_layers]
         yield self._cache("caches", widths, [nextn + 1], load)
-        if self.state_bytes:  # the window reads it; advancing it reads and writes it
+        if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._part("recurrent states", bytes, 0, 0)
 
     def _draft(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
-        """Count drafting: Eagle runs one module nextn times, vanilla each over the whole window."""
+        """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full."""
         if nextn == 0:
             return
         vanilla = self.drafter(nextn) == "mtp-vanilla"
         counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
-        own = [one for one in self.classes if one.module and one.name not in ends]
+        own = [weights for weights in self.classes if weights.module and weights.name not in ends]
         yield self._weights("MTP modules", own, counts, load, 1 / modules)
-        heads = [one for one in self.classes if one.name.endswith("head")]
-        heads = [one for one in heads if one.module] or heads  # the module's own, if it has one
+        heads = [weights for weights in self.classes if weights.name.endswith("head")]
+        heads = [weights for weights in heads if weights.module] or heads  # its own, if any
         yield self._weights("head of drafts", heads, [1] * nextn, load)
         yield self._cache("MTP caches", self.widths[-1:], counts, load)
 
@@ -104,41 +104,41 @@ class CostModel:
         load: StepLoad,
         share: float = 1.0,
     ) -> StepPart:
-        """Count weights that passes read, each pass over `count` tokens per request.
+        """Count reads of weights; `counts` has each pass's tokens per request.
 
-        share: the fraction of the classes that is in use.
+        share: the fraction of these weights that a pass reads.
         """
         c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
-        for one in classes:
+        for weights in classes:
             for count in counts:
-                touched = chosen = 1.0
+                read = chosen = 1.0
                 tokens = self.ranks.local(load.batch) * count
-                if one.name == "experts":  # all ranks' requests
+                if weights.name == "experts":  # a rank's experts serve all ranks' requests
                     tokens = load.batch * count
-                    touched = count_distinct_experts(c, tokens) / c.experts
+                    read = count_distinct_experts(c, tokens) / c.experts
                     chosen = c.chosen / c.experts
-                bytes += one.per_rank * share * touched
-                held = one.parameters * one.per_rank / one.bytes
-                work = 2 * held * share * chosen * tokens
+                bytes += weights.per_rank * share * read
+                parameters = weights.parameters * weights.per_rank / weights.bytes
+                work = 2 * parameters * share * chosen * tokens
                 operations += work
-                compute += work / self.gpu.peak(one.format)
+                compute += work / self.gpu.peak(weights.format)
         return self._part(name, bytes, operations, compute)
 
     def _cache(self, name: str, widths: list[int], passes: list[int], load: StepLoad) -> StepPart:
-        """Count the context's cache rows, in layers of these widths, and attention over them.
+        """Count reads of the context's cache rows, in layers of these widths, and attention.
 
-        If tokens choose rows (DSA), adjacent tokens are assumed to choose different ones.
+        passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
         """
-        c, context, numbers, operations = self.costs, load.context, 0, 0.0
+        c, context, values, operations = self.costs, load.context, 0, 0.0
         for width in filter(None, widths):
             attended = c.attended or width
             scoring = c.scoring if width > attended else 0.0
             for tokens in passes:
-                each, every = (c.rows(context, count) for count in (1, tokens))
-                numbers += every * attended + context * (width - attended)
-                operations += tokens * (each * c.row_operations + context * scoring)
+                rows_per_token, rows_read = (c.rows(context, count) for count in (1, tokens))
+                values += rows_read * attended + context * (width - attended)
+                operations += tokens * (rows_per_token * c.row_operations + context * scoring)
         requests = self.ranks.local(load.batch)
-        bytes, operations = requests * numbers * CACHE_BYTES[load.cache], requests * operations
+        bytes, operations = requests * values * CACHE_BYTES[load.cache], requests * operations
         return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
     def _part(self, name: str, bytes: float, operations: float, compute: float) -> StepPart:
@@ -153,7 +153,7 @@ class CostModel:
 
     def weight_bytes(self, nextn: int) -> float:
         """Count the bytes of weights per rank; without drafts the modules are not loaded."""
-        return sum(one.per_rank for one in self.classes if nextn or not one.module)
+        return sum(weights.per_rank for weights in self.classes if nextn or not weights.module)
 
     def scratch_bytes(self, nextn: int, batch: int, chunk: int, rows: int) -> float:
         """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank.

@@ -99,14 +99,14 @@ def count_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
     found: dict[tuple[str, bool], WeightClass] = {}
     for stored in family_table(layout.config).stored.values():
         key = classify(layout.config, stored.name)
-        one = found.setdefault(key, WeightClass(*key))
-        one.parameters += prod(stored.shape)
+        weights = found.setdefault(key, WeightClass(*key))
+        weights.parameters += prod(stored.shape)
         format = layout.format(stored)
         for entry in layout.parts(stored, format).values():
-            one.bytes += entry.nbytes
-            one.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
-            one.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
-    return sorted(found.values(), key=lambda one: one.module)
+            weights.bytes += entry.nbytes
+            weights.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
+            weights.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
+    return sorted(found.values(), key=lambda weights: weights.module)
 
 
 def count_engine_classes(
@@ -118,8 +118,8 @@ def count_engine_classes(
 ) -> list[WeightClass]:
     """Count the weights of an engine.
 
-    format_of: the format of the weights that it is built of. dtype: of those that the engine does
-    not hold quantised.
+    format_of: a weight's format in the checkpoint that it is built of. dtype: the type of weights
+    that are not quantised in the engine.
     """
     held = choose_formats(family_table(config, ranks), format_of, style).stored_formats
     engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
@@ -128,13 +128,13 @@ def count_engine_classes(
 
 def count_file_bytes(classes: Iterable[WeightClass]) -> int:
     """Count the bytes of a rank's weights file, which has a head tied to the embedding twice."""
-    return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in classes))
+    return round(sum(weights.per_rank * (2 if weights.name == TIED else 1) for weights in classes))
 
 
 def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
-    shape: the tensor's, which may be the scales of a quantised weight; a scalar can't be split.
+    shape: of the tensor, which may hold a quantised weight's scales; a scalar can't be split.
     """
     if stored.routed:
         return 1 / (ranks.tp if shape else ranks.ep)
@@ -157,11 +157,11 @@ def sum_portions(
     layout: CheckpointLayout, found: list[WeightClass]
 ) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
-    config, by_key = layout.config, {(one.name, one.module): one for one in found}
+    config, by_key = layout.config, {(weights.name, weights.module): weights for weights in found}
     originals = family_of(config).duplicates(config).values() if layout.repeated else ()
     parts = {
-        MAIN: [one for one in found if not one.module],
-        MODULES: [one for one in found if one.module],
+        MAIN: [weights for weights in found if not weights.module],
+        MODULES: [weights for weights in found if weights.module],
         COPIES: [by_key[classify(config, name)] for name in originals],
     }
     return {

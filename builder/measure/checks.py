@@ -20,8 +20,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, and of the prompts
-ROUNDED = 0.5  # replaces compare.MOST where products also round their inputs: integers, bfloat16
+TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, lengths of the prompts
+ROUNDED = 0.5  # compare.MOST for integers and bfloat16, whose products also round their inputs
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Case:
         engine: Engine | None = None,
         base: Engine | None = None,
     ) -> Finding:
-        """Compare texts; where two differ, the engine (or another one) continues the other text.
+        """Compare texts; after a difference `engine`, or the case's own, continues their text.
 
-        base: the engine of `theirs`, if it is another one than ours. Two exact engines agree to the
-        bit. In bfloat16 a product of one row rounds differently from one of four, so any text may
-        diverge. With integer weights the inputs are rounded to int8, where the last digit decides.
+        base: the engine of `theirs`, if it is not ours. Two exact engines agree to the bit. In
+        bfloat16 a product of one row rounds differently from one of four, so any text may diverge.
+        With integer weights inputs are rounded to int8, which can enlarge the smallest difference.
         """
         if all(each.manifest.build.exact for each in (self.engine, base) if each is not None):
             return compare_bits(ours, theirs)
@@ -78,7 +78,7 @@ class Case:
 
 
 def rounds_inputs(manifest: Manifest) -> bool:
-    """Return whether a difference in the last digit may be rounded to a larger one."""
+    """Return whether rounding may enlarge a difference in the last digit."""
     return manifest.build.block_size is not None or manifest.build.dtype == "bfloat16"
 
 
@@ -131,7 +131,7 @@ def probe(folder: Path) -> ProbeResult:
 
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
-    """Yield prompts of arbitrary tokens, as long as they fit into the engine."""
+    """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
     most, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
     for length in LENGTHS:
         if length + TOKENS <= most:
@@ -139,7 +139,7 @@ def make_prompts(engine: Engine) -> Iterator[list[int]]:
 
 
 def check_steps(case: Case) -> Finding:
-    """Continue each text from its half: a prompt then fills the rows that steps have filled."""
+    """Continue each text from its middle: now a prompt fills the rows that steps filled before."""
     if not case.prompts:
         raise NotChecked("the engine takes no prompt of them")
     half = TOKENS // 2

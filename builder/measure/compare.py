@@ -53,30 +53,30 @@ def compare_texts(
     limit = TIE * max(noise, LEAST)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
     if not noise <= most:
-        said = f"log-probabilities of the same tokens are up to {noise:.2g} apart"
-        return Finding(False, f"{said}: other weights, or a wrong cache", figures)
+        detail = f"log-probabilities of the same tokens are up to {noise:.2g} apart"
+        return Finding(False, f"{detail}: other weights, or a wrong cache", figures)
     apart_at_ties = 0
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for margin, said in find_differences(number, mine, other, replay):
+        for margin, detail in find_differences(number, mine, other, replay):
             if margin > limit:
-                said += f" (margin {margin:.2g}, a near-tie is below {limit:.1g})"
-                return Finding(False, said, figures)
+                detail += f" (margin {margin:.2g}, a near-tie is below {limit:.1g})"
+                return Finding(False, detail, figures)
         apart_at_ties += mine.token_ids != other.token_ids
     figures["near_ties"] = apart_at_ties
-    said = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
+    detail = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
     if apart_at_ties > max(1, parted * len(ours)):
-        return Finding(False, f"{said}: too many part, if only at near-ties", figures)
+        return Finding(False, f"{detail}: too many part, if only at near-ties", figures)
     near = f", {apart_at_ties} parts at a near-tie" if apart_at_ties else ""
-    return Finding(True, said + near, figures)
+    return Finding(True, detail + near, figures)
 
 
 def compare_bits(ours: Sequence[TimedAnswer], theirs: Sequence[TimedAnswer]) -> Finding:
     """Compare every token and every log-probability, of which no bit may differ."""
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs)}
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        said = [[*zip(text.token_ids, text.logprobs, strict=True)] for text in (mine, other)]
-        if (place := find_first_difference(*said)) is not None:
-            (one, two) = (text[place] if place < len(text) else "an end" for text in said)
+        tokens = [[*zip(text.token_ids, text.logprobs, strict=True)] for text in (mine, other)]
+        if (place := find_first_difference(*tokens)) is not None:
+            one, two = (text[place] if place < len(text) else "an end" for text in tokens)
             detail = f"text {number}, token {place}: {one}, not {two} (token, log-probability)"
             return Finding(False, detail, figures)
     return Finding(True, f"{len(ours)} texts equal to the bit, {figures['tokens']} tokens", figures)

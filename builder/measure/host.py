@@ -112,21 +112,21 @@ def measure_bandwidth(passes: int = 4) -> float:
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             list(pool.map(np.max, parts))
-            best = min(best, time.perf_counter() - begun)
+            best = min(best, time.perf_counter() - start)
     return READ / best
 
 
 def find_disk(folder: Path) -> Disk:
     """Return the disk of a folder, which need not exist yet."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return Disk(existing.stat().st_dev, shutil.disk_usage(existing).free)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Functions that measure a machine: a folder's disk, and the bytes of memory where known."""
+    """Functions that measure a machine: the disk of a folder, and the memory in bytes, if known."""
 
     disk: Callable[[Path], Disk]
     memory: Callable[[], int | None]

@@ -56,18 +56,18 @@ def find_built_in(name: str) -> Path:
 def make_groups(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
-    """Group `count` prompts; without a count, about `default` of them, or all."""
+    """Group `count` prompts; if None, `default` rounded up to whole groups; if both None, all."""
     most = max(map(len, prompts.values()))
     turns = [kind[i : i + size] for i in range(0, most, size) for kind in prompts.values()]
     groups = [group for group in turns if len(group) == size]
-    there = len(groups) * size
+    available = len(groups) * size
     if not groups:
         raise UsageError(f"--concurrency {size} needs as many requests; the dataset has {most}")
     if count is None:
-        count = there if default is None else min(-(-default // size) * size, there)
+        count = available if default is None else min(-(-default // size) * size, available)
     if count % size:
         raise UsageError(f"--num-requests {count} is not a multiple of --concurrency {size}")
-    return groups[: in_range(1, count, there, "--num-requests") // size]
+    return groups[: in_range(1, count, available, "--num-requests") // size]
 
 
 def add_seed(params: SamplingParams, number: int) -> SamplingParams:
@@ -83,8 +83,8 @@ def split_groups(groups: Sequence[Group], size: int) -> list[Group]:
 
 
 def resize_prompt(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
-    """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts."""
-    bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
+    """Bring a prompt to `length` tokens: cut its beginning, or prepend other prompts; keep BOS."""
+    bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]  # without BOS
     start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
     wanted = length - len(start)
     backwards = chain.from_iterable(body[::-1] for body in bodies * (wanted + 1))

@@ -39,8 +39,8 @@ class TimedAnswer:
     times: list[float] = field(default_factory=list)  # of each step's tokens
     token_ids: list[int] = field(default_factory=list)
     statistics: SpeculativeDecoding | None = None  # None if the run stopped early
-    # Of each token, if `run_group` recorded them: its log-probability under the plain softmax, and
-    # the margin of logits if greedy, else of the random number to the border of its cell.
+    # If `run_group` records them, of each token: its log-probability under the plain softmax; its
+    # margin, between the best two logits if greedy, else of the random number to its cell's border.
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
@@ -107,7 +107,7 @@ def run_prompts(
 
 
 def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:
-    """Run a group after a few steps that are not counted."""
+    """Run a group, after a few steps of it that are not counted."""
     run_group(engine, make_endless(group), SETTLING_STEPS)
     return run_group(engine, group)
 

@@ -48,11 +48,11 @@ def count_decoded(groups: Groups) -> tuple[int, float]:
 
 
 def compute_speedup(groups: Groups, base: Groups) -> Estimate:
-    """Compute how much faster a user gets tokens; the interval is from resampled groups."""
+    """Compute the ratio of one user's tokens/s to the base's; its interval is by resampling."""
     pairs = zip(groups, base, strict=True)
     parts = [(*count_decoded([g]), *count_decoded([b])) for g, b in pairs]
 
-    def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:
+    def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:  # of resampled pairs
         tokens, seconds, base_tokens, base_seconds = map(sum, zip(*drawn, strict=True))
         divisor = seconds * base_tokens
         return tokens * base_seconds / divisor if divisor else None

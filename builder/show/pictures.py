@@ -54,7 +54,7 @@ def machine_note(machine: Mapping[str, Any]) -> str:
 
 
 def choose_colour(number: int) -> str:
-    """Choose the colour of a series; after the last colour the first one follows."""
+    """Return the colour of series `number`, counted from 0; the colours repeat."""
     return COLOURS[number % len(COLOURS)]
 
 

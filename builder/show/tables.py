@@ -17,7 +17,7 @@ def make_figures_table(name: str, columns: Iterable[object]) -> Table:
 
 
 def make_names_column(title: str, names: Sequence[str]) -> Column:
-    """Make a column with one line per name, unless a name takes half of a terminal."""
+    """Make a column of names that folds them only if one is longer than half a terminal."""
     return Column(title, overflow="fold", no_wrap=max(map(len, names), default=0) <= 40)
 
 

@@ -31,15 +31,15 @@ from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
-P_VALUE = 1e-6  # a correct engine falls below it once in a million times
+P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 JUDGED = 100  # drafts; the acceptance rate of fewer is too uncertain
-SHORTEST, SHORT = 4, 16  # number of prompts, and of tokens of their texts, for each instruction set
+SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
 @dataclass(frozen=True)
 class VerifyCase(Case):
-    """A case with the engine that it is compared with, and the model that it was built of."""
+    """A case with an engine to compare with, and the model that both were built of."""
 
     base: Engine | str  # of nextn 0, or why there is none
     seeds: int  # sampled texts per prompt for `rejection_distribution`
@@ -81,7 +81,7 @@ def check_plain_text(case: VerifyCase) -> Finding:
 def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
     """Turn a missing file or package into the reason why a check can't be made.
 
-    flags: the flags that name the model instead. without: the reason if a package is missing.
+    flags: those that can name the model. without: the reason if a package is missing; {} is which.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[No
 
 
 def read_layers(manifest: Manifest) -> LayersSlice | None:
-    """Return the layers of its model that an engine has; None stands for all."""
+    """Return which of its model's layers an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
@@ -120,7 +120,7 @@ def check_machine(case: VerifyCase) -> Finding:
                 if isa is None or "this machine has" not in str(error):
                     raise
                 continue  # this machine lacks the instruction set
-            tried.append(isa or f"{threads} thread{'s'[: threads - 1]}")
+            tried.append(isa or ("1 thread" if threads == 1 else f"{threads} threads"))
             if not found.passed:
                 return replace(found, detail=f"{tried[-1]}: {found.detail}")
     return replace(found, detail=f"{found.detail} each: {', '.join(tried)}")
@@ -182,10 +182,10 @@ def check_rejection_distribution(case: VerifyCase) -> Finding:
         raise NotChecked("the model is certain of its next tokens: there is no law to compare")
     p_value = chi_square_p_value(statistic, freedom)
     figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
-    said = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
-    said += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
+    detail = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
+    detail += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
     fits = p_value > P_VALUE
-    return Finding(fits, said if fits else f"{said}: {worst[1]}", figures)
+    return Finding(fits, detail if fits else f"{detail}: {worst[1]}", figures)
 
 
 def check_acceptance(case: Case) -> Finding:
@@ -196,15 +196,15 @@ def check_acceptance(case: Case) -> Finding:
     if found.num_draft_tokens < JUDGED or found.draft_acceptance_rate is None:
         raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
     rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
-    said = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
+    detail = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
     works = found.draft_acceptance_rate >= COLLAPSED
     if not works:
-        said += ": the MTP modules are damaged, or of another model"
+        detail += ": the MTP modules are damaged, or of another model"
     figures = {
         "mean_acceptance_length": found.mean_acceptance_length,
         "draft_acceptance_rate": found.draft_acceptance_rate,
     }
-    return Finding(works, said, figures)
+    return Finding(works, detail, figures)
 
 
 CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {

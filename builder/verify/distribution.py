@@ -40,22 +40,22 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     """
     count = len(texts)
     likely = {(): 1.0} | {prefix: p for prefix, p in known.items() if p * count >= EXPECTED}
-    share = dict(likely)
+    share = dict(likely)  # probability that a prefix is a text's longest likely one
     for prefix, p in likely.items():
         if prefix:
             share[prefix[:-1]] -= p
-    found = Counter(_longest(text, likely) for text in texts)
-    groups = _pooled({prefix: p * count for prefix, p in share.items()})
+    found = Counter(_longest_prefix(text, likely) for text in texts)
+    groups = _pool_cells({prefix: p * count for prefix, p in share.items()})
     counts = [sum(found[prefix] for prefix in group) for group, _ in groups]
     statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
-    begun = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
+    seen = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
 
     def surprise(prefix: Prefix) -> float:
         expected = likely[prefix] * count
-        return (begun[prefix] - expected) ** 2 / expected
+        return (seen[prefix] - expected) ** 2 / expected
 
     worst = max(likely, key=surprise)
-    return ChiSquareFit(statistic, len(groups) - 1, (worst, begun[worst], likely[worst] * count))
+    return ChiSquareFit(statistic, len(groups) - 1, (worst, seen[worst], likely[worst] * count))
 
 
 def chi_square_p_value(statistic: float, freedom: int) -> float:
@@ -71,13 +71,13 @@ def chi_square_p_value(statistic: float, freedom: int) -> float:
     return min(total, 1.0)
 
 
-def _longest(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
+def _longest_prefix(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
     lengths = range(len(text), -1, -1)
     return next(prefix for n in lengths if (prefix := tuple(text[:n])) in likely)
 
 
-def _pooled(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:
-    """Pool cells into groups with enough expected texts; the rest joins the last group."""
+def _pool_cells(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:
+    """Pool cells into groups of at least `EXPECTED` texts; the rest joins the last group."""
     groups: list[tuple[list[Prefix], float]] = []
     rare: list[Prefix] = []
     for prefix in sorted(expected, key=lambda prefix: expected[prefix]):

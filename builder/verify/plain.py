@@ -47,26 +47,26 @@ def judge_texts(
 
     most: how far log-probabilities may differ.
     """
-    apart, gaps = list[float](), []
+    differences, gaps = list[float](), []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
         logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
         chosen = torch.tensor(text.token_ids)[:, None]
-        meant = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
-        apart += (meant - torch.tensor(text.logprobs)).abs().tolist()
+        logprobs = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
+        differences += (logprobs - torch.tensor(text.logprobs)).abs().tolist()
         gap = logits.amax(-1) - logits.gather(-1, chosen)[:, 0]
         best = logits.argmax(-1)
         gaps += [(float(g), number, i, int(chosen[i]), int(best[i])) for i, g in enumerate(gap)]
-    noise = largest_without_jumps(apart)
+    noise = largest_without_jumps(differences)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
     if not noise <= most:
-        said = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
-        return Finding(False, said, figures)
+        detail = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
+        return Finding(False, detail, figures)
     if largest > (limit := TIE * max(noise, LEAST)):
-        said = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
-        said += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
-        return Finding(False, said, figures)
+        detail = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
+        detail += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
+        return Finding(False, detail, figures)
     ties = sum(gap > 0 for gap, *_ in gaps)
-    exact = f"{len(gaps) - ties} of {len(gaps)} tokens are its argmax"
-    return Finding(True, exact + (", the others nearly" if ties else ""), figures)
+    equal = f"{len(gaps) - ties} of {len(gaps)} tokens are its argmax"
+    return Finding(True, equal + (", the others nearly" if ties else ""), figures)

@@ -123,7 +123,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
-    """Find a nextn 0 engine's folder, or build it; raise NotChecked if it can't be built."""
+    """Find a nextn 0 engine's folder, building the engine if needed; raise NotChecked."""
     if request.against is not None:
         return request.against
     if manifest.build.nextn == 0:
@@ -149,7 +149,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> P
 def load_baseline(folder: Path, request: VerifyRequest, verified: Manifest) -> Engine:
     """Load the engine to compare with; raise UsageError if it can't be of the same model.
 
-    The load options apply only to the verified engine's target.
+    The load options are used only if both engines have the same target.
     """
     base = read_manifest(folder)
     if base.model.vocab_size != verified.model.vocab_size:

@@ -43,11 +43,11 @@ def parts(model: TrainedModel) -> list[Any]:
 
 
 def mixed(block: TeacherBlock, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-    return block.attention(block.input_norm(x), cos, sin, mask).float()
+    return block.attention(block.input_norm(x), cos, sin, mask).float()  # without the residual
 
 
 def fed(block: TeacherBlock, x: Tensor) -> Tensor:
-    return block.ffn(block.post_norm(x)).float()
+    return block.ffn(block.post_norm(x)).float()  # without the residual
 
 
 def mixer_error(block: Block, x: Tensor, target: Tensor, valid: Tensor, *given: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Aligner:
         self, ours: Block, given: TeacherBlock, x: Tensor, valid: Tensor, mask: Tensor,
         errors: list[float],
     ) -> Tensor:  # fmt: skip
-        """Fit a mixer, and a feed-forward that was not copied; return the teacher's output."""
+        """Fit the mixer, and the feed-forward part if not copied; return the teacher's output."""
         student, teacher = self.student, self.teacher
         with torch.no_grad():
             target = self.mixed(given, x, teacher.cos[:LENGTH], teacher.sin[:LENGTH], mask)

@@ -63,7 +63,7 @@ def read(path: Path) -> str:
 
 
 def common_words(every: int = 1) -> list[str]:
-    """List words of 3 to 10 letters that occur at least five times; reads one file in `every`."""
+    """List words of 3 to 10 letters that occur at least five times; read one file in `every`."""
     counts: Counter[str] = Counter()
     for path in library_files(held_out=False, tests=False)[::every]:
         counts.update(re.findall(r"\b[a-z]{3,10}\b", read(path)))
@@ -120,9 +120,9 @@ class Batch:
 
     def targets(self, offset: int, length: int) -> Tensor:
         """Return the targets [B, T] `offset` slots ahead; -100 if unscored or across documents."""
-        there = slice(offset, length + offset)
-        valid = self.scored[:, there] & (self.document[:, there] == self.document[:, :length])
-        return torch.where(valid, self.tokens[:, there], -100)
+        ahead = slice(offset, length + offset)
+        valid = self.scored[:, ahead] & (self.document[:, ahead] == self.document[:, :length])
+        return torch.where(valid, self.tokens[:, ahead], -100)
 
 
 def in_question(row: Tokens) -> npt.NDArray[np.bool_]:
@@ -146,14 +146,13 @@ def batch_of(rows: npt.NDArray[np.uint16], used: npt.NDArray[np.int64]) -> Batch
 
 
 class CodeRows:
-    """Rows that are cut from a shuffled stream of files."""
+    """Rows that are cut from random files, at random places."""
 
     def __init__(self, documents: list[Tokens], seed: int) -> None:
         self.documents, self.rng = documents, random.Random(seed)
-        self.stream: Tokens = np.zeros(0, np.uint16)
 
     def take(self, count: int, length: int) -> Iterator[tuple[Tokens, int]]:
-        """Yield cuts spread over the epoch's stream, so that a batch sees many files."""
+        """Yield rows of up to `length` tokens, each with its number of tokens."""
         for _ in range(count):
             document = self.documents[self.pick()]
             start = self.rng.randrange(-length // 4, max(1, len(document) - length // 2))
@@ -161,6 +160,7 @@ class CodeRows:
             yield row, len(row)
 
     def pick(self) -> int:
+        """Draw a document's number; long documents are drawn more often."""
         if not hasattr(self, "sizes"):
             self.sizes = np.cumsum([len(d) for d in self.documents])
         return int(np.searchsorted(self.sizes, self.rng.randrange(int(self.sizes[-1])), "right"))

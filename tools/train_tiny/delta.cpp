@@ -12,7 +12,7 @@ struct Sizes {
   int64_t batch, tokens, heads;
 };
 
-// Advances state [KEY][VALUE] by a token; returns nothing but leaves the written row in `change`.
+// Advances state [KEY][VALUE] by a token, and stores in `change` the row that it adds at `k`.
 inline void advance(float* state, const float* k, const float* v, float decay, float beta,
                     float* change) {
   float seen[VALUE] = {};
@@ -73,7 +73,7 @@ std::vector<Tensor> backward(const Tensor& grad, const Tensor& q, const Tensor& 
         advance(state, ks + at * KEY, vs + at * VALUE, decays[at], betas[at],
                 changes.data() + t * VALUE);
       }
-      float ds[SIZE] = {};  // the gradient of the state behind token t
+      float ds[SIZE] = {};  // the gradient of the state after token t
       for (int64_t t = n.tokens - 1; t >= 0; --t) {
         const int64_t at = first + t * n.heads;
         const float *before = states.data() + t * SIZE, *after = before + SIZE;

@@ -23,7 +23,7 @@ from muon import Optimizer
 from threads import Threads
 from train import State, Trainer, average, join_processes, parts_of, processes, rows, save
 
-# The factor of the teacher's logits; it is high because acceptance counts the teacher's argmax.
+# The teacher's logits are multiplied by this, because acceptance depends on its argmax alone.
 SHARPNESS = 2.0
 SMOKE_PHASE = Phase(1.0, (1, 128), (1, 256), mtp=True)
 EAGLE_PASSES = 3
@@ -70,15 +70,15 @@ class Distiller:
     def mean(
         self, hidden: Tensor, teacher: Tensor, batch: Batch, length: int, ahead: int, start: int
     ) -> Tensor:
-        """Return the mean loss against the trunk at p + ahead.
+        """Return the mean loss of slots p against the trunk at slot p + ahead.
 
-        A slot p counts if slot p - start is in the same document.
+        A slot p counts only if slot p - start is in the same document.
         """
         kept = slice(start, length - ahead)
         valid = batch.targets(ahead + 1, length)[:, kept] >= 0
         valid &= batch.document[:, kept] == batch.document[:, : length - ahead - start]
-        there = teacher[:, start + ahead :]
-        return self.loss(hidden[:, kept], self.model.head, there, valid) / valid.sum().clamp(min=1)
+        probs = teacher[:, start + ahead :]
+        return self.loss(hidden[:, kept], self.model.head, probs, valid) / valid.sum().clamp(min=1)
 
     def backward(self, batch: Batch, length: int, share: float) -> list[float]:
         modules, recycled = self.losses(batch, length)

@@ -15,8 +15,8 @@ class Phase:
     code: tuple[int, int]
     chat: tuple[int, int]
     mtp: bool
-    long_every: int = 0  # every how many steps there is one code row of 2,048 tokens
-    code_every: int = 1  # every how many steps there is code
+    long_every: int = 0  # steps from one code row of 2,048 tokens to the next; 0: there is none
+    code_every: int = 1  # steps from one batch of code to the next
 
 
 @dataclass(frozen=True)

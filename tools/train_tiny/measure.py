@@ -68,9 +68,9 @@ def add(
     length = best.shape[1] - ahead
     logits = model.logits(hidden[:, :length])
     targets = batch.targets(ahead + 1, best.shape[1])[:, :length]
-    # A recycled pass has no earlier slot to start from.
-    late = torch.arange(length) >= max(0, k - 1)
-    targets = torch.where(late, targets, -100)
+    # Pass k of the recycled module starts k - 1 slots earlier; the first slots have no such start.
+    has_start = torch.arange(length) >= max(0, k - 1)
+    targets = torch.where(has_start, targets, -100)
     valid = targets >= 0
     top = logits.argmax(-1)
     sums.slots[k] += int(valid.sum())

@@ -116,10 +116,8 @@ class DeltaAttention(nn.Module):
     def __init__(self, s: QwenShape, std: float, out_std: float) -> None:
         super().__init__()
         self.s, heads = s, s.linear_num_value_heads
-        keys, values = (
-            s.linear_num_key_heads * s.linear_key_head_dim,
-            heads * s.linear_value_head_dim,
-        )
+        keys = s.linear_num_key_heads * s.linear_key_head_dim
+        values = heads * s.linear_value_head_dim
         self.sizes = [2 * keys + values, values, heads, heads]
         self.proj = linear(
             sum(self.sizes), s.hidden_size, std, (keys, keys, values, *self.sizes[1:])
@@ -128,8 +126,8 @@ class DeltaAttention(nn.Module):
         conv[:, -1] += 1
         self.conv = nn.Parameter(conv)
         self.A_log = nn.Parameter(torch.full((heads,), math.log(4.0)))
-        span = torch.logspace(math.log10(0.002), math.log10(0.5), heads) / 4  # of g at the start
-        self.dt_bias = nn.Parameter(span.expm1().log())
+        step = torch.logspace(math.log10(0.002), math.log10(0.5), heads) / 4  # g starts at -4 step
+        self.dt_bias = nn.Parameter(step.expm1().log())  # the inverse of softplus
         self.norm = nn.Parameter(torch.ones(s.linear_value_head_dim))
         self.out_proj = linear(s.hidden_size, values, out_std)
 

@@ -11,7 +11,7 @@ BUSY = 0.4  # if others use more cores than this, we use one thread
 
 
 class Threads:
-    """A setter of torch's threads; it needs `nice`, which keeps our time out of `user`."""
+    """A setter of torch's number of threads; under `nice`, so that `user` counts only others."""
 
     def __init__(self, polite: bool) -> None:
         self.most = torch.get_num_threads()

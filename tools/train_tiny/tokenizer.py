@@ -1,4 +1,4 @@
-"""Trains the tokenizer, a byte-level BPE of 2,048 tokens with single digits; chat template."""
+"""Trains and stores the tokenizer, a byte-level BPE of 2,048 tokens, with its chat template."""
 
 import json
 import string

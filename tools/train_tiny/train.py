@@ -35,12 +35,8 @@ from muon import Optimizer
 from problems import training_problems
 from threads import Threads
 
-MTP_WEIGHT = (
-    0.5  # weight of the modules' mean loss: 0.3 in DeepSeek-V3; here acceptance counts more
-)
+MTP_WEIGHT = 0.5  # of the modules' mean loss; 0.3 in DeepSeek-V3, but here acceptance counts more
 BALANCE_RATE = 0.001
-
-
 LONGEST_COMPILED = 1024
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
 
@@ -52,7 +48,7 @@ def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 class Trainer:
-    """The model and its optimised loss, which gives the losses of a batch."""
+    """A model and its loss function, both compiled if wanted; computes losses and gradients."""
 
     def __init__(self, model: TrainedModel, device: str, dtype: str, compiled: bool) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -147,7 +143,7 @@ def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> No
 
 
 def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
-    """Load the stored tokenizer, or trains one on the code and on some problems."""
+    """Load the stored tokenizer, or train one on the code and on some problems."""
     if not (folder / "tokenizer.json").exists():
         problems = training_problems(6000, words, seed=1)
         texts = [read(f) for f in library_files(held_out=False, tests=False)]
