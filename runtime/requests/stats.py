@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 WATCHED_STEPS = 200
-COLLAPSED = 0.01  # acceptance rate below which drafting is broken, not just bad
+COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
 
 REJECTED = (
     "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
@@ -63,17 +63,17 @@ class EngineStats:
     output_tokens: int  # that requests received
     speculative_decoding: SpeculativeDecoding
     prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
-    prefix_hits: int = 0  # how many of them were found
-    prefix_bytes: int = 0  # memory of rows of ended requests outside the slots
+    prefix_hits: int = 0  # how many of these tokens were found
+    prefix_bytes: int = 0  # memory of the prefix cache's entries, outside the slots
     prefix_limit: int = 0  # limit of that memory
-    num_drafts: int = 0  # number of times that a request's drafts were verified
+    num_drafts: int = 0  # steps of single requests that verified at least one draft
     cache_usage: float = 0.0  # the share of all slots' cache rows that requests use
     # Number of tokens filled in and emitted by a step -> number of such steps.
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class AcceptanceCounter:
-    """A counter of drafts and their acceptance, as a histogram."""
+    """Counts of a request's steps: `drafted` tokens, and `drafts`, the steps that had any."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
 
@@ -115,7 +115,7 @@ class AcceptanceCounter:
 
 
 class AcceptanceWatch:
-    """A watch that warns once if drafts are not accepted, MTP's most common silent failure."""
+    """A watch that warns once if hardly any draft is accepted; the text would not show it."""
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0

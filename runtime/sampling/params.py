@@ -1,4 +1,4 @@
-"""SamplingParams, whose fields are the table of a request's settings."""
+"""SamplingParams, whose fields are the one table of a request's settings."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -54,7 +54,7 @@ token_ids = partial(check_list, "int", token)
 
 
 def texts(longest: int, most: int) -> Check:
-    """Return a check for a list of `most` texts of `longest` characters."""
+    """Return a check for a list of up to `most` texts of up to `longest` characters."""
     return check_list("str", check_text(0, longest), most)
 
 
@@ -66,8 +66,8 @@ def read_temperature(value: object) -> float:
 
 def check_rule_name(value: object) -> str:
     """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
-    own = ("strict", "rejection")
-    return str(value) if value in own else check_choice(*own, *names())(value)
+    built_in = ("strict", "rejection")
+    return str(value) if value in built_in else check_choice(*built_in, *names())(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +222,9 @@ class SamplingParams:
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
         self._check_rule()
-        # They would emit forbidden tokens, or continue after the end of a form.
-        beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
-        for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
+        # With these, a request would emit forbidden tokens or continue after the end of its form.
+        unfit = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
+        for name in (*(unfit if self.structured_outputs is not None else ()), "synthetic"):
             if self.constraint and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
                 raise RequestError(f"{self.constraint} can't go with {name}")
