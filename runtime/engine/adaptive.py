@@ -52,7 +52,7 @@ class AcceptanceEstimate:
         return expected
 
     def successor(self) -> "AcceptanceEstimate":
-        """Return a new request's statistics: these, with INHERITED_WEIGHT and OPTIMISM."""
+        """Return a new request's statistics: these at INHERITED_WEIGHT, plus OPTIMISM."""
         new = AcceptanceEstimate(len(self.judged))
         for i, judged in enumerate(self.judged):
             share = min(1.0, INHERITED_WEIGHT / judged) if judged else 0.0
