@@ -1,7 +1,7 @@
 """One-shot all-reduce through memory that all GPUs share: `--allreduce-strategy one-shot`.
 
-A kernel waits for the signals of the other ranks, for ever if one of them is gone. The host notices
-this while it waits for the GPU and sets the signals itself (docs/distributed.md).
+A kernel waits for the signals of all ranks, so it waits for ever if a rank has ended. The host
+notices this while it waits for the GPU, and sets the signals itself (docs/distributed.md).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
         reason = str(error).splitlines()[0]
         need = "one-shot sums need GPUs that see each other's memory"
         raise EngineError(f"{need} ({reason}): {ADVICE}") from None
-    gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
+    gpu.run(partial(release, memory))  # loads its kernel now, as a hanging GPU could not
     gpu.run(memory.zero_)
     gpu.settle(lambda: None)
     with channel.unbroken():
@@ -49,7 +49,7 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
 
 
 def release(memory: Tensor) -> None:
-    """Set the signals of all ranks far ahead in this rank's memory, so that no kernel waits."""
+    """Set all signals in this rank's memory far ahead, so that its kernels stop waiting."""
     signals = memory[:CALLS].view(torch.int32).view(PROGRAMS, RANKS)
     calls = memory[CALLS:BLOCKS].view(torch.int32)[:, None]
     torch.add(calls.expand_as(signals), FAR, out=signals)  # no allocation: that might block
