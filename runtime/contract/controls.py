@@ -82,7 +82,10 @@ class StepControls:
     history: tuple[int, ...] = ()  # the prompt, if the repetition penalty counts its tokens
 
     def counts(self, name: str) -> bool:
-        """Tell whether a control has an effect: it and a control it needs are not at defaults."""
+        """Tell whether a control has an effect.
+
+        It has none at its default, or while all controls that it needs have theirs.
+        """
         if getattr(self, name) == getattr(GREEDY, name):
             return False
         needs = FIELDS[name].needs

@@ -70,7 +70,7 @@ shaping = partial(setting, everywhere=True, differs="refused")  # shapes the dis
 penalty = partial(setting, differs="refused")
 noted = partial(setting, differs="noted")
 judging = partial(setting, everywhere=True, differs="noted")  # decides how drafts are accepted
-private = partial(setting, http=False)  # not for HTTP bodies, which have other names for it
+private = partial(setting, http=False)  # not a field of HTTP bodies or input files
 
 
 def declarations(kind: type[Any], wanted: type[T]) -> dict[str, T]:

@@ -8,11 +8,11 @@ from typing import cast
 from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
 from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
 
-DECAY = 0.98  # weight that older drafts keep per new one: a memory of about 50 drafts
+DECAY = 0.98  # weight that older drafts keep per new draft: a memory of about 50 drafts
 IDLE_DECAY = 0.995  # the same for a step without that draft; slower, since a new trial costs time
-PRIOR_WEIGHT = 2.0  # the prior weighs as much as this number of drafts
+PRIOR_WEIGHT = 2.0  # the prior counts as this many drafts
 PRIOR_RATE = 0.7  # prior acceptance rate of the first draft
-INHERITED_WEIGHT = 0.5  # the same for the statistics that a new request inherits
+INHERITED_WEIGHT = 0.5  # a new request's inherited statistics count as this many drafts
 OPTIMISM = 0.25  # accepted drafts that are added to these, so that every position is tried
 SETTLING_STEPS = 6  # untimed steps after a change of program, while caches are cold
 TIMED_STEPS = 4  # timed steps of a nextn before its time is known
@@ -66,8 +66,8 @@ class StepTimes:
 
     The largest nextn and half of it are measured first; the times of the others are interpolated
     until they are measured too. Each later step scales all times quickly, since machine speed and
-    context length affect all of them, and its own nextn's time slowly. So a nextn that is not
-    chosen could keep a wrong time; now and then one of these is measured again.
+    context length affect all of them, and its own nextn's time slowly. A nextn that is not chosen
+    may thus keep a wrong time, so now and then another nextn is measured again.
     """
 
     def __init__(self, nextn: int) -> None:

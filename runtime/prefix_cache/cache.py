@@ -74,7 +74,7 @@ class PrefixCache:
     def save_chunk(self, filling: Filling) -> None:
         """Save the full blocks that a chunk completed; at the end of the prompt also the rest.
 
-        Recurrent states are saved at each chunk, as the next one overwrites them.
+        Recurrent states are saved after each chunk, as the next chunk overwrites them.
         """
         request = filling.request
         rows = min(filling.at, len(request.prompt) - self.tree.lookahead)
@@ -197,8 +197,8 @@ def open_prefix_cache(
 ) -> PrefixCache | None:
     """Return a cache of `limit` bytes with an engine's prefixes and the entries of a folder.
 
-    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if it would
-    be of no use: no limit, prefixes or folder. Raises UsageError for a folder that can't be used.
+    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if the limit
+    is 0 and there are neither prefixes nor a folder. Raises UsageError for an unusable folder.
     """
     if rows_folder is not None and Feature.SHARE in programs.features:
         raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
@@ -211,13 +211,13 @@ def open_prefix_cache(
         return None
     limit = default_limit(manifest) if limit is None else limit
     log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", limit / 1e6)
-    rows = None if rows_folder is None else PrefixFolder(Path(rows_folder), manifest)
-    cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, rows)
+    opened = None if rows_folder is None else PrefixFolder(Path(rows_folder), manifest)
+    cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, opened)
     try:
         for _, file in open_prefixes(folder, manifest):
             cache.pin(file)
-        if rows is not None:
-            cache.restore(rows)
+        if opened is not None:
+            cache.restore(opened)
     except BaseException:
         cache.close()  # unlocks its folder for other processes
         raise

@@ -18,7 +18,7 @@ class RowSpan(NamedTuple):
     parent: str  # key of the block before the rows, or of a root
     start: int  # the number of rows before these
     tokens: tuple[int, ...]
-    states: bool = False  # of the recurrent states after these rows, not of the rows
+    states: bool = False  # whether it is the span of recurrent states after the rows
 
     @property
     def key(self) -> str:
@@ -169,7 +169,7 @@ class PrefixTree:
         return entry
 
     def make_room(self, size: int) -> bool:
-        """Evict the least recently used entries; return False if this round's are in the way."""
+        """Evict least recently used entries; return False if this round uses all that are left."""
         while self.used + size > self.limit:
             oldest = next(iter(self._order), None)
             if oldest is None or oldest.used == self._round:

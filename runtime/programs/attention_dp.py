@@ -65,7 +65,7 @@ class AttentionDP(Slots):
             super().clear(local)
 
     def _run_queued_chunks(self) -> None:
-        """Run the queued chunks: those at the ranks' heads together, if they are equally long."""
+        """Run the queued chunks; the next chunks of several ranks run together if equally long."""
         while any(self._chunks):
             size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
             for rank, chunks in enumerate(self._chunks):

@@ -54,8 +54,8 @@ class Report:
 class CudaPrograms(DeviceSlots):
     """An engine's programs on a GPU; the host queues work and waits only for reports.
 
-    Kernels read a slot's length on the GPU and only as many cache rows. So a step's graph depends
-    only on its program and the number of slots.
+    Kernels read each slot's length on the GPU, and only that many cache rows. So a step's graph
+    depends only on its program and the number of slots.
     """
 
     def __init__(

@@ -240,8 +240,8 @@ class Slots:
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
         """Return the program of a step, and the number of slots up to the last active one.
 
-        The number is not rounded up to 1, 2, 4, 8: programs are not compiled or tuned for a number,
-        so another slot would only cost time.
+        The number is not rounded up to 1, 2, 4, 8 here: only targets that prepare a program for
+        each number of slots gain from that.
         """
         kind = MIXED if (mixed & active).any() else PLAIN
         program = program_name(kind, self._nextn, self._most)

@@ -47,7 +47,7 @@ class Chunk:
     spans: tuple[Span, ...]  # the new text in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
-    finish_reason: FinishReason | None = None  # the next two also: set in the last chunk alone
+    finish_reason: FinishReason | None = None  # like the next two, set in the last chunk alone
     stop_reason: str | int | None = None  # the stop string or stop token that ended the request
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if requested

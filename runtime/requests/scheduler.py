@@ -30,7 +30,7 @@ class Filling:
 
 
 class Scheduler:
-    """B slots and a queue; other threads than the loop's may call `add` and `cancel` alone.
+    """B slots and a queue; threads other than the loop's call only `add` and `cancel`.
 
     Prompts are filled in one at a time in the order of their arrival, and alternate with steps: a
     chunk, a step, a chunk. So a prompt of any length delays running requests by one chunk per step.
@@ -69,7 +69,7 @@ class Scheduler:
         return [(s, r) for s, r in found if r is not None and not r.ended]
 
     def release(self) -> list[tuple[int, Request, int]]:
-        """Free the slots of ended requests; return each slot, its request and its valid rows."""
+        """Free the slots of ended requests; return slot, request and number of rows of each."""
         self.end_cancelled()
         filled = {f.slot: f.at for f in self._filling if f}
         ended = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]

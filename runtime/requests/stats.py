@@ -73,7 +73,7 @@ class EngineStats:
 
 
 class AcceptanceCounter:
-    """Counts of a request's steps: `drafted` tokens, and `drafts`, the steps that had any."""
+    """A histogram of steps by accepted drafts, the drafted tokens, and the steps with drafts."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
 
