@@ -1,6 +1,6 @@
 """Checks of the values that users write in requests and configurations.
 
-A check takes a value and returns the one to store; its ValueError says what the value must be.
+A check takes a value and returns the value to store; its ValueError says what the value must be.
 """
 
 import contextlib

@@ -207,7 +207,7 @@ def read_requests(
 def generate_all(
     engine: Engine, requests: list[FileRequest], trace: "Trace | None" = None
 ) -> Iterator[tuple[FileRequest, Result]]:
-    """Yield results in the order of the requests, of which each slot runs one at a time."""
+    """Yield results in the order of the requests; as many run at a time as there are slots."""
     observers = [trace.request(request.task_id) if trace else None for request in requests]
 
     def generate(request: FileRequest, observer: Observer | None) -> Result:

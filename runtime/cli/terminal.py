@@ -115,7 +115,7 @@ def stream_answer(
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let the first Ctrl-C end the stream's request; a second one interrupts the program."""
+    """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
 
     def end(*signal_and_frame: object) -> None:
         signal.signal(signal.SIGINT, usual)

@@ -46,7 +46,7 @@ class Grammar(Protocol):
         """
 
     def take(self, token: int) -> None:
-        """Advance by an emitted token; raise RequestError for one that is not allowed."""
+        """Advance by an emitted token; raise RequestError if it is not allowed."""
 
 
 class Matcher:
@@ -110,7 +110,7 @@ class Matcher:
             self._check()
 
     def _forced(self) -> list[int]:
-        """Return the tokens that must come next, as far as they are certain."""
+        """Return the tokens that must come next; [] if several tokens may."""
         if self._matcher.is_stopped():
             return [*self._end_ids] if len(self._end_ids) == 1 else []
         return self._matcher.compute_ff_tokens()

@@ -81,7 +81,7 @@ class _Rules:
         return f"%json {dumps(_narrowed(self._with_definitions(schema), keys))}"
 
     def has_large(self, schema: Any) -> bool:
-        """Tell whether a schema, or one that it refers to, has a number that floats would change.
+        """Tell whether a schema, with all that it refers to, has a number that floats would change.
 
         Without recursion: references may follow each other thousands of times.
         """
@@ -183,7 +183,7 @@ def _digits(least: int, most: int | None) -> str:
     if most is None:
         length = len(str(least))
         return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
-    # A part ends where the last digits of `least` become 9, or those of `most` + 1 become 0. Within
+    # A part ends where the last digits of `least` become 9, or those of `most` + 1 become 0.
     powers = [10**power for power in range(1, len(str(most)) + 1)]
     ends = [least - least % power + power - 1 for power in powers]
     ends += [most - (most + 1) % power for power in powers]

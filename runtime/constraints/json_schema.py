@@ -18,7 +18,7 @@ OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties",
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 DRAFT = re.compile(r"https?://json-schema\.org/draft(/2020-12|/2019-09|-0[467])/schema#?")
 ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$comment"}
-# In a schema's text: a control character without a short escape, or a pattern's escape of one.
+# In a schema's text: a control character without a short escape, or a pattern's escape for it.
 CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
 

@@ -97,7 +97,7 @@ class BuildInfo(_Record):
     # does not use it.
     cpu_layout: str | None = None
     # Whether texts and log-probabilities with strict acceptance depend on tokens and weights alone.
-    # It is true if all operators are known ones and the checks in `probed` passed.
+    # It is true if all operators are known and the checks in `probed` passed.
     exact: bool = False
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
     # The format that the build quantised weights to. None: they have the checkpoint's formats.
@@ -185,7 +185,7 @@ class Manifest(_Record):
 
     @property
     def window(self) -> int:
-        """T: the number of tokens that a step verifies, the newest one and nextn drafts."""
+        """T: the number of a step's input tokens: the newest token and nextn drafts."""
         return self.build.nextn + 1
 
     @property

@@ -37,7 +37,7 @@ class StepOutput:
     """The output of a decode step of all B slots, T = nextn + 1; the next step reuses its arrays.
 
     In an adaptive engine, nextn is the number of drafts that this step verified and made, not the
-    largest one possible.
+    largest number possible.
     """
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
@@ -128,7 +128,7 @@ class Adaptive(Programs, Protocol):
 class Constraining(Programs, Protocol):
     """Programs whose steps can follow a grammar, for requests whose controls say so.
 
-    The drafts of a step are read before the next one is launched, so these are never `Overlapping`.
+    A step's drafts are read before it is launched, so these programs are never `Overlapping`.
     """
 
     def drafts(self, slot: int) -> list[int]:
@@ -136,7 +136,7 @@ class Constraining(Programs, Protocol):
         ...
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
-        """Constrain the slot's next step; each step of such a slot needs its own constraint."""
+        """Constrain the slot's next step; each step of a constrained slot needs its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Shared(Programs, Protocol):
 
 
 class Overlapping(Programs, Protocol):
-    """Programs that can launch a step before the output of the last one is read."""
+    """Programs that can launch a step before the output of the last step is read."""
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Launch a step; the result, when called, waits for the step and returns its output.

@@ -68,7 +68,7 @@ class Rule:
         return declarations(self.settings, Setting)
 
     def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
-        """Return a value for each setting, defaults included; a wrong one is a RequestError."""
+        """Return a value for each setting, defaults included; RequestError for a wrong value."""
         own = self.settings()
         values = {field.name: getattr(own, field.name) for field in fields(own)}
         for name, value in given.items():

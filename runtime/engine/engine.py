@@ -171,7 +171,7 @@ class Engine:
     ) -> Stream:
         """Queue a prompt; iterate over the returned Stream for its chunks.
 
-        observer: gets each step of the request; `Trace.request` makes one that records them.
+        observer: gets each step of the request; `Trace.request` makes an observer that records them.
         """
         return Stream(self._driver, self.prepare(prompt, params, observer=observer))
 
@@ -311,7 +311,7 @@ class Engine:
         return self._driver.failure or (cast(Shared, programs).failure if shared else None)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the rows of earlier prompts; the next ones are filled in from the start."""
+        """Forget the rows of earlier prompts; the next prompts are filled in completely."""
         self._driver.between_steps(self._loop.forget)
 
     def close(self) -> None:

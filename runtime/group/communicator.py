@@ -36,9 +36,9 @@ class UniqueId(ctypes.Structure):
 
 
 def nccl_library() -> Any:
-    """Load NCCL by its name, else from NVIDIA's wheel.
+    """Load NCCL by its name or, failing that, from NVIDIA's wheel.
 
-    TensorRT loads it by name too, and then gets this library.
+    TensorRT loads NCCL by name too, and then gets this library.
     """
     names = [LIBRARY]
     with contextlib.suppress(ModuleNotFoundError):

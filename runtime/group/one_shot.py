@@ -18,7 +18,7 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
 
-FAR = 1 << 30  # calls ahead; no rank makes so many before it leaves
+FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
 ADVICE = "build it with --allreduce-strategy nccl"
 
 

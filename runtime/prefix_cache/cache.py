@@ -197,8 +197,8 @@ def open_prefix_cache(
 ) -> PrefixCache | None:
     """Return a cache of `limit` bytes with an engine's prefixes and the entries of a folder.
 
-    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if the limit
-    is 0 and there are neither prefixes nor a folder. Raises UsageError for an unusable folder.
+    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if the
+    limit is 0 and there are neither prefixes nor a folder. Raises UsageError for a wrong folder.
     """
     if rows_folder is not None and Feature.SHARE in programs.features:
         raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")

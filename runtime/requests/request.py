@@ -200,7 +200,7 @@ class Request:
     ) -> int:
         """Take the tokens [n] of a step: n - 1 accepted drafts of `drafted`, then the model's own.
 
-        If the request ends at a token, those after it are dropped. logprobs: one for each token, if
+        If the request ends at a token, those after it are dropped. logprobs: an entry per token, if
         the request asks for them. totals: counts the steps of all requests. Returns the number of
         tokens that the request has kept.
         """

@@ -3,7 +3,7 @@
 Names and formulas are vLLM's. A *step* is a decode step, including the first one (which has no
 drafts to verify) and those of an engine without drafts, so complete steps give `num_spec_steps +
 num_accepted_draft_tokens` tokens. Drafts are counted for whole steps, even if a request keeps only
-a part of its last one; the mean length counts the tokens that were kept.
+a part of its last step; the mean length counts the tokens that were kept.
 """
 
 import logging
@@ -46,8 +46,8 @@ class RequestMetrics:
     tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
     tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
     speculative_decoding: SpeculativeDecoding
-    cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier one
-    queue_s: float | None = None  # until it got a slot; None if it never got one
+    cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier prompt
+    queue_s: float | None = None  # until it got a slot; None if it never got a slot
     # Accepted drafts that a grammar forced, in place of the MTP modules' drafts.
     forced_tokens: int = 0
 

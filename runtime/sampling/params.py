@@ -59,13 +59,13 @@ def texts(longest: int, most: int) -> Check:
 
 
 def read_temperature(value: object) -> float:
-    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    """Check a temperature; if it is too low to make a difference, return `COLDEST`."""
     found: float = check_number(0, 100)(value)
     return max(found, COLDEST) if found else 0.0
 
 
 def check_rule_name(value: object) -> str:
-    """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
+    """Check the name of an acceptance rule, built in or of an installed package."""
     built_in = ("strict", "rejection")
     return str(value) if value in built_in else check_choice(*built_in, *names())(value)
 
@@ -231,7 +231,7 @@ class SamplingParams:
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
-        """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
+        """Add the defaults of a rule's settings; raise RequestError for a wrong setting."""
         values = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
             object.__setattr__(
@@ -275,7 +275,7 @@ def http_settings() -> dict[str, Setting]:
 
 
 def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as fields of SamplingParams, with a rule's settings in one of them.
+    """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
     Settings of None are dropped.
     """

@@ -188,7 +188,7 @@ class Answer:
         raise NotImplementedError
 
     def opening_event(self, choice: AnswerChoice) -> Json | None:
-        """Return the event that opens a choice, if there is one."""
+        """Return the event that opens a choice; None if it needs no event."""
         raise NotImplementedError
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:

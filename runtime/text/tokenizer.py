@@ -32,7 +32,7 @@ class Tokenizer:
         bos_token: str = "",
         add_bos: bool = False,
     ) -> None:
-        """Wrap a backend; bos_token: a text that begins with it gets no second one.
+        """Wrap a backend; bos_token: a text that begins with it gets no second BOS.
 
         add_bos: whether to put it before a text even if the backend does not.
         """
@@ -44,7 +44,7 @@ class Tokenizer:
         self._bytes = dict(_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; a text that begins with the BOS gets no second one."""
+        """Return the token ids of `text`; a text that begins with the BOS gets no second BOS."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ LEAST_TIE = 1e-5  # if no difference was measured, or the same engine ran twice
 
 # Traces that differ in one of these, or in the seed, cannot be compared.
 SAMPLING = [name for name, setting in SETTINGS.items() if setting.differs == "refused"]
-# These may change tokens too, and that change may be what the user wants to see.
+# These may change tokens too, but the user may want to see just that change.
 NOTED = [name for name, setting in SETTINGS.items() if setting.differs == "noted"]
 
 Spell = Callable[[int], str]
