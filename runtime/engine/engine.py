@@ -171,7 +171,7 @@ class Engine:
     ) -> Stream:
         """Queue a prompt; iterate over the returned Stream for its chunks.
 
-        observer: gets each step of the request; `Trace.request` makes an observer that records them.
+        observer: gets each step of the request; `Trace.request` makes a recording observer.
         """
         return Stream(self._driver, self.prepare(prompt, params, observer=observer))
 

@@ -281,6 +281,6 @@ def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {name: value for name, value in given.items() if value is not None}
     rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
-    if values.get("rejection_sample_method") is not None:
+    if "rejection_sample_method" in values:
         values.setdefault("acceptance", "rejection")
     return values | ({"acceptance_settings": rule} if rule else {})
