@@ -1,6 +1,6 @@
 """Checks of the values that users write in requests and configurations.
 
-A check takes a value and returns the one to store; its ValueError says what the value must be.
+A check takes a value and returns the value to store; its ValueError says what the value must be.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ def check_number(least: float, most: float, *, kind: type[int] | type[float] = f
         fits = type(value) is kind or (isinstance(value, kinds) and not isinstance(value, bool))
         if fits and least <= value <= most:
             return kind(value)
-        endless = most == LARGEST and not (fits and value > most)
-        span = f"from {least}" if endless else f"in {least}..{most}"
+        hide_limit = most == LARGEST and not (fits and value > most)
+        span = f"from {least}" if hide_limit else f"in {least}..{most}"
         raise ValueError(f"must be {name} {span}, not {format_value(value)}")
 
     return read
@@ -78,7 +78,7 @@ def check_text(least: int, most: int) -> Check:
 
 
 def check_list(name: str, item: Check, most: int) -> Check:
-    """Return a check that makes a tuple of at most `most` items; a single text counts as a list."""
+    """Return a check that makes a tuple of up to `most` items; a text becomes a tuple of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
@@ -118,9 +118,9 @@ def check_biases(most: int) -> Check:
             raise ValueError(f"must map token ids to numbers, not {format_value(values)}")
         if len(values) > most:
             raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
-        return dict(bias(*item) for item in values.items())
+        return dict(read_entry(*item) for item in values.items())
 
-    def bias(id: object, value: object) -> tuple[int, float]:
+    def read_entry(id: object, value: object) -> tuple[int, float]:
         if isinstance(id, bool) or not re.fullmatch("[0-9]{1,9}", str(id)):
             raise ValueError(f"must map token ids to numbers, and {format_value(id)} is no id")
         try:

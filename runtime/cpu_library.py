@@ -13,12 +13,12 @@ FILE = "libmtpbuild_cpu.so"
 LAYOUT = "panels32.5"
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with their own kernels
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
-DOMAIN = "mtpbuild"  # of its operators
+DOMAIN = "mtpbuild"  # of the library's operators
 REMEDY = "install mtpbuild again with pip"
 
 
 def find_library() -> Path | None:
-    """Return the library's file; None if it is lost."""
+    """Return the library's file; None if it is missing."""
     path = Path(__file__).with_name(FILE)
     return path if path.is_file() else None
 
@@ -26,8 +26,8 @@ def find_library() -> Path | None:
 def library_for(layout: str, engine: Path) -> Path:
     """Return the library for an engine whose weights are packed in this layout.
 
-    Raises EngineError for another layout than this version's, MissingDependencyError without a
-    library.
+    Raises EngineError for another layout than this version's, and MissingDependencyError if the
+    library is missing.
     """
     if layout != LAYOUT:
         raise EngineError(

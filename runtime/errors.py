@@ -1,4 +1,4 @@
-"""The error tree: everything that a user can cause, each with one clear line.
+"""The error tree: all errors that a user can cause, each reported in one line.
 
 MtpbuildError
 ├── UsageError               the call itself is wrong: exit code 2

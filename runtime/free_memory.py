@@ -1,4 +1,4 @@
-"""The memory that programs can still take, by the system and by the limit of the control group."""
+"""The memory that programs can still take, within the limits of system and control group."""
 
 import os
 import re

@@ -11,9 +11,9 @@ MAX_RANKS = 64
 class Ranks:
     """The number of ranks and the way in which they share a model; a single rank has all of it.
 
-    The ranks form `ep` groups. Each group has its part of the routed experts, and each of its tp /
-    ep ranks a column part of these. All other weights are split tp ways or replicated. With
-    attention-DP they are whole on each rank, and each rank has its own requests.
+    The ranks form `ep` groups. A group has its part of the routed experts, and each of its tp / ep
+    ranks has some columns of these. All other weights are split tp ways or replicated; with
+    attention-DP each rank has all of them, and its own requests.
     """
 
     tp: int = 1
@@ -27,7 +27,7 @@ class Ranks:
 
     @property
     def serving(self) -> int:
-        """The number of ranks with requests of their own; ranks that share them count as one."""
+        """The number of ranks with their own requests; ranks that share requests count as one."""
         return self.tp if self.attention_dp else 1
 
     @property

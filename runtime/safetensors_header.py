@@ -1,4 +1,4 @@
-"""Headers of safetensors files: the length of a JSON text, and the text, before the tensors.
+"""Headers of safetensors files: a length and a JSON text, which precede the tensors.
 
 The `safetensors` package neither returns the offset of a tensor nor writes a header alone.
 """

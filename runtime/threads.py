@@ -17,7 +17,7 @@ THREADS = "CPU threads, or auto, the default: one for each physical core."  # --
 VARIABLE = "OMP_NUM_THREADS"  # obeyed by programs that use several threads
 P = ParamSpec("P")
 R = TypeVar("R")
-_stack_size = threading.Lock()  # it is global, and read when a thread starts
+_stack_size = threading.Lock()  # of threading.stack_size, which is global
 
 
 def parse_threads(text: str) -> int | None:
@@ -44,8 +44,8 @@ def physical_cores(root: Path = Path("/"), usable: Collection[int] | None = None
     """Count the physical cores of the processors that this process may use.
 
     Two threads on one core share its arithmetic units and caches, so a second one makes a step no
-    faster. A container's quota of processor time, from its control group, is a limit too. root: of
-    the system's files. usable: processor numbers; by default those that the process may use.
+    faster. A container's quota of processor time, from its control group, is a limit too. root: the
+    system's files. usable: processor numbers; by default those that the process may use.
     """
     if usable is None and hasattr(os, "sched_getaffinity"):  # Linux
         usable = os.sched_getaffinity(0)
@@ -61,13 +61,13 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quota(root: Path) -> float:
-    """Return the number of processors whose time the control group may use; infinity: no limit."""
+    """Return the processors' time that the control group may use; infinity: no limit."""
     quota = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max"
     return math.inf if quota is None else math.ceil(int(quota[1]) / int(quota[2]))
 
 
 def start_daemon(call: Callable[[], R]) -> Future[R]:
-    """Call a function in a daemon thread, whose end nobody waits for."""
+    """Call a function in a daemon thread, which does not keep the process alive."""
     future = Future[R]()
 
     def run() -> None:

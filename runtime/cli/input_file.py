@@ -107,8 +107,8 @@ def _parse(kind: type[Kind], text: bytes) -> Kind:
 BATCH = ("custom_id", "method", "url", "body")  # the keys of a line in OpenAI's batch files
 BATCH_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 LENGTHS = ("output_tokens", "max_tokens", "max_completion_tokens")  # names of the same field
-# Fields of batch files that are dropped if they have this value, as JSON: it is what every line
-# gets.
+# Fields of batch files that are dropped if they have this value, as JSON, which is the default of
+# every line.
 DONE = {
     "n": "1",
     "stream": "false",
@@ -121,7 +121,7 @@ DONE = {
 
 
 class InputLine(PromptLine):
-    """A line of the file; the command line gives the settings that it omits."""
+    """A line of the file; settings that it omits come from the command line."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
 
@@ -207,7 +207,7 @@ def read_requests(
 def generate_all(
     engine: Engine, requests: list[FileRequest], trace: "Trace | None" = None
 ) -> Iterator[tuple[FileRequest, Result]]:
-    """Yield results in the order of the requests; as many run at once as there are slots."""
+    """Yield results in the order of the requests; as many run at a time as there are slots."""
     observers = [trace.request(request.task_id) if trace else None for request in requests]
 
     def generate(request: FileRequest, observer: Observer | None) -> Result:

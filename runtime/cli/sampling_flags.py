@@ -1,4 +1,4 @@
-"""The flags of a request's settings, made from their table, and those of other systems' names.
+"""The flags of a request's settings, made from the table of settings, and other systems' flags.
 
 The command line reads underscores in flags as dashes, so older spellings work as well.
 """
@@ -57,7 +57,7 @@ def flag_field(name: str, hint: Any, setting: Setting) -> Field:
 
 
 def flag_fields(everywhere: bool) -> list[Field]:
-    """Return the fields for all commands, or those for `run` alone."""
+    """Return the fields of the flags for all commands, or of those for `run` alone."""
     shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED}
     return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
 
@@ -129,8 +129,8 @@ def read_flags(
     typed = vars(compat) | vars(relaxed)
     for name, setting in FIELDS.items():
         if typed[name] is not None and typed[name] is not False:
-            own = "--" + name.replace("_", "-")
-            given.append((setting, own, checked(CHECKS[setting], typed[name], own)))
+            source = flag_name(name)
+            given.append((setting, source, checked(CHECKS[setting], typed[name], source)))
     if (relaxed.relaxed_topk or 1) > 1:  # the number alone switches relaxed acceptance on
         given.append((SWITCH, "--relaxed-topk", True))
     if compat.speculative_config is not None:
@@ -140,7 +140,7 @@ def read_flags(
     if nextn is not None:
         numbers = ",".join(map(str, dict.fromkeys(nextn)))
         others = [each for each in given if each[0] == "nextn" and each[2] is not None]
-        join([("nextn", "--nextn", numbers), *((n, who, str(value)) for n, who, value in others)])
+        join([("nextn", "--nextn", numbers), *((n, src, str(value)) for n, src, value in others)])
     settings = join(given)
     for note in (*settings.get(NOTES, ()), *relaxed_notes(settings)):
         typer.echo(f"note: {note}", err=True)

@@ -115,7 +115,7 @@ def stream_answer(
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let the first Ctrl-C end the stream's request; a second one interrupts the program."""
+    """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
 
     def end(*signal_and_frame: object) -> None:
         signal.signal(signal.SIGINT, usual)
@@ -139,7 +139,7 @@ def converse(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing in `input`)
     messages = [*opening]
-    chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # refuses now
+    chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # may refuse
     while (line := _read_line()) is not None:
         messages.append({"role": "user", "content": line})
         try:
@@ -157,9 +157,9 @@ def converse(
 
 
 def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptions) -> Prompt:
-    """Render the messages with the chat template, or return the last one as a text to continue.
+    """Render the messages with the chat template, or return the last message as a text to continue.
 
-    Raises RequestError if the engine has no tokenizer, or for messages that need a template.
+    Raises RequestError without a tokenizer, or without a template if the messages need it.
     """
     if engine.tokenizer is None:
         raise RequestError("this engine was built without a tokenizer: give --prompt-ids")

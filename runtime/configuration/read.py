@@ -56,7 +56,7 @@ def _read_json(text: str, where: str) -> object:
 
 
 def _read_yaml(path: Path, where: str) -> object:
-    """Read a YAML file of plain values; its two upper levels may have no key twice."""
+    """Read a YAML file of plain values; refuse duplicate keys in its two upper levels."""
     with needing(f"{where}: needs", "yaml"):
         import yaml
     try:

@@ -1,6 +1,6 @@
 """The settings of flags and configuration files: joined, checked, and compared with an engine.
 
-They are a mapping from names to values, without those that were not given. A missing
+Settings are a mapping from names to values; a setting that was not given is missing. A missing
 rejection_sample_method means strict acceptance.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Configuration: TypeAlias = Mapping[str, Any]
 Given = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
-NOTES = "notes"  # the setting's name for lines to the user, a tuple
+NOTES = "notes"  # name of the setting with lines to the user, a tuple
 CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
     "nextn": check_integer(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": check_bool,
@@ -108,7 +108,7 @@ def check_engine(settings: Configuration, build: "BuildInfo") -> None:
 
 
 def checked(check: Check, value: object, label: str) -> Any:
-    """Return a checked value; the UsageError for a wrong one begins with its label."""
+    """Return a checked value; the UsageError for a wrong value begins with the label."""
     try:
         return check(value)
     except ValueError as error:

@@ -11,17 +11,17 @@ class Key:
     setting: str = ""
     true: str = ""  # the setting's value if the key is a switch and true; false gives no value
     refused: str = ""  # the reason; the key would change results
-    idle: tuple[int, ...] = ()  # values that ask for nothing
+    idle: tuple[int, ...] = ()  # values without effect
     instead: str = ""  # advice, if the key has no effect
 
 
 @dataclass(frozen=True)
 class Methods:
-    """The names of the speculative methods, of which mtpbuild has one."""
+    """The names of speculative methods; mtpbuild supports only `ours`."""
 
     ours: str
     others: list[str]
-    models: list[str]  # MODEL_mtp is a deprecated name of ours
+    models: list[str]  # for each, MODEL_mtp is a deprecated name of `ours`
 
 
 Table = Mapping[str, "Key | Methods | Table"]

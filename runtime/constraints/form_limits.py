@@ -1,4 +1,4 @@
-"""Limits for the cost of compiling a form: about a second and 150 MB."""
+"""Limits of the size of forms, so that compiling a form takes about a second and 150 MB."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from mtpbuild.runtime.errors import RequestError
 LONGEST = 256 * 1024  # characters of a form
 LONGEST_GRAMMAR = 32 * 1024  # characters of a Lark grammar without the schemas in it
 LONGEST_GBNF = 8 * 1024  # characters; its translation takes quadratic time
-# Forms whose compilation takes quadratic time are limited by the sum of the squares.
+# Where compilation takes quadratic time, the sum of the squared sizes is limited to the square.
 MOST_PROPERTIES = 3000
 LONGEST_PATTERN = 8 * 1024
 SCHEMA = re.compile(r"%json\s*")
@@ -26,30 +26,30 @@ def check_form(kind: str, text: str) -> None:
     if len(text) > LONGEST:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     if kind == "json":
-        _check_schemas([_read(text)])
+        _check_schemas([_parse_or_none(text)])
     elif kind == "regex":
-        _limit("characters of patterns", len(text), LONGEST_PATTERN)
+        _check_limit("characters of patterns", len(text), LONGEST_PATTERN)
     elif kind == "grammar":
-        rest, schemas = _split(text)
+        rest, schemas = _split_schemas(text)
         gbnf = "::=" in text
-        _limit("characters of rules", len(rest), LONGEST_GBNF if gbnf else LONGEST_GRAMMAR)
-        _limit_square("characters of patterns", map(len, PATTERN.findall(rest)), LONGEST_PATTERN)
+        _check_limit("characters of rules", len(rest), LONGEST_GBNF if gbnf else LONGEST_GRAMMAR)
+        _check_squares("characters of patterns", map(len, PATTERN.findall(rest)), LONGEST_PATTERN)
         _check_schemas(schemas)
 
 
 def _check_schemas(schemas: list[Any]) -> None:
-    found = [each for schema in schemas for each in _objects(schema)]
+    objects = [each for schema in schemas for each in _objects(schema)]
     named, matched = (
-        [each[name] for each in found if isinstance(each.get(name), dict)]
+        [each[name] for each in objects if isinstance(each.get(name), dict)]
         for name in ("properties", "patternProperties")
     )
-    _limit_square("properties", map(len, named), MOST_PROPERTIES)
-    patterns = [each["pattern"] for each in found if isinstance(each.get("pattern"), str)]
+    _check_squares("properties", map(len, named), MOST_PROPERTIES)
+    patterns = [each["pattern"] for each in objects if isinstance(each.get("pattern"), str)]
     patterns += [pattern for each in matched for pattern in each]
-    _limit_square("characters of patterns", map(len, patterns), LONGEST_PATTERN)
+    _check_squares("characters of patterns", map(len, patterns), LONGEST_PATTERN)
 
 
-def _split(grammar: str) -> tuple[str, list[Any]]:
+def _split_schemas(grammar: str) -> tuple[str, list[Any]]:
     """Return a Lark grammar without its JSON schemas, and the schemas."""
     rest, schemas, begin = list[str](), list[Any](), 0
     while found := SCHEMA.search(grammar, begin):
@@ -62,7 +62,7 @@ def _split(grammar: str) -> tuple[str, list[Any]]:
     return "".join([*rest, grammar[begin:]]), schemas
 
 
-def _read(text: str) -> Any:
+def _parse_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -71,22 +71,22 @@ def _read(text: str) -> Any:
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield each object inside a JSON value."""
-    left = [value]
-    while left:
-        value = left.pop()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
             yield value
-            left += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            left += value
+            pending += value
 
 
-def _limit(what: str, found: int, most: int) -> None:
+def _check_limit(what: str, found: int, most: int) -> None:
     if found > most:
         raise RequestError(f"structured_outputs: {found} {what}, at most {most} are compiled")
 
 
-def _limit_square(what: str, sizes: Iterable[int], most: int) -> None:
+def _check_squares(what: str, sizes: Iterable[int], most: int) -> None:
     each = list(sizes)
     if sum(size**2 for size in each) > most**2:
         raise RequestError(

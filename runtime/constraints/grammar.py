@@ -18,7 +18,7 @@ from mtpbuild.runtime.constraints.token_limits import TokenLimits
 from mtpbuild.runtime.contract.controls import WORD, StepControls
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import Constraint
+from mtpbuild.runtime.contract.programs import Constraint, Words
 from mtpbuild.runtime.contract.targets import targets_with
 from mtpbuild.runtime.errors import RequestError, needing
 from mtpbuild.runtime.sampling.params import SamplingParams
@@ -37,7 +37,7 @@ STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nes
 class Grammar(Protocol):
     """The interface of a request's grammar for the loop."""
 
-    kept: int  # leading drafts of the last constraint that are the MTP modules' own, not forced
+    kept: int  # drafts at the start of the last constraint that the grammar did not force
 
     def next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the constraint of the next step, which verifies these drafts; change nothing.
@@ -46,13 +46,13 @@ class Grammar(Protocol):
         """
 
     def take(self, token: int) -> None:
-        """Advance by an emitted token; raise RequestError for one that is not allowed."""
+        """Advance by an emitted token; raise RequestError if it is not allowed."""
 
 
 class Matcher:
     """A grammar, advanced to the end of its request's tokens; for one thread at a time.
 
-    Tokens of a thought are free: the grammar begins after the token that ends the thought.
+    A thought's tokens are not limited: the grammar begins after the token that ends the thought.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Matcher:
         self.kept = 0
 
     def next_constraint(self, drafts: Sequence[int]) -> Constraint:
-        """Return masks along the drafts, where forced tokens replace forbidden drafts.
+        """Return a mask for each draft; forced tokens replace drafts that are forbidden.
 
         Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is
         forced, a forbidden draft stays, because rejection needs the distribution that it was
@@ -84,7 +84,7 @@ class Matcher:
         for row in range(len(allowed)):
             if not thinking:
                 fill_next_token_bitmask(matcher, allowed, row)
-                if row < last and (row == len(tokens) or not _has(allowed, row, tokens[row])):
+                if row < last and (row == len(tokens) or not _allows(allowed, row, tokens[row])):
                     forced = self._forced()[: last - row]
                     if not forced:
                         break
@@ -110,14 +110,14 @@ class Matcher:
             self._check()
 
     def _forced(self) -> list[int]:
-        """Return the tokens that must come next, as far as they are certain."""
+        """Return the tokens that must come next; [] if several tokens may."""
         if self._matcher.is_stopped():
             return [*self._end_ids] if len(self._end_ids) == 1 else []
         return self._matcher.compute_ff_tokens()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"structured_outputs: {_line(self._matcher.get_error())}")
+            raise RequestError(f"structured_outputs: {_one_line(self._matcher.get_error())}")
 
 
 class GrammarTokens:
@@ -131,7 +131,7 @@ class GrammarTokens:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Read the vocabulary; ends: the tokens that end an answer."""
+        """Read the vocabulary; end_ids: the tokens that end an answer."""
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
         marks = {
@@ -155,18 +155,18 @@ class Grammars:
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, features: Features) -> None:
         """Set up for one engine; features: those of the engine's programs."""
         self._manifest, self._tokenizer = manifest, tokenizer
-        self._able = Feature.CONSTRAIN in features
-        self._copying = threading.Lock()  # guards `deep_copy`: a matcher has one user at a time
+        self._supported = Feature.CONSTRAIN in features
+        self._copying = threading.Lock()  # for `deep_copy`, as a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(lambda form: call_with_stack(STACK, self._compile, form))
 
     def make_grammar(self, params: SamplingParams, controls: StepControls) -> Grammar | None:
-        """Return the grammar of a request, if any; raise RequestError as `matcher` does."""
+        """Return the grammar of a request; None if it needs none. Raises what `matcher` raises."""
         if params.structured_outputs is not None:
             return self.matcher(params.structured_outputs, controls)
         if not params.constraint:
             return None
-        self._check_able(params.constraint)
+        self._check_supported(params.constraint)
         return TokenLimits(params, self._manifest, self._tokenizer)
 
     def matcher(self, form: StructuredOutputs, controls: StepControls) -> Matcher:
@@ -176,7 +176,7 @@ class Grammars:
         MissingDependencyError without llguidance.
         """
         model = self._manifest.model
-        self._check_able("structured_outputs")
+        self._check_supported("structured_outputs")
         if self._tokenizer is None:
             raise RequestError("structured_outputs: this engine was built without a tokenizer")
         if not model.eos_token_ids:
@@ -187,8 +187,8 @@ class Grammars:
         words = -(-model.vocab_size // WORD)
         return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
 
-    def _check_able(self, setting: str) -> None:
-        if not self._able:
+    def _check_supported(self, setting: str) -> None:
+        if not self._supported:
             raise RequestError(
                 f"{setting}: this engine's steps take no grammar; build "
                 f"it anew for target {targets_with(Feature.CONSTRAIN)}"
@@ -207,7 +207,7 @@ class Grammars:
         source = _source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"structured_outputs: {_line(matcher.get_error())}")
+            raise RequestError(f"structured_outputs: {_one_line(matcher.get_error())}")
         return matcher
 
 
@@ -232,13 +232,13 @@ def _source(form: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_json_schema(dumps(schema))
         return grammar_from(kind, text)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: {_line(str(error))}") from None
+        raise RequestError(f"structured_outputs: {_one_line(str(error))}") from None
 
 
-def _has(allowed: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", row: int, token: int) -> bool:
-    return bool(allowed[row, token // WORD] >> (token % WORD) & 1)
+def _allows(mask: Words, row: int, token: int) -> bool:
+    return bool(mask[row, token // WORD] >> (token % WORD) & 1)
 
 
-def _line(text: str) -> str:
-    """Return the start of a message, which may contain a drawn grammar, in one line."""
+def _one_line(text: str) -> str:
+    """Return the start of a message, which may quote a grammar, in one line."""
     return " ".join(text.split())[:300]

@@ -14,8 +14,8 @@ DATE = (
 ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{ZONE}"
 POINTER = "(?:/(?:[^/~]|~[01])*)*"
-# Formats that are enforced; all others are annotations. PATTERNS has formats whose patterns, which
-# must all match, replace llguidance's own. FORMATS maps other names to the format that is used.
+# FORMATS has the formats that are enforced, and maps each to the format to use; other formats are
+# annotations. PATTERNS replaces llguidance's own patterns; all patterns of a format must match.
 PATTERNS = {
     "date": [f"^{DATE}$"],
     "time": [f"^{TIME}$"],
@@ -46,10 +46,10 @@ REPEAT = re.compile(r"\{\d+(?:,\d*)?\}")
 def translate_pattern(pattern: str) -> str:
     """Translate an ECMAScript pattern to Rust's syntax; unknown escapes stay, to be refused later.
 
-    No class contains the NUL character: for a class with all control characters, llguidance would
-    also accept an escaped `"` or backslash.
+    No class contains the NUL character: if a class has all control characters, llguidance accepts
+    an escaped `"` or backslash too.
     """
-    found, at, quantified = list[str](), 0, False
+    pieces, at, quantified = list[str](), 0, False
     while at < len(pattern):
         char = pattern[at]
         if quantified and char == "?":  # a lazy quantifier matches the same texts
@@ -57,26 +57,26 @@ def translate_pattern(pattern: str) -> str:
             continue
         quantified = False
         if char == "\\":
-            piece, _, at = _escape(pattern, at + 1)
+            piece, _, at = _read_escape(pattern, at + 1)
         elif char == "[":
-            piece, at = _class(pattern, at + 1)
+            piece, at = _read_class(pattern, at + 1)
         elif char == "{" and (repeat := REPEAT.match(pattern, at)):
             piece, at, quantified = repeat[0], repeat.end(), True
         else:
             piece = {".": r"[^\n\r\x{2028}\x{2029}]", "{": r"\{", "}": r"\}"}.get(char, char)
-            at, quantified = at + 1, char in "*+?" and found[-1:] != ["("]
-        found.append(piece)
-    return "".join(found)
+            at, quantified = at + 1, char in "*+?" and pieces[-1:] != ["("]
+        pieces.append(piece)
+    return "".join(pieces)
 
 
-def _class(pattern: str, at: int) -> tuple[str, int]:
+def _read_class(pattern: str, at: int) -> tuple[str, int]:
     """Read a class after its opening bracket; return its translation and the end position."""
     negated, items = pattern.startswith("^", at), list[str]()
     at += negated
     while at < len(pattern) and pattern[at] != "]":
-        item, code, at = _member(pattern, at)
+        item, code, at = _read_member(pattern, at)
         if code is not None and pattern.startswith("-", at) and pattern[at + 1 : at + 2] != "]":
-            last, end, after = _member(pattern, at + 1)
+            last, end, after = _read_member(pattern, at + 1)
             if end is not None:
                 item, at = f"{item}-{last}", after
         items.append(item)
@@ -84,15 +84,15 @@ def _class(pattern: str, at: int) -> tuple[str, int]:
     return f"[[{'^' * negated}{inner}]&&[^\\x00]]", at + 1
 
 
-def _member(pattern: str, at: int) -> tuple[str, int | None, int]:
+def _read_member(pattern: str, at: int) -> tuple[str, int | None, int]:
     if pattern[at] != "\\":
         return _char(ord(pattern[at])), ord(pattern[at]), at + 1
     if pattern.startswith("b", at + 1):
         return _char(8), 8, at + 2
-    return _escape(pattern, at + 1)
+    return _read_escape(pattern, at + 1)
 
 
-def _escape(pattern: str, at: int) -> tuple[str, int | None, int]:
+def _read_escape(pattern: str, at: int) -> tuple[str, int | None, int]:
     """Read an escape after its backslash; return its translation, code and end position."""
     char = pattern[at : at + 1]
     if char.lower() in CLASSES and char:

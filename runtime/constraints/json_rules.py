@@ -1,4 +1,4 @@
-"""Grammars for schemas with numbers beyond 2^53, as llguidance's bounds are floats."""
+"""Grammars for schemas with numbers beyond 2^53; llguidance's own bounds are floats."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ def has_large_numbers(schema: Json) -> bool:
 
 
 def json_rules(schema: Json, name: str) -> str:
-    """Return rules in Lark's syntax; the rule `name` matches what fits a prepared schema.
+    """Return rules in Lark's syntax; rule `name` matches the values that fit a prepared schema.
 
     Raises ValueError if a number cannot be followed exactly.
     """
@@ -57,7 +57,7 @@ class _Rules:
         self.lines: list[str] = []
 
     def value(self, schema: Any) -> str:
-        """Return an expression that matches what fits a schema."""
+        """Return an expression that matches the values that fit a schema."""
         if not self.has_large(schema):
             return f"%json {dumps(self._with_definitions(schema))}"
         _check_types(schema)
@@ -73,30 +73,30 @@ class _Rules:
             return self._any([self.value(_of_kind(schema, kind)) for kind in kinds])
         if kinds in ("integer", "number") and keys <= {"type", *BOUNDS}:
             return self._number(schema)
-        shut = schema.get("additionalProperties") is False
-        if kinds == "object" and shut and keys - {"type"} <= OBJECT:
+        closed = schema.get("additionalProperties") is False
+        if kinds == "object" and closed and keys - {"type"} <= OBJECT:
             return self._object(schema)
         if kinds == "array" and keys <= {"type", "items", "minItems", "maxItems"}:
             return self._array(schema)
         return f"%json {dumps(_narrowed(self._with_definitions(schema), keys))}"
 
     def has_large(self, schema: Any) -> bool:
-        """Tell whether a schema, or one that it refers to, has a number that floats would change.
+        """Tell whether a schema, with all that it refers to, has a number that floats would change.
 
         Without recursion: references may follow each other thousands of times.
         """
-        followed, waiting = set[str](), [schema]
-        while waiting:
-            part = waiting.pop()
+        followed, pending = set[str](), [schema]
+        while pending:
+            part = pending.pop()
             if not isinstance(part, dict):
                 continue
             if _has_large(part):
                 return True
             if isinstance(reference := part.get("$ref"), str) and reference not in followed:
                 followed.add(reference)
-                waiting.append(resolve_reference(reference, self._root))
+                pending.append(resolve_reference(reference, self._root))
             inside = {key: inner for key, inner in part.items() if key not in DEFINITIONS}
-            map_subschemas(inside, waiting.append)
+            map_subschemas(inside, pending.append)
         return False
 
     def _with_definitions(self, schema: Any) -> Json:
@@ -124,7 +124,7 @@ class _Rules:
         return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
 
     def _number(self, schema: Json) -> str:
-        """Return an expression for all integers within the bounds and other numbers up to 2^53."""
+        """Return an expression for the integers in the bounds, and for fractions up to 2^53."""
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
         most = None if high is None else math.floor(high)
@@ -137,7 +137,7 @@ class _Rules:
         return integer
 
     def _object(self, schema: Json) -> str:
-        """Return the listed properties in their order; all but the first follow a comma."""
+        """Return an expression for an object with the listed properties, in their order."""
         listed, required = schema.get("properties", {}), schema.get("required", [])
         firsts, rest = ['""'], '""'
         for name, inner in reversed(listed.items()):
@@ -183,7 +183,7 @@ def _digits(least: int, most: int | None) -> str:
     if most is None:
         length = len(str(least))
         return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
-    # Parts end where digits at the end of `least` become 9, or those of `most` + 1 become 0.
+    # A part ends where the last digits of `least` become 9, or those of `most` + 1 become 0.
     powers = [10**power for power in range(1, len(str(most)) + 1)]
     ends = [least - least % power + power - 1 for power in powers]
     ends += [most - (most + 1) % power for power in powers]
@@ -195,7 +195,7 @@ def _digits(least: int, most: int | None) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return a pattern of a part, digit by digit; its last digits are all those from 0 to 9."""
+    """Return a pattern of the integers from low to high, whose digits vary independently."""
     digits = (a if a == b else f"[{a}-{b}]" for a, b in zip(low, high, strict=True))
     return re.sub(r"(\[0-9\])+$", lambda run: f"[0-9]{{{len(run[0]) // 5}}}", "".join(digits))
 
@@ -230,7 +230,7 @@ def _has_large(schema: Json) -> bool:
 
 
 def _narrowed(schema: Json, keys: set[str]) -> Json:
-    """Narrow a schema's bounds to within 2^53; raise ValueError for other large numbers."""
+    """Move a schema's bounds to within 2^53; raise ValueError for other large numbers."""
     changed = map_subschemas(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if _is_number(bound := changed.get(key)) and bound * sign > EXACT:

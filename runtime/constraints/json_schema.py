@@ -13,12 +13,12 @@ Json = dict[str, Any]
 
 NAMED = ("properties", "$defs", "definitions", "patternProperties")  # maps of names to schemas
 PARTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties")
-JOINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas"}
+COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas"}
 OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 DRAFT = re.compile(r"https?://json-schema\.org/draft(/2020-12|/2019-09|-0[467])/schema#?")
 ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$comment"}
-# In a schema's text: a control character without a short escape, or a pattern's escape of one.
+# In a schema's text: a control character without a short escape, or a pattern's escape for it.
 CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
 
@@ -58,18 +58,18 @@ def close_objects(text: str) -> str:
     """
     try:
         schema = loads(text)
-        every = [*_within(schema)]
+        parts = [*_subschemas(schema)]
     except (ValueError, RecursionError):
         return text
-    if any("allOf" in one or (OF_OBJECTS & one.keys() and JOINED & one.keys()) for one in every):
+    if any("allOf" in p or (OF_OBJECTS & p.keys() and COMBINING & p.keys()) for p in parts):
         return text
-    if not all(_are_apart(one["oneOf"], schema) for one in every if "oneOf" in one):
-        return text  # a value that fits a closed part could also fit another part's open form
-    for one in every:
-        if isinstance(listed := one.get("properties"), dict):
-            if "additionalProperties" not in one and isinstance(one.get("required"), list):
-                listed.update({n: True for n in one["required"] if n not in listed})
-            one.setdefault("additionalProperties", False)
+    if not all(_are_disjoint(p["oneOf"], schema) for p in parts if "oneOf" in p):
+        return text  # a value that fits one alternative, once closed, could fit another if open
+    for part in parts:
+        if isinstance(listed := part.get("properties"), dict):
+            if "additionalProperties" not in part and isinstance(part.get("required"), list):
+                listed.update({n: True for n in part["required"] if n not in listed})
+            part.setdefault("additionalProperties", False)
     return dumps(schema, ensure_ascii=False)
 
 
@@ -85,10 +85,10 @@ def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:
     return found
 
 
-def _are_apart(parts: Any, root: Json) -> bool:
-    """Tell whether no value fits two parts of a `oneOf`, by their types or by constants.
+def _are_disjoint(parts: Any, root: Json) -> bool:
+    """Tell whether no value fits two parts of a `oneOf`.
 
-    The constants are those of a property that both parts require.
+    Two parts are known to be disjoint by their types, or by constants of a required property.
     """
     if not isinstance(parts, list):
         return False
@@ -112,7 +112,7 @@ def _differ(one: Json, other: Json) -> bool:
 
 
 def _constants(schema: Json) -> dict[str, set[str]]:
-    """Return the JSON values that required properties are limited to; "" is the value itself."""
+    """Return the constants of required properties by name, and of the value itself by ""."""
     required, listed = schema.get("required"), schema.get("properties")
     found: Json = {"": schema}
     if schema.get("type") == "object" and isinstance(required, list) and isinstance(listed, dict):
@@ -144,19 +144,19 @@ def resolve_reference(reference: str, root: Json) -> Any:
     return found
 
 
-def _within(schema: Any) -> Iterator[Json]:
+def _subschemas(schema: Any) -> Iterator[Json]:
     """Yield a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
     yield schema
     inner: list[Any] = []
     map_subschemas(schema, inner.append)
-    for one in inner:
-        yield from _within(one)
+    for part in inner:
+        yield from _subschemas(part)
 
 
 def _rewritten(schema: Any) -> Any:
-    """Rewrite what llguidance would refuse though it is valid, or follow inexactly."""
+    """Rewrite valid schemas that llguidance would refuse or follow inexactly."""
     if not isinstance(schema, dict):
         return schema
     schema = map_subschemas(schema, _rewritten)
@@ -169,7 +169,7 @@ def _rewritten(schema: Any) -> Any:
         schema.pop("$schema", None)
     _rewrite_texts(schema)
     _rewrite_bounds(schema)
-    if "oneOf" in schema and "anyOf" not in schema and _are_apart(schema["oneOf"], {}):
+    if "oneOf" in schema and "anyOf" not in schema and _are_disjoint(schema["oneOf"], {}):
         schema["anyOf"] = schema.pop("oneOf")  # no value fits two of its parts
     _check_properties(schema)
     return schema
@@ -230,7 +230,7 @@ def _plain(value: Any) -> Any:
 def _check_properties(schema: Json) -> None:
     """Drop a redundant minProperties; raise ValueError for others if names are open.
 
-    With open names llguidance would count a property that comes twice as two.
+    With open names llguidance counts a repeated property twice.
     """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):

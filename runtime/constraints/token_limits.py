@@ -25,18 +25,18 @@ class TokenLimits:
         """Raise RequestError for tokens outside the vocabulary or if no first token is allowed."""
         size = manifest.model.vocab_size
         self._window, self._output = manifest.window, list[int]()
-        self._free = np.ones(size, bool)  # [V] limits that do not depend on the answer
+        self._free = np.ones(size, bool)  # [V] tokens that may be emitted after any answer
         if (allowed := params.allowed_token_ids) is not None:
             self._free[:] = False
             self._free[[*allowed]] = True
         if params.bad_words and tokenizer is None:
             raise RequestError("bad_words: this engine was built without a tokenizer")
-        found = [ids for text in params.bad_words for ids in spellings(text, tokenizer)]
-        if (id := max((id for ids in found for id in ids), default=0)) >= size:
+        words = [ids for text in params.bad_words for ids in spellings(text, tokenizer)]
+        if (id := max((id for ids in words for id in ids), default=0)) >= size:
             raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
-        self._free[[ids[0] for ids in found if len(ids) == 1]] = False
-        self._bad = [ids for ids in found if len(ids) > 1]
-        # Steps forbid these too, but the check for a first token needs them before a step.
+        self._free[[ids[0] for ids in words if len(ids) == 1]] = False
+        self._bad = [ids for ids in words if len(ids) > 1]
+        # Steps forbid end tokens before min_tokens too, but the check below comes before any step.
         ends = params.end_ids(manifest.model.eos_token_ids)
         self._before_min_tokens, self._min_tokens = self._free.copy(), params.min_tokens
         self._before_min_tokens[[id for id in ends if id < size]] = False
@@ -68,7 +68,7 @@ class TokenLimits:
 
     def take(self, token: int) -> None:
         self._output.append(token)
-        del self._output[: -max(map(len, self._bad), default=1)]  # earlier tokens have no effect
+        del self._output[: -max(map(len, self._bad), default=1)]  # earlier tokens no longer matter
 
     def _allowed_after(self, output: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         free = self._before_min_tokens if len(output) < self._min_tokens else self._free

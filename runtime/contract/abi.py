@@ -1,6 +1,6 @@
 """The version of the contract between builder and runtime."""
 
-# Raise it when the runtime reads states, controls or programs in a new way and no source file that
-# the fingerprint hashes has changed. Builds then make existing engines again; existing engines
-# still run.
+# Increase it when the runtime reads states, controls or programs in a new way, but no source file
+# that a build's fingerprint hashes has changed. The next build of an engine then starts again in
+# place of keeping the old one, which still runs.
 ABI = 1

@@ -1,8 +1,8 @@
 """The controls of a request's steps: the per-slot inputs that programs, slots and kernels read.
 
-To add a control, add a field to `StepControls`; a field named as a setting of `SamplingParams` has
-its value. It becomes an input [B, *shape] of that name in the mixed program and an entry of the
-manifest, and every target writes it when a request begins.
+To add a control, add a field to `StepControls`. It becomes an input [B, *shape] of that name in the
+mixed program, and every target writes it when a request begins. If `SamplingParams` has a setting
+of the same name, that is the field's value.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ DRAFT, ACCEPT, RECOVER = 0, 1, 2
 # indexed by the position of the block's first draft.
 BLOCK_DRAFT = 3
 
-SAMPLED = ("temperature",)
+SAMPLED = ("temperature",)  # values of `needs`
 RELAXED = ("relaxed_topk",)
 PENALISED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bias_ids")
 BY_METHOD = "rejection_sample_method"
@@ -36,10 +36,7 @@ BIAS: dict[str, Any] = {"core": False, "setting": "logit_bias"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepControls:
-    """The controls of one request's steps; by default acceptance is strict and greedy.
-
-    The first nine are the request's settings of the same names, unchanged.
-    """
+    """The controls of one request's steps; by default acceptance is strict and greedy."""
 
     temperature: float = control(0.0, "float32")
     top_k: int = control(0, "int64", needs=SAMPLED)
@@ -52,14 +49,14 @@ class StepControls:
     presence_penalty: float = control(0.0, "float32", core=False)
     frequency_penalty: float = control(0.0, "float32", core=False)
     repetition_penalty: float = control(1.0, "float32", core=False)
-    # Rejection, or strict.
+    # Accept drafts by rejection sampling. False: strictly.
     rejection: bool = control(False, "bool", setting="acceptance", needs=SAMPLED)
     # Verify a step's drafts together, not one by one.
     block: bool = control(False, "bool", setting=BY_METHOD, needs=SAMPLED)
-    # Probability of accepting each draft, given that those before it were accepted. Empty:
-    # acceptance is real.
+    # Probability of accepting each draft by chance, given that the drafts before it were accepted.
+    # Empty: drafts are really verified.
     synthetic: tuple[float, ...] = control((), "float32", ("window",), setting=BY_METHOD)
-    # Above temperature 0. False: drafts are the argmax.
+    # Sample drafts above temperature 0. False: drafts are the argmax.
     sampled_drafts: bool = control(True, "bool", setting="draft_sample_method", needs=SAMPLED)
     # The tokens that begin and end the thinking phase.
     thinking_ids: tuple[int, int] = control(
@@ -80,12 +77,15 @@ class StepControls:
     # The fields below stay on the host; no program has them as inputs.
     thinking: bool = False  # whether the prompt ends inside the thinking phase
     alternatives: bool = False  # whether to report top_ids and top_logprobs
-    constrained: bool = False  # by a grammar, whose masks are set before each step
+    constrained: bool = False  # whether a grammar's token masks are set before each step
     seed: int = 0
-    history: tuple[int, ...] = ()  # the prompt, if its tokens are counted
+    history: tuple[int, ...] = ()  # the prompt, if the repetition penalty counts its tokens
 
     def counts(self, name: str) -> bool:
-        """Tell whether a control has an effect: it and one of those it needs are not defaults."""
+        """Tell whether a control has an effect.
+
+        It has none at its default, or while all controls that it needs have theirs.
+        """
         if getattr(self, name) == getattr(GREEDY, name):
             return False
         needs = FIELDS[name].needs
@@ -93,9 +93,9 @@ class StepControls:
 
     @property
     def plain(self) -> bool:
-        """Whether no field has an effect: the decode program without sampling is enough."""
-        others = self.rule or self.alternatives or self.constrained
-        return not others and not any(map(self.counts, FIELDS))
+        """Whether no field has an effect, so that the decode program without sampling suffices."""
+        needs_mixed = self.rule or self.alternatives or self.constrained
+        return not needs_mixed and not any(map(self.counts, FIELDS))
 
     @property
     def penalised(self) -> bool:
@@ -118,7 +118,7 @@ class StepControls:
         """Yield the row of each control for a slot.
 
         places: shape and dtype of one slot's row, for each control that the programs have. A plain
-        request draws no random numbers, so its row of `uniforms` is left unchanged.
+        request draws no random numbers, so no row of `uniforms` is yielded for it.
         """
         for name, (shape, dtype) in places.items():
             if name == UNIFORMS:

@@ -31,12 +31,12 @@ class DrafterRecord:
     keeps their caches.
 
     lookahead: maps nextn to the number of tokens after a prompt's chunk that `prefill` reads, at
-    least 1 for a drafter with modules or states. With 0, `prefill` is not called.
+    least 1 for a drafter with modules or states. With 0, its `prefill` is not called.
 
     states: maps a `Plan` to the drafter's additional states: role "carry", batch as the first
-    dimension. Each call must return new tensors for all of them.
+    dimension. Each call of the drafter must return new tensors for all of them.
 
-    adaptive: whether the class also makes fewer drafts than the engine has room for, down to none.
+    adaptive: whether the class can also make fewer than nextn drafts in a step, down to none.
     """
 
     name: str
@@ -56,7 +56,7 @@ class DrafterRecord:
         return self.program.partition(":")[0], self.states.__module__
 
 
-def _past(plan: Any) -> tuple["StateSpec", ...]:
+def _vanilla_states(plan: Any) -> tuple["StateSpec", ...]:
     from mtpbuild.runtime.contract.state import step_spec
 
     B, K = plan.max_batch, plan.nextn
@@ -72,7 +72,7 @@ _drafters = Registry[DrafterRecord](
     "mtpbuild.drafters",
     (
         DrafterRecord(EAGLE, f"{PROGRAMS}:Eagle", lambda nextn: 1, lambda nextn: 1, adaptive=True),
-        DrafterRecord(VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _past),
+        DrafterRecord(VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _vanilla_states),
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )

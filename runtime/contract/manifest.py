@@ -26,11 +26,11 @@ PREFIXES = "prefixes"  # the folder of prompt prefixes that were added to the en
 CONSTANTS = "{}.constants.safetensors"  # of one program: constants that are not in the checkpoint
 SHARED = "{}.shared.json"  # of one program: names of the weights that it reads from WEIGHTS
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
-COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that is not as it was built
+COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that has changed
 MOST_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
-AllreduceStrategy = Literal["one-shot"]  # sums tensors of ranks in place of NCCL
+AllreduceStrategy = Literal["one-shot"]  # how ranks sum tensors without NCCL
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, if they are quantised
@@ -97,7 +97,7 @@ class BuildInfo(_Record):
     # does not use it.
     cpu_layout: str | None = None
     # Whether texts and log-probabilities with strict acceptance depend on tokens and weights alone.
-    # It is true if all operators are known ones and the checks in `probed` passed.
+    # It is true if all operators are known and the checks in `probed` passed.
     exact: bool = False
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
     # The format that the build quantised weights to. None: they have the checkpoint's formats.
@@ -131,7 +131,7 @@ class BuildInfo(_Record):
 
 
 class CrossCompiled(_Record):
-    """How an engine was compiled on a machine without its GPU, where it could not be loaded."""
+    """The compilation of an engine on a machine without its GPU, which could not load it."""
 
     architecture: str  # of its kernels, such as sm_90
     assumed: str  # the GPU whose properties the compiler used
@@ -185,12 +185,12 @@ class Manifest(_Record):
 
     @property
     def window(self) -> int:
-        """T: the number of tokens that a step verifies, the newest one and nextn drafts."""
+        """T: the number of a step's input tokens: the newest token and nextn drafts."""
         return self.build.nextn + 1
 
     @property
     def features(self) -> Features:
-        """The features that the engine's graphs and states allow; its programs may have more."""
+        """The features that graphs and states allow; the target's programs may add others."""
         mixed = self.programs.get(MIXED)
         has = {
             Feature.PREFIX_CACHE: self.build.ranks.serving == 1
@@ -213,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
-        raise EngineFormatError(f"{folder}: {what}{_meant(folder)}") from None
+        raise EngineFormatError(f"{folder}: {what}{_suggestion(folder)}") from None
     except OSError as error:
         raise EngineFormatError(f"{path}: {_unreadable(error)}; {COPY_AGAIN}") from None
     except ValueError as error:
@@ -232,8 +232,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
 
 
-def _meant(folder: Path) -> str:
-    """Return a hint that names an engine in this folder, or one with a similar name nearby."""
+def _suggestion(folder: Path) -> str:
+    """Return a hint: an engine inside this folder, or one beside it with a similar name."""
     places = (folder,) if folder.is_dir() else (folder.parent, Path("engines"))
     found = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
     there = {path.name: path for path in sorted(found)}
@@ -242,7 +242,7 @@ def _meant(folder: Path) -> str:
 
 
 def first_error(error: ValidationError, part: slice) -> str:
-    """Return pydantic's message for the first wrong field, after that part of its location."""
+    """Return pydantic's message for the first wrong field, prefixed by `part` of its location."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"][part]))
     return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
@@ -262,7 +262,7 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """Return the ranks whose folders are on this machine; machines may build only their own."""
+    """Return the ranks whose folders are on this machine, which may have built only its own."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 
@@ -275,10 +275,10 @@ def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Man
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False) -> None:
-    """Require exactly the listed files and their sizes; hash up to 1 GB, or all bytes on request.
+    """Check that the folder has exactly the manifest's files, with their sizes and hashes.
 
-    The folders of ranks have their own manifests and are skipped. Raises EngineFileError that names
-    the first file that is missing, unlisted, changed or unreadable.
+    Hashes are checked if the files have at most HASH_LIMIT bytes together, or with `verify_hashes`.
+    The folders of ranks are skipped. Raises EngineFileError that names the first wrong file.
     """
     try:
         _check_names(folder, manifest)
@@ -311,7 +311,7 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
-    # A prefix is hashed when it is first used.
+    # A prefix is hashed at its first use, so only `verify_hashes` includes it here.
     known = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
     if not verify_hashes and sum(f.size for f in known.values()) > HASH_LIMIT:
         return

@@ -14,11 +14,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Words = NDArray[np.int32]
-Piece: TypeAlias = tuple[int, int]  # number under which rows are saved, and how many
+Piece: TypeAlias = tuple[int, int]  # the number under which rows are saved, and their count
 
 PREFILL = "prefill"  # the program of a prompt's chunk
-SCORE = "score"  # the same, with log-probabilities of the tokens that follow
-PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
+SCORE = "score"  # the same; also returns the log-probability of each token's successor
+PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step; MIXED reads the controls
 WEIGHT = "weights.{}"  # name of the input that carries a shared weight
 
 
@@ -37,7 +37,7 @@ class StepOutput:
     """The output of a decode step of all B slots, T = nextn + 1; the next step reuses its arrays.
 
     In an adaptive engine, nextn is the number of drafts that this step verified and made, not the
-    largest one possible.
+    largest number possible.
     """
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
@@ -64,15 +64,15 @@ class Constraint:
     """The tokens that a request's grammar allows in its slot's next step; T = nextn + 1."""
 
     drafts: list[int]  # to verify, up to T - 1
-    kept: int  # how many of them are the slot's own; the grammar forces those after them
+    kept: int  # how many of the drafts are the slot's own; the grammar forces the rest
     allowed: Words  # [T, ceil(V / 32)]: bit t % 32 of word t // 32 allows token t in the row
 
 
 class Programs(Protocol):
     """The operations of an engine's programs on their state.
 
-    lookahead: how many tokens after a chunk prefill reads. features: the optional operations of
-    these programs; the protocols below have their methods.
+    lookahead: the number of tokens after a chunk that `prefill` reads. features: the optional
+    operations of these programs; the protocols below have their methods.
     """
 
     lookahead: int
@@ -128,7 +128,7 @@ class Adaptive(Programs, Protocol):
 class Constraining(Programs, Protocol):
     """Programs whose steps can follow a grammar, for requests whose controls say so.
 
-    The drafts of a step are read before the next one is launched, so these are never `Overlapping`.
+    A step's drafts are read before it is launched, so these programs are never `Overlapping`.
     """
 
     def drafts(self, slot: int) -> list[int]:
@@ -136,7 +136,7 @@ class Constraining(Programs, Protocol):
         ...
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
-        """Constrain the slot's next step; each step of such a slot needs its own constraint."""
+        """Constrain the slot's next step; each step of a constrained slot needs its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +153,15 @@ class Scoring(Programs, Protocol):
     """Programs that compute the log-probabilities of a prompt."""
 
     def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
-        """Do the work of `prefill`; return the scores of `following` [T], each's next token."""
+        """Do the work of `prefill`; return the scores of `following` [T], the next tokens."""
         ...
 
 
 class PrefixCaching(Programs, Protocol):
     """Programs that save copies of rows and recurrent states outside their slots, by number.
 
-    A prompt can be filled in from any position whose rows, and states if there are any, were loaded
-    into its slot, minus the rows that the drafter's carried states need.
+    After rows are loaded into a slot, with the recurrent states of their end if the model has any,
+    the rest of the prompt is filled in. The last rows are computed again for some drafters.
     """
 
     def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
@@ -192,11 +192,11 @@ class PrefixCaching(Programs, Protocol):
         ...
 
     def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep arrays as `saved` returns them under an unused number; nobody writes to them."""
+        """Keep arrays, as `saved` returns them, under an unused number; they must not change."""
 
 
 class Shared(Programs, Protocol):
-    """Programs that other processes run too; a process may end unnoticed until the next call."""
+    """Programs that other processes run too; the next call notices that a process has ended."""
 
     def close(self) -> None:
         """Tell the other processes that there will be no more calls."""
@@ -209,14 +209,14 @@ class Shared(Programs, Protocol):
 
 
 class Overlapping(Programs, Protocol):
-    """Programs that can launch a step before the output of the last one is read."""
+    """Programs that can launch a step before the output of the last step is read."""
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Launch a step; the result, when called, waits for the step and returns its output.
 
         Steps and operations on slots run in the order of their calls. A result need not be called.
-        The second launch after it reuses its arrays, so at most two outputs are valid at a time.
+        The second launch after a step reuses its arrays, so at most two outputs are valid at once.
 
-        rows: as for `step`; a step that was launched and not read may have emitted T tokens.
+        rows: as for `step`; assume T tokens for a step that was launched and not read.
         """
         ...

@@ -1,4 +1,4 @@
-"""A registry of named items: built-in ones, registered ones, and those of installed packages.
+"""A registry of named items: built in, registered, or from installed packages.
 
 A package adds an item by an entry point of the registry's group and is imported only when that item
 is used. Entry points are read only for a name that is not registered, or to list all names.
@@ -29,7 +29,7 @@ class Registry(Generic[Item]):
         self._registered = {item.name: item for item in built_in}
 
     def register(self, item: Item) -> None:
-        """Add an item; it replaces another one of the same name."""
+        """Add an item; it replaces an item of the same name."""
         self._registered[item.name] = item
 
     def find(self, name: str) -> Item:

@@ -1,4 +1,4 @@
-"""Rules of acceptance by name: other packages can decide which drafts of a step are accepted.
+"""Acceptance rules of other packages: a rule decides which drafts of a step are accepted.
 
     @dataclass(frozen=True)
     class Settings:
@@ -38,11 +38,11 @@ class NoSettings:
 class Rule:
     """A rule of acceptance that is not built in.
 
-    keeps: returns [B, T], whether each row of `Judged` keeps its draft if all drafts before it are
-    kept. It is traced into the mixed program, so it runs at build time alone.
+    keeps: takes `Judged` and returns [B, T] bool: whether a draft is accepted if all drafts before
+    it are. It is traced into the mixed program, so it runs at build time alone.
 
-    settings: a frozen dataclass whose fields are `setting(...)` with a `Control`. Their names
-    become fields of requests, so prefix them with the rule's name.
+    settings: a frozen dataclass whose fields are `setting(...)` with a `Control`. The fields become
+    fields of requests, so prefix their names with the rule's.
 
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
@@ -58,7 +58,7 @@ class Rule:
 
     @property
     def controls(self) -> tuple[Control, ...]:
-        """The rule's inputs of the mixed program: whether the request chose it, and settings."""
+        """The rule's inputs of the mixed program: whether a request chose it, and its settings."""
         chosen = Control("bool", setting="acceptance", name=self.name)
         return (chosen, *controls_in(self.settings))
 
@@ -68,7 +68,7 @@ class Rule:
         return declarations(self.settings, Setting)
 
     def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
-        """Return a value for each setting, defaults included; a wrong one is a RequestError."""
+        """Return a value for each setting, defaults included; RequestError for a wrong value."""
         own = self.settings()
         values = {field.name: getattr(own, field.name) for field in fields(own)}
         for name, value in given.items():
@@ -81,7 +81,7 @@ class Rule:
         return values
 
     def identity(self) -> str:
-        """Hash the files that define the rule; a change makes builds start again."""
+        """Return a hash of the files that define the rule; if it changes, builds start again."""
         parts: list[Any] = [part for part in (self.keeps, self.settings, self.kernel) if part]
         files = {inspect.getsourcefile(part) for part in parts} - {None}
         digest = hashlib.sha256()

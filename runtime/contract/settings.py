@@ -24,8 +24,8 @@ class Setting:
     check: returns the value to store; its ValueError says what the value must be. help: of the
     flag; a setting without help has no flag. everywhere: whether bench and eval have the flag
     besides run. parse: turns the flag's name and text into a value, if the text is not the value
-    itself. http: whether HTTP bodies and lines of input files have the setting. differs: what
-    `diff` does with two traces that differ in it: refuse them, note it, or ("") ignore it. tokens:
+    itself. http: whether HTTP bodies and lines of input files have the setting. differs: how `diff`
+    treats two traces that differ in it: it refuses them, notes it, or ("") ignores it. tokens:
     whether its values are token ids, which must be in the engine's vocabulary.
     """
 
@@ -44,9 +44,9 @@ class Control:
 
     dtype: Literal["float32", "int64", "int32", "bool"]
     shape: tuple[int | str, ...] = ()
-    core: bool = True  # in every mixed program; False: only in those with penalties
-    setting: str = ""  # what users call it; by default the field's name
-    needs: tuple[str, ...] = ()  # fields of which one must differ from its default
+    core: bool = True  # in every mixed program; False: only in programs with penalties
+    setting: str = ""  # the user's name for it; by default the field's name
+    needs: tuple[str, ...] = ()  # without effect while all these fields have their defaults
     name: str = ""  # the field's name, filled in by `controls_in`
 
 
@@ -57,8 +57,8 @@ def setting(
 
     more: the other fields of `Setting`.
     """
-    declarations = {Setting: Setting(check, help, **more), Control: control}
-    return field(default=default, metadata=declarations)
+    metadata = {Setting: Setting(check, help, **more), Control: control}
+    return field(default=default, metadata=metadata)
 
 
 def control(default: T, dtype: Any, shape: tuple[int | str, ...] = (), **more: Any) -> T:
@@ -66,11 +66,11 @@ def control(default: T, dtype: Any, shape: tuple[int | str, ...] = (), **more: A
     return field(default=default, metadata={Control: Control(dtype, shape, **more)})
 
 
-shaping = partial(setting, everywhere=True, differs="refused")
+shaping = partial(setting, everywhere=True, differs="refused")  # shapes the distribution
 penalty = partial(setting, differs="refused")
 noted = partial(setting, differs="noted")
-judging = partial(setting, everywhere=True, differs="noted")
-private = partial(setting, http=False)
+judging = partial(setting, everywhere=True, differs="noted")  # decides how drafts are accepted
+private = partial(setting, http=False)  # not a field of HTTP bodies or input files
 
 
 def declarations(kind: type[Any], wanted: type[T]) -> dict[str, T]:

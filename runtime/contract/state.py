@@ -10,14 +10,14 @@ StateType = Literal["int64", "bool", "float32", "bfloat16"]
 # rows: one row per token, [batch, 1, rows, width], written in place. A rewind only reduces the
 #    length: the rows after it are finite garbage and are overwritten later.
 # recurrent: a summary of all tokens so far. A prompt's chunk advances it by all of its tokens, a
-#    step by those that it emits. It cannot be rewound. At position 0 it counts as zeros, whatever
-#    an earlier request left.
+#    step by the tokens that it emits. It cannot be rewound. Programs read zeros at position 0, so
+#    an earlier request's values do no harm.
 # carry: a value that one step leaves for the next; the host writes it when a request begins.
 # history: the tokens before the window, which the host writes when a request begins.
 Role = Literal["rows", "recurrent", "carry", "history"]
 STEP = "step"  # the owner of states that belong to no layer
 ROWS_SIZES = ("batch", "head", "rows", "width")
-# The sizes of a slot's part of each state of the step and of its drafter.
+# The names of a slot's dimensions, for each state of the step and of its drafter.
 STEP_SIZES: dict[str, tuple[str, ...]] = {
     "lengths": (),
     "window": ("window",),

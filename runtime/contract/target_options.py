@@ -1,6 +1,6 @@
 """The options of targets as flags and as values, for builds and for loading.
 
-`options_of` selects one of the two: it maps a target's name to a frozen dataclass of `flag`s.
+`options_of` maps a target's name to its options for one of the two, a frozen dataclass of `flag`s.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ def option_flags(options_of: OptionsOf) -> type[Any]:
                 first = found[option.name][2].metadata
                 both = f"{first['help']} Target {target}: {option.metadata['help']}"
                 metadata = first | {"help": both}
-            shown = field(default=option.default, metadata=metadata)
-            found[option.name] = option.name, hints[option.name], shown
+            copy = field(default=option.default, metadata=metadata)
+            found[option.name] = option.name, hints[option.name], copy
     return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
 
 

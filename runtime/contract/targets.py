@@ -35,11 +35,11 @@ class TargetRecord:
     load engines have these flags.
 
     build_flags: returns the target's own flags of `mtpbuild build` for another engine of a
-    manifest's kind: another rank, or the same model without drafts. (The module of manifests
-    imports this one.)
+    manifest's kind: another rank, or the same model without drafts. The manifest is an `Any`, since
+    its module imports this one.
 
-    features: the features of its engines, each with its condition in words, such as "on a CPU" ("":
-    always).
+    features: the features of its engines, each with a condition for messages, such as "on a CPU";
+    "" if there is none.
     """
 
     name: str
@@ -78,8 +78,8 @@ def _architectures(manifest: Any) -> str:
 
 
 def _onnx_flags(manifest: Any) -> Mapping[str, Any]:
-    halved = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
-    flags: dict[str, Any] = {"cache_dtype": "bfloat16"} if halved else {}
+    bfloat16_rows = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
+    flags: dict[str, Any] = {"cache_dtype": "bfloat16"} if bfloat16_rows else {}
     return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
 
 

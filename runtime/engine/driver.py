@@ -22,12 +22,11 @@ class Driver:
 
     There is no worker thread: a thread that waits for tokens steps the loop for all requests, while
     the other waiting threads sleep until their tokens are there. A single user thus pays for no
-    hand-over between threads, a stream that nobody reads cannot block another one, and closing
-    joins no thread. Only asyncio, whose thread must not block, has a thread that steps, from its
-    first request on.
+    hand-over between threads, an unread stream cannot block another stream, and closing joins no
+    thread. Only asyncio, whose thread must not block, gets a stepping thread, at its first request.
 
     Ctrl-C may raise between any two lines of this code. The next `step_until` or `close` in the
-    interrupted thread repairs what it left locked or incomplete.
+    interrupted thread releases its lock and its turn.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -42,7 +41,7 @@ class Driver:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the engine cannot continue, as far as the driver knows; else None."""
+        """The driver's reason why the engine cannot continue; None if it has none."""
         return FORKED if os.getpid() != self._process else self._failure
 
     def submit(self, request: Request, *, for_asyncio: bool = False) -> None:
@@ -95,7 +94,7 @@ class Driver:
                 if not self._take_turn(done):
                     return
                 self._loop.step()
-            except BaseException as error:  # Ctrl-C too: the step that it interrupts is incomplete
+            except BaseException as error:  # Ctrl-C too, as it leaves the step incomplete
                 if self._stepper == threading.get_ident():
                     self._loop.fail(step_failure(error))
                 if not isinstance(error, Exception):
@@ -142,7 +141,7 @@ class Driver:
 
     def _repair(self) -> None:
         """Release the lock and the turn that an interrupt of this thread left taken."""
-        with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
+        with contextlib.suppress(RuntimeError):  # raised once this thread does not hold the lock
             while True:
                 self._turn.release()
         self._end_turn()
@@ -190,7 +189,7 @@ class Stream(Iterator[Chunk]):
         raise StopIteration
 
     def result(self) -> Result:
-        """Wait for the end; return the whole result, including chunks that were iterated over."""
+        """Wait for the end; return the whole result, with the chunks that were already taken."""
         self._driver.step_until(lambda: self._request.ended)
         if self._request.error:
             raise self._request.error

@@ -77,18 +77,17 @@ class Engine:
         """Check an engine directory and load it.
 
         threads: CPU threads of the target; None lets it choose. verify_hashes: hash all files,
-        whatever their size. overlap: launch a step before the last one's tokens are read, if the
-        target can; False is for measurements. prefix_cache: reuse the rows of earlier prompts with
-        the same beginning, if the target can. Tokens stay the same (except at near-ties if the
-        engine is not exact), but the time to the first token depends on earlier requests.
-        prefix_cache_bytes: memory of the host for these rows; None: an eighth of what is free, or
-        what one conversation of max_seq_len tokens takes if that is more, but at most half.
-        prefix_cache_dir: a folder that keeps these rows after this process, up to the same number
-        of bytes. Prefixes that the engine was built with are always used. warm:
-        settings of later requests, whose programs are loaded and run once now; statistics ignore
-        these runs. options: those of the engine's target, such as provider="cuda" (target
-        onnxruntime) or no_cuda_graphs=True (target inductor: slower, easier to debug);
-        docs/targets.md lists them.
+        whatever their size. overlap: launch a step before the tokens of the step before it are
+        read, if the target can; False is for measurements. prefix_cache: reuse the rows of earlier
+        prompts with the same beginning, if the target can. Tokens stay the same (except at
+        near-ties if the engine is not exact), but the time to the first token depends on earlier
+        requests. prefix_cache_bytes: memory of the host for these rows; None: an eighth of the free
+        memory, or enough for one conversation of max_seq_len tokens, but at most half of it.
+        prefix_cache_dir: a folder that keeps these rows for later processes, up to the same number
+        of bytes. Prefixes that were added to the engine are always used. warm: settings of later
+        requests, whose programs are loaded and run once now; statistics ignore these runs. options:
+        those of the engine's target, such as provider="cuda" (target onnxruntime) or
+        no_cuda_graphs=True (target inductor: slower, easier to debug); docs/targets.md lists them.
 
         Raises UsageError, EngineError or one of its subclasses, with what to do.
         """
@@ -106,8 +105,8 @@ class Engine:
             warm_up(programs, manifest, warm)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
-            kept = prefix_cache_dir if prefix_cache else None
-            cache = open_prefix_cache(programs, manifest, folder, limit, kept)
+            rows_folder = prefix_cache_dir if prefix_cache else None
+            cache = open_prefix_cache(programs, manifest, folder, limit, rows_folder)
             return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
@@ -117,7 +116,7 @@ class Engine:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
-    @overload  # a text is a sequence of texts too, but is one prompt
+    @overload  # a text is one prompt, although its type is also a sequence of texts
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...  # type: ignore[overload-overlap]
     @overload
     def generate(
@@ -134,10 +133,10 @@ class Engine:
         several = isinstance(prompt, list | tuple)
         if not several or (prompt and isinstance(prompt[0], Integral)):
             return self.stream(prompt, params).result()
-        each = params if isinstance(params, Sequence) else [params] * len(prompt)
-        if len(each) != len(prompt):
-            raise RequestError(f"{len(prompt)} prompts, but {len(each)} sampling parameters")
-        requests = [self.prepare(*pair) for pair in zip(prompt, each, strict=True)]
+        settings = params if isinstance(params, Sequence) else [params] * len(prompt)
+        if len(settings) != len(prompt):
+            raise RequestError(f"{len(prompt)} prompts, but {len(settings)} sampling parameters")
+        requests = [self.prepare(*pair) for pair in zip(prompt, settings, strict=True)]
         with contextlib.ExitStack() as stack:
             streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
             return [stream.result() for stream in streams]
@@ -153,7 +152,7 @@ class Engine:
         options: as for `chat_prompt`. To continue the conversation, append the result's `message`
         to `messages`.
         """
-        ids, params = self.chat_ids(messages, **options), _checked(params)
+        ids, params = self.chat_ids(messages, **options), _params_or_default(params)
         if self.manifest.model.thinking_token_ids is not None:
             special = self.special_ids
             marks = [special[mark] for mark in (BEGIN, END) if mark in special]
@@ -172,32 +171,32 @@ class Engine:
     ) -> Stream:
         """Queue a prompt; iterate over the returned Stream for its chunks.
 
-        observer: gets each step of the request; `Trace.request` makes one that records them.
+        observer: gets each step of the request; `Trace.request` makes a recording observer.
         """
         return Stream(self._driver, self.prepare(prompt, params, observer=observer))
 
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream a prompt in asyncio; cancelling the task or closing the generator ends it.
+        """Stream a prompt in asyncio; a cancelled task or closed generator ends the request.
 
-        prompt: a prompt, or the request that `prepare` made of one.
+        prompt: a prompt, or the request that `prepare` made from a prompt.
         """
         import asyncio  # here, because it is slow to import and few programs use it
 
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        loop, new_chunk = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(news.set)
+                loop.call_soon_threadsafe(new_chunk.set)
 
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
         request.listener = listener
         self._driver.submit(request, for_asyncio=True)
         try:
             while not request.ended or request.outbox:
-                await news.wait()
-                news.clear()
+                await new_chunk.wait()
+                new_chunk.clear()
                 while request.outbox:
                     yield request.outbox.popleft()
             if request.error:
@@ -214,9 +213,9 @@ class Engine:
     ) -> Request:
         """Check a prompt and its settings in any thread, for one call of `astream`.
 
-        The time depends on the sizes of the prompt and the form; no step is waited for.
+        It waits for no step; its time depends on the lengths of prompt and grammar.
         """
-        ids, params = self.token_ids(prompt), _checked(params)
+        ids, params = self.token_ids(prompt), _params_or_default(params)
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         request = Request(ids, params, self.manifest, self.tokenizer, observer)
@@ -265,7 +264,7 @@ class Engine:
         return self._text_tokenizer().chat_prompt(messages, **options)
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
-        """Return `chat_prompt` as checked token ids, with the template's special tokens alone."""
+        """Return `chat_prompt` as checked token ids; the tokenizer adds no special tokens."""
         return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
 
     def check(self, params: SamplingParams, *, form: bool = True) -> None:
@@ -303,16 +302,16 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the engine cannot continue, if known before a step fails; else None.
+        """The reason why the engine cannot continue; None as long as none is known.
 
-        A rank is gone, the thread that steps for asyncio has ended, or the process was forked.
+        A rank has ended, the thread that steps for asyncio has ended, or the process was forked.
         """
         programs = self._loop.programs
         shared = Feature.SHARE in programs.features
         return self._driver.failure or (cast(Shared, programs).failure if shared else None)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the rows of earlier prompts; the next ones are filled in from the start."""
+        """Forget the rows of earlier prompts; the next prompts are filled in completely."""
         self._driver.between_steps(self._loop.forget)
 
     def close(self) -> None:
@@ -331,16 +330,16 @@ class Engine:
         return self.tokenizer
 
 
-def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParams]) -> None:
-    """Fill in a short prompt and run a step, for requests with each of these settings.
+def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingParams]) -> None:
+    """Fill in a short prompt and run a step, once for each of these settings.
 
-    An adaptive engine runs a step with each nextn, as each is a program of its own. The slot is
-    free afterwards; the next request begins in it as in any other.
+    An adaptive engine runs a step with each nextn, which is a program of its own. The slot stays
+    free.
     """
     build = manifest.build
     length = min(WARM_UP, build.prefill_chunk, build.max_seq_len - 1)
     active = np.arange(build.slots) == 0
-    for params in each:
+    for params in settings:
         programs.prefill(0, 0, np.zeros(length + programs.lookahead, np.int64))
         for nextn in range(build.nextn + 1) if build.adaptive else (None,):
             if nextn is not None:
@@ -349,8 +348,8 @@ def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParam
             programs.step(active, length + manifest.window)
 
 
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    """Return the settings, by default the default ones; raise RequestError for another type."""
+def _params_or_default(params: SamplingParams | None) -> SamplingParams:
+    """Return the settings, or the defaults for None; raise RequestError for another type."""
     if not isinstance(params, SamplingParams | None):
         raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
     return SamplingParams() if params is None else params

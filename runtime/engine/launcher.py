@@ -1,4 +1,4 @@
-"""Launching of steps: one at a time, or each while the one before it runs."""
+"""Launching of steps: each after the step before it, or while that step runs."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
@@ -13,7 +13,7 @@ ReadOutput: TypeAlias = Callable[[], StepOutput]  # waits for a step and returns
 class StepLauncher:
     """A launcher of one step at a time: the step is done when `launch` returns."""
 
-    ahead = False  # whether the next step is launched before this one's tokens are read
+    ahead = False  # whether the next step is launched before a step's tokens are read
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         output = programs.step(active, rows)
@@ -24,7 +24,7 @@ class StepLauncher:
 
 
 class OverlappingLauncher(StepLauncher):
-    """A launcher that starts a step while the one before it runs."""
+    """A launcher that starts a step while the step before it runs."""
 
     ahead = True
 

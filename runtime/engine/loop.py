@@ -1,4 +1,4 @@
-"""The serving loop: fill in prompts, step, hand out tokens. The step program drafts and verifies.
+"""The serving loop: fill in prompts, run steps, deliver their tokens to requests.
 
 Host code for one request runs inside `request.contain()`, so an exception there fails that request
 alone. An exception in a program's own run is a failure of the engine and ends all requests.
@@ -45,10 +45,10 @@ class LaunchedStep:
 
 
 class Loop:
-    """The driver of an engine's programs for a scheduler's requests; for one thread at a time.
+    """The loop that runs an engine's programs for its requests; for one thread at a time.
 
-    If the programs can and `overlap` allows it, the next step is launched before the last one's
-    tokens are read. This hides the host's work. A request that ends then gets one step too many,
+    If the programs can and `overlap` allows it, the next step is launched before the tokens of the
+    last step are read. This hides the host's work. A request that ends then gets one step too many,
     whose tokens are dropped.
     """
 
@@ -67,7 +67,7 @@ class Loop:
         self.acceptance = AcceptanceCounter(build.nextn)
         self.requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
-        self._tokens_now = 0  # of the current step
+        self._tokens_now = 0  # the same number for the current step
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
         self._launcher = AdaptiveNextn(build.nextn) if build.adaptive else StepLauncher()
         if overlap and Feature.OVERLAP in programs.features:
@@ -97,7 +97,7 @@ class Loop:
             self._tokens_now = 0
 
     def forget(self) -> None:
-        """Forget the rows of earlier prompts."""
+        """Drop the cached rows of earlier prompts."""
         self.release()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
@@ -118,13 +118,13 @@ class Loop:
     def release(self) -> None:
         """Free the slots of ended requests and save their rows."""
         for slot, request, rows in self.scheduler.release():
-            with _losing_rows():
+            with _log_failed_save():
                 self._save(slot, request, rows)
 
     def _save(self, slot: int, request: Request, rows: int) -> None:
         """Save an ended request's rows, unless it failed or they are not finite."""
         finite = not isinstance(request.error, NotFiniteError)
-        if finite and not request.token_ids and rows:  # no step has checked them yet
+        if finite and not request.token_ids and rows:  # no step has checked these rows
             finite = self.programs.finite(slot, rows)
         if not finite:
             self.programs.clear(slot)
@@ -136,10 +136,10 @@ class Loop:
                 self.prefix_cache.save(slot, tokens, rows, request)
 
     def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
-        """Launch a step. `last` is the step before it, if its tokens are not read yet."""
-        unknown = {request for _, request in last.requests} if last else set[Request]()
+        """Launch a step. `last`: the step before it, if that step's tokens are not read yet."""
+        unread = {request for _, request in last.requests} if last else set[Request]()
         self._constrain(running)
-        lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
+        lengths = (r.length + (self._window if r in unread else 0) for _, r in running)
         active, rows = self.scheduler.active, max(lengths) + self._window
         return LaunchedStep(running, self._launcher.launch(self.programs, running, active, rows))
 
@@ -149,7 +149,7 @@ class Loop:
             if request.grammar is None:
                 continue
             programs = cast(Constraining, self.programs)
-            with request.contain():  # if this fails, the tokens of the request's slot are dropped
+            with request.contain():  # the step runs even if this fails; its tokens are dropped
                 programs.constrain(slot, request.grammar.next_constraint(programs.drafts(slot)))
 
     def _deliver(self, launched: LaunchedStep) -> None:
@@ -170,11 +170,11 @@ class Loop:
         if request.observer:
             request.observer.step(request, output, slot)
         count, row = request.params.logprobs, np.s_[slot, : len(tokens)]
-        found = () if count is None else _alternatives(tokens, output, row, count)
-        judged = len(tokens) - 1, int(output.num_drafts[slot])
-        self._watch.add(*judged)
-        self._tokens_now += request.receive(tokens, judged[1], found, self.acceptance)
-        self._launcher.add(request, *judged)
+        logprobs = () if count is None else _alternatives(tokens, output, row, count)
+        accepted, drafted = len(tokens) - 1, int(output.num_drafts[slot])
+        self._watch.add(accepted, drafted)
+        self._tokens_now += request.receive(tokens, drafted, logprobs, self.acceptance)
+        self._launcher.add(request, accepted, drafted)
 
     def _fill(self, filling: Filling) -> None:
         """Fill in the next chunk of a prompt; a prompt that is complete starts to decode.
@@ -191,7 +191,7 @@ class Loop:
                 newest, controls = request.prompt[-1], request.controls
                 self.programs.begin(filling.slot, filling.end, newest, controls)
                 self.scheduler.begin(filling)
-            elif filling.done:  # it asks for the prompt's log-probabilities alone
+            elif filling.done:  # the request asks for its prompt's log-probabilities alone
                 request.end("length")
 
     def _fill_chunk(self, filling: Filling) -> None:
@@ -204,15 +204,15 @@ class Loop:
             _run(self.programs.prefill, slot, at, tokens)
         else:
             following = request.prompt[at + 1 : end + 1]
-            given = np.array(following, np.int64)
-            scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, given)
+            ids = np.array(following, np.int64)
+            scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, ids)
             if not np.isfinite(scores.logprobs).all():
                 raise _not_finite("in the prompt")
             request.prompt_logprobs += _alternatives(following, scores, np.s_[:], count)
         self._tokens_now += end - at
         filling.at = end
         if self.prefix_cache is not None:
-            with _losing_rows():
+            with _log_failed_save():
                 self.prefix_cache.save_chunk(filling)
 
     def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
@@ -222,7 +222,7 @@ class Loop:
         return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)
 
     def _start(self, filling: Filling) -> None:
-        """Start a request that got a slot, with the known rows of its prompt."""
+        """Start a request that got a slot; load the cached rows of its prompt."""
         filling.request.start()
         self.requests += 1
         self.prompt_tokens += len(filling.request.prompt)
@@ -235,7 +235,7 @@ class Loop:
             with request.contain():
                 self.programs.move(source, target)
             moved.append(request)
-        if any(request.ended for request in moved):  # their slots are free again
+        if any(request.ended for request in moved):  # a failed move frees a slot
             self.release()
             self._close_gaps()
 
@@ -249,8 +249,8 @@ def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
 
 
 @contextlib.contextmanager
-def _losing_rows() -> Iterator[None]:
-    """Lose the rows that the block saves if it raises; no request fails."""
+def _log_failed_save() -> Iterator[None]:
+    """Log an exception of a block that saves rows; its request does not fail."""
     try:
         yield
     except RankError:
@@ -260,7 +260,7 @@ def _losing_rows() -> Iterator[None]:
 
 
 def step_failure(error: BaseException) -> EngineError:
-    """Return the engine's failure for an exception of a step."""
+    """Return an exception of a step as an error that ends all requests."""
     if isinstance(error, RankError | StepError):
         return error
     what = "" if isinstance(error, EngineError) else "a step failed: "
@@ -277,17 +277,17 @@ def _not_finite(where: str) -> NotFiniteError:
 
 
 def _alternatives(
-    tokens: list[int], found: Scores | StepOutput, row: Any, count: int
+    tokens: list[int], scores: Scores | StepOutput, row: Any, count: int
 ) -> list[TokenLogprobs]:
     """Return tokens with their log-probabilities and the `count` likeliest tokens.
 
-    row: selects the tokens' entries in the arrays of a step or of a prompt's scores.
+    row: index of the tokens' entries in the arrays of a step or of a prompt's scores.
     """
-    assert found.top_ids is not None, "only the mixed program has alternatives"
-    assert found.top_logprobs is not None
-    tops = found.top_ids[row][:, :count], found.top_logprobs[row][:, :count]
-    ranks = found.ranks if isinstance(found, Scores) else np.zeros(len(tokens), np.int64)
-    arrays = (found.logprobs[row], *tops, ranks)
+    assert scores.top_ids is not None, "only the mixed program has alternatives"
+    assert scores.top_logprobs is not None
+    tops = scores.top_ids[row][:, :count], scores.top_logprobs[row][:, :count]
+    ranks = scores.ranks if isinstance(scores, Scores) else np.zeros(len(tokens), np.int64)
+    arrays = (scores.logprobs[row], *tops, ranks)
     return [
         TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
         for token, logprob, ids, values, rank in zip(

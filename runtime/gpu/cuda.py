@@ -1,4 +1,4 @@
-"""The part of CUDA that programs use: one GPU, its memory, one stream, copies, captured graphs."""
+"""CUDA as programs use it, without torch: one GPU, its memory, one stream, copies, graphs."""
 
 import ctypes
 import math
@@ -57,7 +57,7 @@ class Device:
             raise EngineError(f"no NVIDIA GPU can be used here: {self._reason(error)}")
         if index >= count:
             raise EngineError(f"GPU {index} is asked for, CUDA finds {count} (numbered from 0)")
-        self.index, self._here = index, threading.local()
+        self.index, self._thread = index, threading.local()
         self.stream = int(self._call("cudaStreamCreate"))
         self._owned: list[Callable[[], object]] = [
             partial(self._cuda.cudaStreamDestroy, self.stream)
@@ -111,16 +111,16 @@ class Device:
 
     def host(self, array: DeviceArray) -> NDArray[Any]:
         """Return a copy after all queued work is done."""
-        found = np.empty(array.shape, array.dtype)
-        self.copy(array, found)
+        result = np.empty(array.shape, array.dtype)
+        self.copy(array, result)
         self.synchronise()
-        return found
+        return result
 
     def synchronise(self) -> None:
         self._call("cudaStreamSynchronize", self.stream)
 
     def settle(self, alive: Callable[[], None]) -> None:
-        """Wait for all queued work and poll `alive` meanwhile, which may raise."""
+        """Wait for all queued work; meanwhile call `alive`, which may raise."""
         self.use()
         not_ready = int(self._cuda.cudaError_t.cudaErrorNotReady)
         while int(error := self._cuda.cudaStreamQuery(self.stream)[0]) == not_ready:
@@ -131,13 +131,13 @@ class Device:
 
     def use(self) -> None:
         """Make this GPU current for this thread, also for other libraries."""
-        if not getattr(self._here, "used", False):
+        if not getattr(self._thread, "used", False):
             (error,) = self._cuda.cudaSetDevice(self.index)
             self._check("cudaSetDevice", error)
-            self._here.used = True
+            self._thread.used = True
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture the work in a CUDA graph and return a function that queues it; none runs yet."""
+        """Capture the work in a CUDA graph without running it; return a function that queues it."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:

@@ -1,4 +1,4 @@
-"""The part of torch.cuda that programs use: one GPU, one stream, copies, captured graphs."""
+"""torch.cuda as programs use it: one GPU, one stream, copies, captured graphs."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Wait(Protocol):
 class Gpu:
     """A visible GPU and its memory; work is queued on one stream.
 
-    Any thread may call, one at a time: each call sets the stream, whatever the thread's own is.
+    Any thread may call, one at a time: each call sets the stream for its thread.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -72,26 +72,26 @@ class Gpu:
             work()
 
     def aside(self, work: Work) -> None:
-        """Queue work on another stream, so that it does not wait for the main one."""
+        """Queue work on a new stream, so that it does not wait for work on the main stream."""
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             work()
 
     def capture(self, work: Work) -> Work:
-        """Capture the work in a CUDA graph and return a function that queues it; nothing runs yet.
+        """Capture the work in a CUDA graph without running it; return a function that queues it.
 
         The work must have run before, as it may load code, and must not keep tensors that it
         allocates. Other threads may use the GPU meanwhile: NCCL's watchdog queries its events.
         """
-        graph, own = torch.cuda.CUDAGraph(), "thread_local"
+        graph, mode = torch.cuda.CUDAGraph(), "thread_local"
         with (
             torch.cuda.device(self.device),  # `graph` synchronises the current device
-            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=own),
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
         ):
             work()
         return lambda: self.run(graph.replay)
 
     def mark(self) -> Wait:
-        """Return a function that waits for everything queued so far and polls `alive` meanwhile."""
+        """Return a function that waits for all work queued so far and calls `alive` meanwhile."""
         event = torch.cuda.Event()
         event.record(self._stream)
 
@@ -107,7 +107,7 @@ class Gpu:
         return wait
 
     def settle(self, alive: Alive) -> None:
-        """Wait for all queued work and poll `alive` meanwhile, which may raise."""
+        """Wait for all queued work; meanwhile call `alive`, which may raise."""
         self.mark()(alive)
 
     def synchronise(self) -> None:

@@ -1,7 +1,7 @@
 """Messages from rank 0 to the other ranks of an engine: the calls of its programs.
 
-They are sent with torch.distributed. Each rank computes the output tokens by itself, from logits
-that are equal on all ranks. Each message contains a checksum of rank 0's last tokens: a rank whose
+torch.distributed transports them. Each rank computes the output tokens by itself, from logits that
+are equal on all ranks. Each message contains a checksum of rank 0's last tokens, and a rank whose
 tokens differ ends the run.
 """
 
@@ -29,11 +29,11 @@ from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
 THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
-HEAD = 512  # bytes of a first broadcast; a longer message follows in a second one
+HEAD = 512  # bytes of the first broadcast; a longer message follows in a second broadcast
 
 
 class Channel:
-    """The channel for rank 0's messages to the others, in order; all ranks create it together.
+    """The channel for rank 0's messages to the other ranks; all ranks create it together.
 
     While rank 0 is idle it sends keep-alive messages, so a rank that receives nothing within the
     time limit knows that rank 0 hangs.
@@ -41,9 +41,9 @@ class Channel:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, time_limit()
-        self.patience = max(self.limit, SECONDS)  # the other ranks may still be starting or loading
+        self.patience = max(self.limit, SECONDS)  # until all ranks have loaded, then the limit
         self.failure: str | None = None
-        self.leaving: list[Callable[[], None]] = []  # called before the group is left, last first
+        self.leaving: list[Callable[[], None]] = []  # called in reverse before the group is left
         self.digest = 0  # CRC-32 of this rank's tokens of the last step
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._groups: list[dist.ProcessGroup] = []
@@ -61,10 +61,10 @@ class Channel:
             dist.barrier()
         self.patience = self.limit
         if self.rank == 0:
-            threading.Thread(target=self._stay, daemon=True).start()
+            threading.Thread(target=self._keep_alive, daemon=True).start()
 
     def share(self, value: bool) -> bool:
-        """Return rank 0's value on all ranks; all call it together, before `ready`."""
+        """Return rank 0's value on every rank; all ranks call it together, before `ready`."""
         if self.rank == 0:
             self.send("share", value)
             return value
@@ -87,7 +87,7 @@ class Channel:
                 self._broadcast(text.ljust(HEAD))
 
     def receive(self) -> tuple[str, list[Any]]:
-        """Return name and arguments; raises EngineError if rank 0's last tokens were different."""
+        """Return name and arguments; raise EngineError if rank 0's last tokens were different."""
         with self.unbroken():
             message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_decode_value)
             if isinstance(message, int):
@@ -143,17 +143,17 @@ class Channel:
                 timeout=meeting,
             )
         # Separate groups for messages, for programs and for `gather`. gloo would mix up messages
-        # that two threads send in one group. Programs hold Python's lock during collectives, while
-        # the threads of a group that had Python's tensors need the lock to free them.
+        # that two threads send in one group. Programs hold the GIL during collectives, so their
+        # group must not get tensors of Python: its threads would need the GIL to free these.
         for _ in range(3):
             group = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(group, dist.ProcessGroup)
             self._groups.append(group)
-        dist.barrier(self._groups[0])  # from here on, a rank that fails leaves a complete group
+        dist.barrier(self._groups[0])  # from here on the group is complete, even if a rank fails
         use_in_programs(self._groups[1])
 
     def _leave(self) -> None:
-        """Leave the groups that this channel joined; the caller's own default group stays."""
+        """Leave the groups that this channel has joined, but not a default group of the caller."""
         while self.leaving:
             self.leaving.pop()()
         with contextlib.suppress(RuntimeError):
@@ -175,8 +175,8 @@ class Channel:
         dist.broadcast(tensor, src=0, group=self._groups[0])
         return tensor.numpy().tobytes()
 
-    def _stay(self) -> None:
-        with contextlib.suppress(RankError):  # the next call raises it again
+    def _keep_alive(self) -> None:
+        with contextlib.suppress(RankError):  # the next call raises the error again
             while not self._closed.wait(self.limit / 4):
                 self.broadcast(_encode(["wait", None]))  # no digest: a step may be running
 
@@ -189,7 +189,7 @@ def use_in_programs(group: dist.ProcessGroup) -> None:
 
 
 def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
-    """Return the store through which ranks on one machine meet: rank 0 already has its socket."""
+    """Return the store by which ranks on one machine meet; rank 0 has already opened its socket."""
     return c10d.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -225,9 +225,9 @@ def _decode_value(value: dict[str, Any]) -> Any:
 class Silence:
     """A context manager that holds back standard error, where compiled code writes its exceptions.
 
-    What other threads logged meanwhile is written at the end. If the block fails, the lines of
-    compiled code are dropped, since the raised error says the same in one line. Several threads may
-    be inside; the last one to leave writes the output.
+    Other threads' lines are written at the end. If the block fails, the lines of compiled code are
+    dropped, since the raised error has the same reason in one line. Several threads may be inside;
+    the last thread to leave writes the output.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """NCCL without torch: the communicator in which a TensorRT engine's collectives run.
 
-The library is called directly, because PyTorch for CPUs, which ranks need for their messages, comes
-without NCCL. NCCL waits on the GPU, for ever if another rank is gone; so the host checks for errors
-while it waits, and aborts (`nccl.py` does the same for PyTorch's communicators).
+The library is called directly, because ranks need only PyTorch for CPUs, which comes without NCCL.
+NCCL's kernels wait for ever if another rank has ended. So the host checks for errors while it waits
+for the GPU, and aborts (`nccl.py` does the same for PyTorch's communicators).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from mtpbuild.runtime.group.nccl import ABORTING, run_within
 from mtpbuild.runtime.group.start import environment
 
 LIBRARY, WHEEL = "libnccl.so.2", "nvidia.nccl"
-# Prompts are not captured and share the communicator with captured steps. NCCL's default allows
+# Captured steps and prompts, which are not captured, share the communicator. NCCL's default allows
 # this, but a machine's own settings may not.
 SETTINGS = {"NCCL_GRAPH_MIXING_SUPPORT": "1"}
 CAPSULE = b"ncclComm_t"  # the capsule's name that TensorRT's bindings expect
@@ -36,9 +36,9 @@ class UniqueId(ctypes.Structure):
 
 
 def nccl_library() -> Any:
-    """Load NCCL by its name, else from NVIDIA's wheel.
+    """Load NCCL by its name or, failing that, from NVIDIA's wheel.
 
-    TensorRT loads it by name too, and then gets this library.
+    TensorRT loads NCCL by name too, and then gets this library.
     """
     names = [LIBRARY]
     with contextlib.suppress(ModuleNotFoundError):
@@ -79,11 +79,11 @@ class Communicator:
         make = ctypes.pythonapi.PyCapsule_New
         make.restype = ctypes.py_object
         make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        made: object = make(self._handle, CAPSULE, None)
-        return made
+        capsule: object = make(self._handle, CAPSULE, None)
+        return capsule
 
     def failed(self) -> bool:
-        """Return whether NCCL has lost a rank: collectives then end early, results undefined."""
+        """Tell whether NCCL has lost a rank; collectives then end early with undefined results."""
         error = ctypes.c_int()
         self._call("ncclCommGetAsyncError", self._handle, ctypes.byref(error))
         return error.value != 0
@@ -104,7 +104,7 @@ class Communicator:
 
 
 def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Communicator:
-    """Connect this rank's GPU with the others'; all ranks call it together."""
+    """Connect this rank's GPU with those of the other ranks; all ranks call it together."""
     communicator = Communicator(library(), channel.rank, channel.ranks)
     with channel.unbroken():
         own = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()

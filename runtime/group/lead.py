@@ -31,23 +31,23 @@ LoadRank: TypeAlias = Callable[..., Programs]  # (rank's folder, manifest, chann
 class Calls:
     """Calls of a rank's own programs by name, on rank 0 and on the ranks that repeat its calls.
 
-    Besides the calls of `Programs` there are `launch` with a number for the step, and `land`, which
-    reads the step with that number; so steps overlap in the same way on all ranks.
+    Besides the calls of `Programs` there are `launch`, which numbers its step, and `land`, which
+    reads the output of a numbered step. So steps overlap in the same way on all ranks.
     """
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self._own, self._channel = own, channel
-        self._flights = dict[int, Callable[[], StepOutput]]()  # launched steps, not read yet
+        self._launched = dict[int, Callable[[], StepOutput]]()  # steps that are not read yet
 
     def make(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Make a call; store the checksum of a step's tokens when it is read."""
+        """Make a call that runs a program; store the checksum of a step's tokens."""
         if name == "launch":
             number, *given = arguments
-            self._flights.pop(number - 2, None)  # its arrays are reused, so it can't be read later
-            self._flights[number] = getattr(self._own, name)(*given)
+            self._launched.pop(number - 2, None)  # this launch reuses its arrays
+            self._launched[number] = getattr(self._own, name)(*given)
             return None
         if name == "land":
-            result = self._flights.pop(*arguments)()
+            result = self._launched.pop(*arguments)()
         else:
             result = getattr(self._own, name)(*arguments)
         if name in ("step", "land"):
@@ -55,7 +55,7 @@ class Calls:
         return result
 
     def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
-        """Do host work on all ranks; return an error if it failed on any of them.
+        """Do host work on all ranks; return an error if it failed on any rank.
 
         Otherwise return False if any rank returned False, else True.
         """
@@ -88,7 +88,7 @@ class LeadingPrograms:
         self._channel, self._calls = channel, Calls(own, channel)
         self._numbers = itertools.count()
         channel.ready()
-        self.close = weakref.finalize(self, channel.close)  # called at garbage collection at latest
+        self.close = weakref.finalize(self, channel.close)  # garbage collection calls it too
 
     @property
     def failure(self) -> str | None:
@@ -107,7 +107,7 @@ class LeadingPrograms:
         return partial(self._call, "land", number)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        call = self._channel.encode(name, *arguments)  # if this raises, no rank has received it
+        call = self._channel.encode(name, *arguments)  # may raise, so not after a broadcast
         with self._channel.unbroken():
             self._channel.broadcast(call)
             if name in RUNS:
@@ -140,7 +140,7 @@ def repeat_calls(folder: Path, manifest: Manifest, load: LoadRank) -> None:
         raise UsageError("rank 0 is the engine: Engine.load")
     channel = Channel(rank, manifest.build.tp)
     try:
-        for own_folder, own in own_folders(folder, manifest):  # the others notice if this fails
+        for own_folder, own in own_folders(folder, manifest):  # other ranks notice a failure
             check_files(own_folder, own)
         _repeat(load(own_folder, own, channel=channel), channel)
     finally:
@@ -155,4 +155,4 @@ def _repeat(own: Programs, channel: Channel) -> None:
         if call[0] in RUNS:
             calls.make(*call)
         elif call[0] != "wait":
-            calls.work(*call)  # its result is gathered on all ranks, so rank 0 handles a failure
+            calls.work(*call)  # gathers the result on all ranks; rank 0 handles a failure

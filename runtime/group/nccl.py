@@ -1,7 +1,7 @@
 """The NCCL group of the GPUs that share a model, one for each rank.
 
-Rank 0's messages are sent with gloo, as on CPUs (`channel.py`). NCCL waits on the GPU, for ever if
-another rank is gone; so the host checks for errors while it waits, and aborts.
+Rank 0's messages are sent with gloo, as on CPUs (`channel.py`). NCCL's kernels wait for ever if
+another rank has ended. So the host checks for errors while it waits for the GPU, and aborts.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SETTINGS = {
     "NCCL_GRAPH_MIXING_SUPPORT": "1",
 }
 T = TypeVar("T")
-ABORTING = 10.0  # seconds, at most
+ABORTING = 10.0  # seconds that an abort may take
 
 
 class Peers:
@@ -51,30 +51,30 @@ class Peers:
         self._kept: Any = None  # keeps shared memory alive
 
     def share(self, size: int) -> tuple[Tensor, list[int]]:
-        """Allocate bytes that all GPUs can access; return them and the address of each rank's."""
+        """Allocate bytes that all GPUs can access; return them, and the address of each rank's."""
         from torch.distributed import _symmetric_memory as symmetric
 
         with torch.cuda.device(self._device):
             memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
             handle = symmetric.rendezvous(memory, self.group)
         self._kept = memory, handle
-        inside = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # offset in the allocation
-        return memory, [address + inside for address in handle.buffer_ptrs]
+        offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # in each rank's allocation
+        return memory, [address + offset for address in handle.buffer_ptrs]
 
     def failed(self) -> bool:
-        """Return whether NCCL has lost a rank: sums then end early with undefined results."""
+        """Tell whether NCCL has lost a rank; sums then end early with undefined results."""
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
         """Abort all collectives without waiting for other ranks."""
-        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: no group any more
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the group is gone
             run_within(ABORTING, partial(_abort_process_group, self.group))
 
 
 def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
-    """Connect all ranks' GPUs; a first sum creates NCCL's communicator, the only one.
+    """Connect all ranks' GPUs by a first sum, which creates NCCL's only communicator.
 
-    The settings are needed until then, since torch and NCCL read them at its creation.
+    torch and NCCL read SETTINGS when they create it.
     """
     with channel.unbroken(), environment(SETTINGS):
         dist.barrier()  # fails here if a rank found no GPU; NCCL would wait for it
@@ -99,7 +99,7 @@ class Connected(Protocol):
 
 
 def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
-    """Return a check to call while a GPU computes; it raises if a rank is lost or at timeout."""
+    """Return a check to call while a GPU computes; it raises at timeout or if a rank is lost."""
     end = time.monotonic() + channel.patience
 
     def alive() -> None:
@@ -114,7 +114,7 @@ def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
 
 
 def run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Run work that NCCL gives no time limit; at timeout raise RuntimeError, leaving its thread."""
+    """Run work in a thread; at timeout raise RuntimeError and leave the thread running."""
     try:
         return start_daemon(work).result(seconds)
     except TimeoutError:

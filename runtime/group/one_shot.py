@@ -1,7 +1,7 @@
 """One-shot all-reduce through memory that all GPUs share: `--allreduce-strategy one-shot`.
 
-A kernel waits for the signals of the other ranks, for ever if one of them is gone. The host notices
-this while it waits for the GPU and sets the signals itself (docs/distributed.md).
+A kernel waits for the signals of all ranks, so it waits for ever if a rank has ended. The host
+notices this while it waits for the GPU, and sets the signals itself (docs/distributed.md).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
 
-FAR = 1 << 30  # calls ahead; no rank makes so many before it leaves
+FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
 ADVICE = "build it with --allreduce-strategy nccl"
 
 
@@ -50,7 +50,7 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
 
 
 def release(memory: Tensor) -> None:
-    """Set the signals of all ranks far ahead in this rank's memory, so that no kernel waits."""
+    """Set all signals in this rank's memory far ahead, so that its kernels stop waiting."""
     signals = memory[:CALLS].view(torch.int32).view(PROGRAMS, RANKS)
     calls = memory[CALLS:BLOCKS].view(torch.int32)[:, None]
     torch.add(calls.expand_as(signals), FAR, out=signals)  # no allocation: that might block

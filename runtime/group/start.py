@@ -1,8 +1,8 @@
 """Start and end of the processes that share a multi-rank engine, and this process's rank.
 
-Rank 0 is the engine that the user sees. The others follow it: they run the same programs, each on
-its share of the weights, and take no requests. `torchrun` starts all of them, or rank 0 starts the
-others itself (`start_ranks`). They connect through torch.distributed (`channel.py`).
+Rank 0 is the engine that the user sees. The other ranks are followers: they run the same programs,
+each on its share of the weights, and take no requests. `torchrun` starts all ranks, or rank 0
+starts the followers (`start_ranks`). Ranks connect through torch.distributed (`channel.py`).
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
 
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `start_ranks`
-TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
-PER_CORE = 4  # more ranks per core than this are taken for a mistake
+TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0  # environment: the time limit, and its default
+PER_CORE = 4  # ranks per core, at most; more must be a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.programs.follow")
 FLAGS = (  # flags of `mtpbuild build` in the command that builds missing ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
@@ -70,7 +70,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
 
 
 def own_gpu() -> int:
-    """Return the index of this rank's GPU; raises EngineError if LOCAL_RANK does not say it."""
+    """Return the index of this rank's GPU; raise EngineError if LOCAL_RANK is no number."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
         raise EngineError(
@@ -81,7 +81,7 @@ def own_gpu() -> int:
 
 
 def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the folders that this process reads, the engine's and its rank's, with manifests."""
+    """Yield the folders that this process reads, the engine's and its rank's, and manifests."""
     yield folder, manifest
     if manifest.split:
         rank = own_rank(folder, manifest)
@@ -103,7 +103,7 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
-    """Return the command that builds one rank of an engine, or with None all missing ones."""
+    """Return the command that builds one rank of an engine, or all missing ranks for None."""
     target = find_target(manifest.target.name)
     known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
     values: dict[str, object] = {name: known[name] for name in FLAGS}
@@ -121,7 +121,7 @@ class Follower:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
         self._process = subprocess.Popen(
             [*FOLLOWER, str(folder), *([] if threads is None else [str(threads)])],
-            env=os.environ | group | _numbers(rank),
+            env=os.environ | group | _rank_variables(rank),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -129,7 +129,7 @@ class Follower:
         )
 
     def reason(self) -> str | None:
-        """Return why it failed; None if it runs, ended well, or ended because another rank did."""
+        """Return why the process failed; None if it runs, ended well, or another rank ended it."""
         code = self._process.poll()
         if code in (None, 0, LOST):
             return None
@@ -152,9 +152,9 @@ class Follower:
 
 @contextlib.contextmanager
 def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
-    """Start an engine's other ranks on this machine and be rank 0 while the block runs.
+    """Start an engine's other ranks on this machine; this process is rank 0 in the block.
 
-    All of them end with the block. Raises RankError with the rank that failed and why; UsageError
+    The ranks end with the block. Raises RankError with the rank that failed and why; UsageError
     if the machine has too few cores or GPUs for the ranks.
     """
     tp, cores = manifest.build.tp, os.cpu_count() or 1
@@ -177,7 +177,7 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
             LISTENER: "",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        own = _numbers(0) | {LISTENER: str(listener.fileno())}
+        own = _rank_variables(0) | {LISTENER: str(listener.fileno())}
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
@@ -186,7 +186,7 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
                 yield
             patience = 10.0
         except RankError as error:
-            raise RankError(_reason(followers) or str(error)) from error
+            raise RankError(_first_failure(followers) or str(error)) from error
         finally:
             for follower in followers:
                 follower.end(patience)
@@ -203,12 +203,12 @@ def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
         )
 
 
-def _numbers(rank: int) -> dict[str, str]:
+def _rank_variables(rank: int) -> dict[str, str]:
     """Return the environment variables of a rank, if all ranks are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _reason(followers: list[Follower]) -> str | None:
+def _first_failure(followers: list[Follower]) -> str | None:
     """Return the reason of the first failed rank; wait up to 2 seconds for it."""
     end = time.monotonic() + 2
     while True:

@@ -1,4 +1,4 @@
-"""The prefix cache: it saves rows of prompts, and loads them for prompts that begin alike."""
+"""The prefix cache: it saves rows of prompts and loads them for prompts that begin alike."""
 
 import logging
 import math
@@ -21,14 +21,14 @@ from mtpbuild.runtime.requests.scheduler import Filling
 
 log = logging.getLogger("mtpbuild")
 SHARE = 8  # by default the cache may take this fraction of the free memory: 1 / SHARE
-MADE_ANEW = frozenset({"lengths", "window", "num_drafts", "thinking", "draft_probs", "history"})
+SET_AT_BEGIN = frozenset({"lengths", "window", "num_drafts", "thinking", "draft_probs", "history"})
 
 
 class PrefixCache:
     """Copies of rows and recurrent states of earlier prompts, in memory that programs manage.
 
-    limit: bytes of what requests leave; 0: only `pin` adds something. folder: keeps this after the
-    process, too.
+    limit: bytes of entries that requests leave; with 0, only `pin` adds entries. folder: keeps the
+    entries of requests for later processes.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class PrefixCache:
     ) -> None:
         self._programs, self._folder = programs, folder
         self.tree = PrefixTree(limit, programs.lookahead, self._evict)
-        self.queries = self.hits = 0  # tokens of prompts that were looked up; those that were found
+        self.queries = self.hits = 0  # tokens of prompts: looked up, and found
         self._row_size, self._states_size = saved_sizes(manifest)
         self.recurrent = self._states_size > 0
-        # Some drafters carry values that depend on the last rows; prompts compute these rows again.
+        # Some drafters carry values from a prompt's last rows, which are then filled in again.
         carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
-        self._refilled = programs.lookahead if carried - MADE_ANEW else 0
+        self._refilled = programs.lookahead if carried - SET_AT_BEGIN else 0
 
     def load(self, filling: Filling) -> None:
-        """Load the known rows of a request's prompt into its slot."""
+        """Load the saved rows of a request's prompt into its slot."""
         request, slot = filling.request, filling.slot
         scored = request.params.prompt_logprobs is not None  # such a prompt is filled in completely
         prompt, salt = [] if scored else request.prompt, request.params.cache_salt or ""
@@ -63,7 +63,7 @@ class PrefixCache:
         self.hits += filling.at
 
     def end_of_chunk(self, filling: Filling, end: int) -> int:
-        """Return where a prompt's next chunk ends, `end` at most.
+        """Return the end of a prompt's next chunk, at most `end`.
 
         With recurrent states a chunk also ends at the last position whose states other prompts can
         reuse.
@@ -72,9 +72,9 @@ class PrefixCache:
         return last if self.recurrent and filling.at < last < end else end
 
     def save_chunk(self, filling: Filling) -> None:
-        """Save what a chunk has added to a prompt's rows: full blocks, and the rest at its end.
+        """Save the full blocks that a chunk completed; at the end of the prompt also the rest.
 
-        Recurrent states are saved at each chunk, as the next one overwrites them.
+        Recurrent states are saved after each chunk, as the next chunk overwrites them.
         """
         request = filling.request
         rows = min(filling.at, len(request.prompt) - self.tree.lookahead)
@@ -84,7 +84,7 @@ class PrefixCache:
         self.save(filling.slot, request.prompt, rows, request, states=states)
 
     def clear(self) -> None:
-        """Forget everything but the prefixes that the engine was built with."""
+        """Drop all entries except the engine's own prefixes."""
         self.tree.clear()
 
     def close(self) -> None:
@@ -93,10 +93,10 @@ class PrefixCache:
             self._folder.close()
 
     def pin(self, file: PrefixFile) -> None:
-        """Add a file of the engine, which is never evicted; its hash is checked at first use."""
+        """Add a prefix of the engine, which is never evicted; its hash is checked at first use."""
         tokens, rows, states = file.span.tokens, file.rows, file.states
-        path, there = self.tree.grow(tokens, len(tokens) - self.tree.lookahead, "", 0, pinned=True)
-        for block in path[there:]:
+        path, known = self.tree.grow(tokens, len(tokens) - self.tree.lookahead, "", 0, pinned=True)
+        for block in path[known:]:
             span = slice(block.span.start, block.span.start + self._rows(block))
             self._adopt(block, {name: array[span] for name, array in rows.items()}, file)
         for count, arrays in states.items():
@@ -109,7 +109,7 @@ class PrefixCache:
         """Add the entries that earlier processes left in the folder; they are read on first use."""
         tree, found, restored = self.tree, [*folder.spans()], dict[int, CacheEntry]()
         blocks = {e.key: e for e in tree.entries() if isinstance(e, Block)}
-        # Parents come before their children, blocks before their states.
+        # Parents come before their children, blocks before their states; age 0 is the oldest.
         for age in sorted(range(len(found)), key=lambda age: (found[age].start, found[age].states)):
             span, rows = found[age], len(found[age].tokens) - tree.lookahead
             parent = blocks.get(span.parent) or (None if span.start else tree.root(span.parent))
@@ -119,7 +119,7 @@ class PrefixCache:
             elif not span.states and parent is not None and block is None:
                 size = self._row_size * rows
                 restored[age] = blocks[span.key] = tree.add_block(parent, span.tokens, size)
-            else:  # its parent is gone, or its rows are there
+            else:  # its parent is missing, or another entry has its rows
                 folder.delete(span.key)
                 continue
             restored[age].load = partial(self._read, folder, restored[age])
@@ -129,7 +129,7 @@ class PrefixCache:
     def save(
         self, slot: int, tokens: Sequence[int], rows: int, request: Request, *, states: bool = False
     ) -> None:
-        """Save a slot's first rows, as far as they are final, and its states after them.
+        """Save a slot's first rows, as far as they are final, and with `states` its states.
 
         tokens: all known tokens, including those after the rows. Rows that are saved already are
         not copied; rows that are not finite are not saved.
@@ -137,8 +137,8 @@ class PrefixCache:
         rows = min(rows, len(tokens) - self.tree.lookahead)
         if self.tree.limit == 0 or rows <= 0:
             return
-        path, there = self.tree.grow(tokens, rows, request.params.cache_salt or "", self._row_size)
-        if new := path[there:]:
+        path, known = self.tree.grow(tokens, rows, request.params.cache_salt or "", self._row_size)
+        if new := path[known:]:
             pieces = [(block.number, self._rows(block)) for block in new]
             save = partial(self._programs.save_rows, slot, new[0].span.start, pieces)
             if not self._keep(new, save):
@@ -152,7 +152,7 @@ class PrefixCache:
             self._keep([entry], partial(self._programs.save_states, slot, entry.number))
 
     def _keep(self, entries: Sequence[CacheEntry], save: Callable[[], bool]) -> bool:
-        """Fill new entries by a call, each of which depends on the first; drop them if it fails."""
+        """Fill new entries, the first and its descendants, by `save`; drop them if it fails."""
         saved = False
         try:
             saved = save()
@@ -193,41 +193,41 @@ def open_prefix_cache(
     manifest: Manifest,
     folder: Path,
     limit: int | None,
-    kept: str | Path | None = None,
+    rows_folder: str | Path | None = None,
 ) -> PrefixCache | None:
-    """Return a cache of `limit` bytes with an engine's prefixes and those kept in a folder.
+    """Return a cache of `limit` bytes with an engine's prefixes and the entries of a folder.
 
-    limit: None for `default_limit`. Returns None if the programs can't have one, or if the limit is
-    0 and there are neither prefixes nor a folder. Raises UsageError for a folder without use.
+    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if the
+    limit is 0 and there are neither prefixes nor a folder. Raises UsageError for a wrong folder.
     """
-    if kept is not None and Feature.SHARE in programs.features:
+    if rows_folder is not None and Feature.SHARE in programs.features:
         raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
     if Feature.PREFIX_CACHE not in programs.features:
-        if kept is not None:
+        if rows_folder is not None:
             having = targets_with(Feature.PREFIX_CACHE)
             raise UsageError(f"--prefix-cache-dir is for engines of {having}")
         return None
-    if limit == 0 and kept is None and not prefix_names(manifest):
+    if limit == 0 and rows_folder is None and not prefix_names(manifest):
         return None
     limit = default_limit(manifest) if limit is None else limit
     log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", limit / 1e6)
-    own = None if kept is None else PrefixFolder(Path(kept), manifest)
-    cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, own)
+    opened = None if rows_folder is None else PrefixFolder(Path(rows_folder), manifest)
+    cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, opened)
     try:
         for _, file in open_prefixes(folder, manifest):
             cache.pin(file)
-        if own is not None:
-            cache.restore(own)
+        if opened is not None:
+            cache.restore(opened)
     except BaseException:
-        cache.close()  # another process may use its folder
+        cache.close()  # unlocks its folder for other processes
         raise
     return cache
 
 
 def default_limit(manifest: Manifest) -> int:
-    """Return a share of the free memory, or more if one longest conversation needs it.
+    """Return a share of the free memory, or more if a conversation of full length needs more.
 
-    Each rank saves its own rows, and all of them may be on this machine.
+    Each rank saves its own rows, and all ranks may be on this machine.
     """
     row, states = saved_sizes(manifest)
     free = free_memory() // manifest.build.tp

@@ -1,7 +1,7 @@
 """Safetensors files of rows of prompts, with the identity of their engine.
 
-A file has the rows of some tokens of a prompt, or recurrent states after some of them, or both. An
-engine's own prefixes, with which it was built, are such files too; their rows are mapped.
+A file has the rows of some tokens of a prompt, or recurrent states after some of them, or both. The
+prefixes in an engine's own folder are such files too, and are mapped into memory.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from mtpbuild.runtime.safetensors_header import (
 )
 
 TOKENS = "tokens"  # name of the tensor with the token ids
-STATES = "{}@{}"  # the name of a recurrent state after a number of the file's rows
+STATES = "{}@{}"  # name of a tensor: a recurrent state, and how many of the file's rows precede it
 NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
 PRIVATE = 0o600  # mode of a file for its owner alone, as rows reveal the text of their prompt
 Arrays = Mapping[str, NDArray[Any]]
@@ -73,14 +73,14 @@ class PrefixFile:
 
     @cached_property
     def is_usable(self) -> bool:
-        """Whether it is whole; warns once if it is not."""
+        """Whether the file is whole; warns once if it is not."""
         if not (whole := self.is_whole):
             log.warning("%s: damaged (sha256), so it is not used; make it anew", self.path)
         return whole
 
 
 class PrefixFiles:
-    """Writes and reads the prefix files of one engine."""
+    """The writer and reader of one engine's prefix files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.engine, self.lookahead = identity(manifest), manifest.lookahead
@@ -91,7 +91,7 @@ class PrefixFiles:
     def write(self, path: Path, span: RowSpan, arrays: Arrays) -> None:
         """Write a file atomically, readable by its owner alone.
 
-        arrays: rows by the names of their states, recurrent states as `STATES`.
+        arrays: rows by the names of their states, recurrent states by names as in STATES.
         """
         tensors = {**arrays, TOKENS: np.array(span.tokens, np.int64)}
         held = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
@@ -144,7 +144,7 @@ class PrefixFiles:
 
 
 def identity(manifest: Manifest) -> str:
-    """Return a hash of all that rows depend on: the build and the files except prefixes."""
+    """Return a hash of all that rows depend on: the build, and its files without prefixes."""
     own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
     parts = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -168,9 +168,9 @@ def prefix_names(manifest: Manifest) -> list[str]:
 
 
 def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, PrefixFile]]:
-    """Yield each prefix and its file, whose hash is not checked; raise EngineFileError.
+    """Yield the name and file of each prefix; hashes are not checked.
 
-    A file that this user may not read is skipped with a warning.
+    A file that this user may not read is skipped with a warning; EngineFileError for a wrong file.
     """
     files = PrefixFiles(manifest)
     for name in prefix_names(manifest):

@@ -23,63 +23,68 @@ log = logging.getLogger("mtpbuild")
 class PrefixFolder:
     """The files of one engine and one process, by key; unusable files are removed.
 
-    A file has another name until it is complete, in case the process is killed.
+    A file has a temporary name until it is complete, in case the process is killed.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._files = folder, PrefixFiles(manifest)
-        self._asked = self._written = 0  # bytes of files; each counter changes in one thread alone
+        self._failed = False  # whether a write has failed
+        self._queued = self._written = 0  # bytes in total; each counter changes in one thread alone
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(folder)
-            for half in folder.glob(f".*{SUFFIX}.half"):
-                half.unlink()
+            try:
+                for half in folder.glob(f".*{SUFFIX}.half"):
+                    half.unlink()
+            except OSError:
+                self._lock.release()
+                raise
         except OSError as error:
             raise UsageError(f"{folder}: can't be used for prefixes ({error.strerror})") from None
         self._thread = threading.Thread(target=self._work, name="mtpbuild prefixes", daemon=True)
         self._thread.start()
-        self._failed = False
 
     def spans(self) -> Iterator[RowSpan]:
-        """Yield what the files of earlier processes have, the oldest first."""
+        """Yield the spans of earlier processes' files, the oldest first; remove unusable files."""
         paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
         foreign = 0
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
             try:
                 file = self._files.open(path)
-                if own := file.about["engine"] == self._files.engine:
-                    span = file.span
-                    if span.key != path.stem:
-                        raise ValueError("its name is not the one that it should have")
-                    yield span
+                span = file.span if file.about["engine"] == self._files.engine else None
+                if span is not None and span.key != path.stem:
+                    raise ValueError("its name is not the one that it should have")
             except (ValueError, LookupError, OSError) as error:
                 log.warning("%s: removed, as it can't be used (%s)", path, error)
-                own = False
             else:
-                foreign += not own
-            if not own:
-                path.unlink(missing_ok=True)
+                if span is not None:
+                    yield span
+                    continue
+                foreign += 1
+            path.unlink(missing_ok=True)
         if foreign:
             log.warning("%s: %d files of another engine were removed", self._folder, foreign)
 
     def write(self, entry: CacheEntry, arrays: Arrays) -> None:
-        """Queue an entry to be written; nobody may change the arrays.
+        """Queue an entry to be written; its arrays must not change.
 
-        If the disk is too slow, some files are not written, which limits the memory of the queue.
+        If the disk is too slow, some entries are not written, so that the queue stays small.
         """
         size = sum(array.nbytes for array in arrays.values())
-        if self._asked + size - self._written > MOST_WAITING:
+        if self._queued + size - self._written > MOST_WAITING:
             return
-        self._asked += size
+        self._queued += size
         span = entry.span
         if span.states:
             rows = len(span.tokens) - self._files.lookahead
             arrays = {STATES.format(name, rows): array for name, array in arrays.items()}
 
         def job() -> None:
-            self._written += size
-            self._files.write(self._path(entry.key), span, arrays)
+            try:
+                self._files.write(self._path(entry.key), span, arrays)
+            finally:
+                self._written += size
 
         self._jobs.put(job)
 
@@ -110,8 +115,8 @@ class PrefixFolder:
                 job()
             except OSError as error:
                 if not self._failed:
-                    reason = error.strerror
-                    log.warning("%s: prefixes can't be written (%s)", self._folder, reason)
+                    why = error.strerror
+                    log.warning("%s: prefixes can't be written (%s)", self._folder, why)
                 self._failed = True
 
     def _path(self, key: str) -> Path:

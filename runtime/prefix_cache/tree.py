@@ -1,4 +1,4 @@
-"""A tree of token blocks: which rows of earlier prompts are saved, and which are evicted first."""
+"""The tree of token blocks whose rows are saved, and the order in which they are evicted."""
 
 import hashlib
 import itertools
@@ -16,9 +16,9 @@ class RowSpan(NamedTuple):
     """The tokens of some rows of a prompt, and the `lookahead` tokens after them."""
 
     parent: str  # key of the block before the rows, or of a root
-    start: int  # rows before these
+    start: int  # the number of rows before these
     tokens: tuple[int, ...]
-    states: bool = False  # it stands for the recurrent states after the rows, not for the rows
+    states: bool = False  # whether it is the span of recurrent states after the rows
 
     @property
     def key(self) -> str:
@@ -37,7 +37,7 @@ class CacheEntry:
     number: int
     size: int  # bytes that count towards the tree's limit
     pinned: bool = False  # never evicted
-    used: int = 0  # round of its last use
+    used: int = 0  # the tree's round in which it was last used
     # Loads and checks the file that the content comes from, before its first use.
     load: Callable[[], bool] | None = None
 
@@ -46,9 +46,9 @@ class CacheEntry:
 class Block(CacheEntry):
     """Up to `BLOCK` rows.
 
-    The last rows of MTP modules depend on the `lookahead` tokens after them, so a block can be used
-    only if these are the same, too. Only a full block has followers. states: recurrent states by
-    the number of the block's rows before them.
+    A row of an MTP module depends on the `lookahead` tokens after it, so the block can be used only
+    if the tokens after its rows are the same too. Only a full block has followers. states:
+    recurrent states by the number of the block's rows before them.
     """
 
     followers: "list[Block]" = field(default_factory=list)  # sorted by their tokens
@@ -59,7 +59,7 @@ class Block(CacheEntry):
         return self.span.tokens
 
     def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
-        """Return the follower that shares most of the first tokens, and their number."""
+        """Return the follower that begins with most of the tokens, and how many those are."""
         at = bisect_left(self.followers, tokens, key=block_tokens)
         near = self.followers[max(0, at - 1) : at + 1]
         if near and near[-1].tokens[: len(tokens)] == tokens:
@@ -75,7 +75,7 @@ class Block(CacheEntry):
 
 
 class PrefixTree:
-    """Blocks of the tokens of earlier prompts, up to a number of bytes of what is saved.
+    """Blocks of earlier prompts' tokens; their saved rows and states have at most `limit` bytes.
 
     A path from a root has the rows of a prompt. Each salt has its own root, and requests find
     nothing under other roots. evict: deletes what is saved for an entry.
@@ -85,7 +85,7 @@ class PrefixTree:
         self.limit, self.lookahead, self._evict = limit, lookahead, evict
         self.used = 0  # bytes
         self.roots: dict[str, Block] = {}
-        # What can be evicted, the least recently used first, and children before their parents.
+        # Entries that can be evicted: the least recently used first, children before their parents.
         self._order: OrderedDict[CacheEntry, None] = OrderedDict()
         self._round = 0
         self._numbers = itertools.count()
@@ -119,8 +119,8 @@ class PrefixTree:
     ) -> tuple[list[Block], int]:
         """Add the missing blocks of a path, as far as there is room.
 
-        tokens: of the first rows, and at least `lookahead` more. Returns the path's blocks, and how
-        many of them were there.
+        tokens: those of the path's rows and at least `lookahead` more. Returns the path's blocks,
+        and how many of them are not new.
         """
         self._round += 1
         parts = [
@@ -128,24 +128,24 @@ class PrefixTree:
             for start in range(0, rows, BLOCK)
         ]
         block, path = self.root(root_key(salt)), list[Block]()
-        for own in parts:
-            if (found := block.covering(own)) is None:
+        for part in parts:
+            if (found := block.covering(part)) is None:
                 break
             path.append(block := found)
         self.use(block)
-        for own in parts[(there := len(path)) :]:
-            size = row_size * (len(own) - self.lookahead)
+        for part in parts[(known := len(path)) :]:
+            size = row_size * (len(part) - self.lookahead)
             if not self.make_room(size):
                 break
-            shorter, shared = block.nearest(own)
-            path.append(block := self.add_block(block, own, size, pinned=pinned))
+            shorter, shared = block.nearest(part)  # a block that the new one extends is replaced
+            path.append(block := self.add_block(block, part, size, pinned=pinned))
             if shorter is not None and shared == len(shorter.tokens) and not shorter.pinned:
                 block.states, shorter.states = shorter.states, {}
                 for entry in block.states.values():
                     entry.parent = block
                 self.drop(shorter)
         self.use(block)
-        return path, there
+        return path, known
 
     def add_block(
         self, parent: Block, tokens: tuple[int, ...], size: int, *, pinned: bool = False
@@ -169,7 +169,7 @@ class PrefixTree:
         return entry
 
     def make_room(self, size: int) -> bool:
-        """Evict least recently used entries; return False if only those of this round are left."""
+        """Evict least recently used entries; return False if this round uses all that are left."""
         while self.used + size > self.limit:
             oldest = next(iter(self._order), None)
             if oldest is None or oldest.used == self._round:
@@ -186,7 +186,7 @@ class PrefixTree:
             entry = entry.parent
 
     def drop(self, entry: CacheEntry) -> None:
-        """Evict an entry and all that depends on it."""
+        """Evict an entry and all entries that depend on it."""
         parent = entry.parent
         assert parent is not None
         if isinstance(entry, Block):
@@ -219,7 +219,7 @@ class PrefixTree:
         yield from below(*self.roots.values())
 
     def root(self, key: str) -> Block:
-        """Return a root by its key; it is new and not in the tree yet if nothing is under it."""
+        """Return a root by its key; a new one is in the tree only once it has a block."""
         return self.roots.get(key) or Block(None, RowSpan("", 0, ()), key, 0, 0, pinned=True)
 
     def _longest_path(
@@ -255,14 +255,14 @@ def root_key(salt: str) -> str:
 
 
 def below(*entries: CacheEntry) -> Iterator[CacheEntry]:
-    """Yield these, except roots, and everything that depends on them, parents before children."""
-    waiting = [*entries]
-    while waiting:
-        entry = waiting.pop()
+    """Yield entries, but no roots, and all that depend on them, parents before children."""
+    pending = [*entries]
+    while pending:
+        entry = pending.pop()
         if entry.parent is not None:
             yield entry
         if isinstance(entry, Block):
-            waiting += [*entry.states.values(), *entry.followers]
+            pending += [*entry.states.values(), *entry.followers]
 
 
 def block_tokens(block: Block) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from mtpbuild.runtime.contract.targets import find_target
 def load_programs(
     folder: Path, manifest: Manifest, *, threads: int | None = None, **options: Any
 ) -> Programs:
-    """Load the programs of a checked engine; of a multi-rank engine, rank 0's.
+    """Load the programs of a checked engine; rank 0's if several ranks share it.
 
     threads: None lets the target choose. options: load options of the engine's target; None and
     False mean that an option was not given. Raises UsageError for an option that the target lacks.
@@ -35,7 +35,7 @@ def find_load(
     """Return the target's `load`, with its options."""
     target = find_target(manifest.target.name)
     given = {name: value for name, value in options.items() if value not in (None, False)}
-    own = make_options(target.name, given, load_options)
+    chosen = make_options(target.name, given, load_options)
     with target.importing():
         load = import_module(target.programs).load
-    return partial(load, threads=threads, **vars(own))
+    return partial(load, threads=threads, **vars(chosen))

@@ -32,8 +32,8 @@ Opener: TypeAlias = Callable[..., Callable[[str], Runner]]
 class Package:
     """One compiled program, with its own constants and the weights that programs share.
 
-    device: such as cuda:0. rank: this process's, among those that share the model. peers: the
-    constant for one-shot sums (`one_shot.share`).
+    device: such as cuda:0. rank: this process's rank. peers: the constant for one-shot sums
+    (`one_shot.share`).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Package:
         # Kept alive: the runner holds pointers to them.
         self._weights = weights
         try:
-            # One runner, single-threaded: there is one caller at a time.
+            # One single-threaded runner is enough, as there is one caller at a time.
             index = torch.device(device).index
             runner = torch._C._aoti.AOTIModelPackageLoader(
                 str(path), "model", True, 1, -1 if index is None else index
@@ -73,12 +73,12 @@ class Package:
 def open_packages(folder: Path, manifest: Manifest) -> Opener:
     """Return an opener, which loads the weights onto a device and then opens programs by name."""
 
-    def on(device: str, peers: torch.Tensor | None = None) -> Callable[[str], Runner]:
+    def open_on(device: str, peers: torch.Tensor | None = None) -> Callable[[str], Runner]:
         weights = load_file(folder / WEIGHTS, device=device)  # memory-mapped on a CPU
         programs, rank = manifest.programs, manifest.rank or 0
         return lambda name: Package(folder / programs[name].file, weights, device, rank, peers)
 
-    return on
+    return open_on
 
 
 def this_machine() -> str:

@@ -1,7 +1,7 @@
 """Attention-DP: each rank has its own requests and caches, and all ranks share the routed experts.
 
-The experts get the tokens of all ranks at once, equally many of each. So all ranks make the same
-calls, for the slots of all ranks, which are numbered rank by rank. Other ranks' slots are padding.
+The experts take the tokens of all ranks at once, the same number from each. So all ranks make the
+same calls, for all ranks' slots, numbered rank by rank; each computes its own slots or padding.
 """
 
 from collections import deque
@@ -25,47 +25,47 @@ class AttentionDP(Slots):
     _channel: Channel
 
     def _join(self, channel: Channel, manifest: Manifest) -> None:
-        """Set up the ranks' slots; must be called before the first request and before captures."""
+        """Set up the slots of all ranks; call it before any request or capture of a step."""
         self._rank, ranks, slots = channel.rank, manifest.build.tp, manifest.build.max_batch
         self._every_active = np.zeros((ranks, slots), np.bool_)
         self._every_mixed = np.zeros((ranks, slots), np.bool_)
         self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
 
-    def _fill_nothing(self, chunk: int) -> None:
+    def _prefill_padding(self, chunk: int) -> None:
         """Run a padding prefill of `chunk` tokens, whose results are not used."""
         raise NotImplementedError
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         """Queue a chunk until the next step or move, so that ranks run their prefills together."""
-        rank, own = divmod(slot, self._batch)
-        self._chunks[rank].append((own, start, tokens))
+        rank, local = divmod(slot, self._batch)
+        self._chunks[rank].append((local, start, tokens))
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
-        rank, own = divmod(slot, self._batch)
-        self._every_mixed[rank, own] = not controls.plain
+        rank, local = divmod(slot, self._batch)
+        self._every_mixed[rank, local] = not controls.plain
         if rank == self._rank:
-            super().begin(own, length, newest, controls)
+            super().begin(local, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:
-        self._fill()
-        rank, to = divmod(target, self._batch)
-        assert source // self._batch == rank, "a request stays on its rank"
-        self._every_mixed[rank, to] = self._every_mixed[rank, source % self._batch]
+        self._run_queued_chunks()
+        (rank, old), (new_rank, new) = divmod(source, self._batch), divmod(target, self._batch)
+        assert rank == new_rank, "a request stays on its rank"
+        self._every_mixed[rank, new] = self._every_mixed[rank, old]
         if rank == self._rank:
-            super().move(source % self._batch, to)
+            super().move(old, new)
 
     def finite(self, slot: int, rows: int) -> bool:
-        self._fill()
-        rank, own = divmod(slot, self._batch)
-        return rank != self._rank or super().finite(own, rows)
+        self._run_queued_chunks()
+        rank, local = divmod(slot, self._batch)
+        return rank != self._rank or super().finite(local, rows)
 
     def clear(self, slot: int) -> None:
-        rank, own = divmod(slot, self._batch)
+        rank, local = divmod(slot, self._batch)
         if rank == self._rank:
-            super().clear(own)
+            super().clear(local)
 
-    def _fill(self) -> None:
-        """Run the queued chunks; the ranks' next chunks of the same length run together."""
+    def _run_queued_chunks(self) -> None:
+        """Run the queued chunks; the next chunks of several ranks run together if equally long."""
         while any(self._chunks):
             size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
             for rank, chunks in enumerate(self._chunks):
@@ -73,23 +73,23 @@ class AttentionDP(Slots):
                 if rank != self._rank:
                     continue
                 if chunk is None:
-                    self._fill_nothing(size - self.lookahead)
+                    self._prefill_padding(size - self.lookahead)
                 else:
                     super().prefill(*chunk)
 
-    def _own(self, active: Bools) -> Bools:
-        """Run the queued chunks, then return which of this rank's slots are active in a step."""
-        self._fill()
+    def _own_active(self, active: Bools) -> Bools:
+        """Run the queued chunks; return which of this rank's slots are active in a step."""
+        self._run_queued_chunks()
         self._every_active[:] = active.reshape(self._every_active.shape)
         return self._every_active[self._rank]
 
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
-        """Choose one program and number of slots for all ranks, as any of them needs it."""
-        some = np.logical_or.reduce  # over the ranks' slots with the same number
+        """Choose the program and the number of slots that suffice for every rank."""
+        on_any_rank = np.logical_or.reduce  # [ranks, slots] -> [slots]
         every = self._every_active
-        return super()._choose(some(every), some(every & self._every_mixed))
+        return super()._choose(on_any_rank(every), on_any_rank(every & self._every_mixed))
 
-    def _gathered(self, own: StepOutput) -> StepOutput:
+    def _gather(self, own: StepOutput) -> StepOutput:
         """Gather the step output of all ranks' slots; each rank has computed its own."""
         given = {f.name: getattr(own, f.name) for f in fields(own)}
         arrays = {name: array for name, array in given.items() if array is not None}

@@ -1,4 +1,4 @@
-"""Slots in a GPU's memory, at fixed addresses, to which a step's program is bound once."""
+"""Slots in a GPU's memory. Their addresses are fixed, so a step's program is bound to them once."""
 
 import math
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ class DeviceSlots(Slots):
         caches = Caches(manifest.state, memory)
         super().__init__(manifest, memory, caches)
         self._state: dict[str, Array] = caches.tensors | self._carries[0]
-        self._given = self._state | self._controls | {"active": self._active}  # to a step
-        # Prefill works on copies of its slot's carried state: a slot's view is not aligned enough.
+        self._given = self._state | self._controls | {"active": self._active}  # a step's inputs
+        # Prefill gets copies of its slot's carried state, as views of one slot may be unaligned.
         self._prompt: dict[str, Array] = {}
         sizes = {"chunk": manifest.build.prefill_chunk}
         for t in self._programs[PREFILL].inputs:
@@ -56,25 +56,25 @@ class GpuMemory(Protocol):
 def check_gpu(
     folder: Path, manifest: Manifest, gpu: GpuMemory, advice: str, held: str, size: int
 ) -> None:
-    """Raise EngineError for an engine for another GPU, or one that needs more memory than is free.
+    """Raise EngineError if an engine is for another GPU or needs more memory than is free.
 
-    advice: how to build for this GPU. held: the name of what takes `size` bytes besides caches,
-    state and the programs' intermediate results.
+    advice: how to build for this GPU. held: the name, for the message, of the `size` bytes that are
+    needed besides caches, state and intermediate results.
     """
     target, here = manifest.target, gpu.compute_capability
     if here not in target.compute_capabilities:
         built = f"{folder}: built for an {target.hardware}"
         raise EngineError(f"{built}, this one has {here}; {advice}")
-    held_state, slots = {s.name: s.shape for s in manifest.state}, manifest.build.max_batch
+    shapes, slots = {s.name: s.shape for s in manifest.state}, manifest.build.max_batch
     state, free = 0, gpu.free_memory()
     for t in manifest.programs[MIXED].inputs:
-        shape = held_state.get(t.name) or (slots, *map(int, t.shape[1:]))
+        shape = shapes.get(t.name) or (slots, *map(int, t.shape[1:]))
         state += math.prod(shape) * host_type(t.dtype).itemsize
-    passing = max(program.temporary for program in manifest.programs.values())
-    if size + state + passing > free:
+    scratch = max(program.temporary for program in manifest.programs.values())
+    if size + state + scratch > free:
         raise EngineError(
-            f"{folder}: needs about {(size + state + passing) / 1e9:.2f} GB of GPU memory ({held} "
+            f"{folder}: needs about {(size + state + scratch) / 1e9:.2f} GB of GPU memory ({held} "
             f"{size / 1e9:.2f}, caches and state {state / 1e9:.2f}, intermediate results "
-            f"{passing / 1e9:.2f}), {free / 1e9:.2f} GB are free; build with a smaller --max-batch "
+            f"{scratch / 1e9:.2f}), {free / 1e9:.2f} GB are free; build with a smaller --max-batch "
             "or --max-seq-len"
         )

@@ -23,10 +23,10 @@ from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, own_outputs
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
-GROWTH = 1.25  # factor by which the rows grow with several slots, if one outgrows them
+GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
 LARGE = 1 << 24  # bytes from which a cache returns unused memory to the system
 FILLING = (PREFILL, SCORE)  # programs that run on a chunk of a prompt
-HUGE_PAGES = 1 << 22  # bytes from which to ask for huge pages, as NumPy does
+HUGE_PAGES = 1 << 22  # bytes from which a cache asks for huge pages, as NumPy does
 
 
 class HostMemory:
@@ -69,9 +69,9 @@ class HostSlots(Slots):
         carries, kept, count = self._carries[self._now], constraint.kept, len(constraint.drafts)
         carries["num_drafts"][slot] = count
         carries["window"][slot, 1 + kept : 1 + count] = constraint.drafts[kept:]
-        for place in range(kept, count):
-            carries["draft_probs"][slot, place] = 0
-            carries["draft_probs"][slot, place, constraint.drafts[place]] = 1
+        for k in range(kept, count):
+            carries["draft_probs"][slot, k] = 0
+            carries["draft_probs"][slot, k, constraint.drafts[k]] = 1
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._caches.park(slot, start + len(tokens) - self.lookahead)
@@ -79,9 +79,9 @@ class HostSlots(Slots):
 
     def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
         self._caches.park(slot, start + len(tokens) - self.lookahead)
-        asked = {"following": following[None]}
-        found = self._run_chunk(SCORE, slot, self._prompt_inputs(start, tokens) | asked)
-        return Scores(**{name: array[0] for name, array in found.items()})
+        inputs = self._prompt_inputs(start, tokens) | {"following": following[None]}
+        outputs = self._run_chunk(SCORE, slot, inputs)
+        return Scores(**{name: array[0] for name, array in outputs.items()})
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         """Run a program on a chunk of a prompt; the next run may overwrite the returned outputs."""
@@ -102,7 +102,7 @@ def rounded(rows: int, capacity: int) -> int:
 
 
 class Pages:
-    """Zeros [rows, width] in memory that is allocated when written to and can be given back."""
+    """Zeros [rows, width] whose memory is allocated by writes and can be given back."""
 
     def __init__(self, shape: tuple[int, int], dtype: str) -> None:
         kind = np.dtype(host_type(dtype))
@@ -128,7 +128,7 @@ class PackedCaches(Caches):
     Graphs take contiguous tensors. An allocation has B * S rows. The first `packed` slots, which
     steps compute, are packed: their first `rows` rows are adjacent at the beginning of the
     allocation. The other slots are parked: slot b has the S rows from b * S on, which no step and
-    no other prompt writes to. A large cache has no memory for rows outside both.
+    no other prompt writes to. A large cache frees the memory of rows that belong to neither.
     """
 
     device = "cpu"
@@ -139,8 +139,8 @@ class PackedCaches(Caches):
         self._capacity = max(s.sizes["rows"] for s in specs)
         self.rows = self.packed = 0
         self._parked = [0] * self._batch  # rows in use of each parked slot
-        self._reserved = 0  # leading rows of an allocation that have been written to
-        # Zeros: masked rows have weight 0, but 0 * NaN of uninitialised memory would be NaN.
+        self._reserved = 0  # rows at the beginning of an allocation that have been written to
+        # Zeros, not uninitialised memory: masked rows have weight 0, but 0 * NaN is NaN.
         flat = ((s, (self._batch * self._capacity, s.sizes["width"])) for s in specs)
         pages = {s.name: Pages(shape, s.dtype) for s, shape in flat}
         self._flat = {name: held.array for name, held in pages.items()}
@@ -155,7 +155,7 @@ class PackedCaches(Caches):
         return self.views(0, self._batch)
 
     def views(self, first: int, count: int) -> Arrays:
-        """Return views [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
+        """Return views [count, 1, rows, C] of packed slots from `first` on, or of 1 parked slot."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1
         rows = self.rows if packed else rounded(self._parked[first], self._capacity)
@@ -174,7 +174,7 @@ class PackedCaches(Caches):
 
     def fit(self, rows: int) -> bool:
         wanted = rounded(rows, self._capacity)
-        if self._batch > 1:  # moving slots is expensive: grow by more than needed, shrink late
+        if self._batch > 1:  # moving slots is expensive, so grow by more than needed, shrink late
             if wanted > self.rows:
                 wanted = max(wanted, rounded(int(GROWTH * self.rows), self._capacity))
             elif wanted * 2 > self.rows:
@@ -189,7 +189,7 @@ class PackedCaches(Caches):
         self._reserve(count * self.rows)
         if count <= self.packed:
             return
-        # In ascending order: rows move down, over the places of slots that have moved already.
+        # In ascending order, as rows move down over the old places of slots that have moved.
         self._relocate(
             [(b * self._capacity, b * self.rows) for b in range(self.packed, count)], self.rows
         )
@@ -209,9 +209,9 @@ class PackedCaches(Caches):
         self._parked[free] = rows
 
     def clear(self, slot: int) -> None:
-        """Empty a slot and remove NaNs outside all slots' rows, as masked rows are still read.
+        """Empty a slot; set NaNs outside all slots' rows to 0, as programs read masked rows too.
 
-        Only blocks that contain some are written to, so that the others still take no memory.
+        Only blocks with NaNs are written to, so that the others still take no memory.
         """
         self._unpack(0)
         self._parked[slot] = 0
@@ -240,13 +240,13 @@ class PackedCaches(Caches):
         slots = range(first, self.packed)
         for slot in slots:
             self._parked[slot] = self.rows
-        # In descending order: rows move up, over the places of slots that have moved already.
+        # In descending order, as rows move up over the old places of slots that have moved.
         places = [(slot * self.rows, slot * self._capacity) for slot in reversed(slots)]
         self._relocate(places, self.rows)
         self.packed = min(self.packed, first)
 
     def _relocate(self, places: Sequence[tuple[int, int]], rows: int) -> None:
-        """Copy `rows` rows from the first to the second row of each pair, in order."""
+        """Copy `rows` rows from the first to the second place of each pair, in order."""
         if moved := [(old, new) for old, new in places if old != new]:
             with self._on_host():
                 for flat in self._flat.values():
@@ -264,14 +264,14 @@ class PackedCaches(Caches):
                 start = slot * self._capacity + rounded(self._parked[slot], self._capacity)
 
     def _on_host(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the host's arrays are current and may be changed."""
+        """Return a context in which the host's arrays are up to date and may be changed."""
         return contextlib.nullcontext()
 
     def _reserve(self, rows: int) -> None:
         """Touch the memory of rows that no step has written to, without changing them.
 
-        Otherwise a step would wait for page faults whenever it is the first to write to a page: up
-        to 1 ms, every 13 tokens of deepseek-tiny.
+        Otherwise a step waits for page faults whenever it is the first to write to a page: up to
+        1 ms, every 13 tokens of deepseek-tiny.
         """
         if rows > self._reserved:
             for flat in self._flat.values():

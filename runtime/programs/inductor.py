@@ -39,8 +39,8 @@ def load(
 
     threads: for programs on a CPU. channel: between the ranks of an engine; folder and manifest are
     then this rank's. no_cuda_graphs: launch a GPU's steps kernel by kernel; rank 0's choice holds
-    for all ranks. The other arguments are replaced in tests: they open programs, find a GPU by its
-    index, and connect the ranks' GPUs.
+    for all ranks. The other arguments are for tests: they open programs, find a GPU by its index,
+    and connect the ranks' GPUs.
     """
     target = manifest.target
     if (built := target.versions.get("torch")) != TORCH:
@@ -50,12 +50,12 @@ def load(
         )
     if not target.compute_capabilities and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
-    opener, apart = open_programs(folder, manifest), manifest.build.attention_dp
+    opener, attention_dp = open_programs(folder, manifest), manifest.build.attention_dp
     if target.compute_capabilities:
         make: Callable[..., CudaPrograms] = CudaPrograms
         if channel is not None:
-            of_rank = CudaAttentionDPPrograms if apart else CudaRankPrograms
-            make = partial(of_rank, channel, peers)
+            rank_class = CudaAttentionDPPrograms if attention_dp else CudaRankPrograms
+            make = partial(rank_class, channel, peers)
         gpu = find_gpu(0 if channel is None else own_gpu())
         graphs = not no_cuda_graphs
         return inductor_cuda.load(folder, manifest, gpu, opener, partial(make, graphs=graphs))
@@ -63,5 +63,5 @@ def load(
         raise EngineError(f"{folder}: built for a CPU, which has no CUDA graphs to switch off")
     if channel is None:
         return InductorPrograms(manifest, threads, opener)
-    of_rank_on_cpu = CpuAttentionDPPrograms if apart else CpuRankPrograms
-    return of_rank_on_cpu(channel, manifest, threads, opener)
+    cpu_rank_class = CpuAttentionDPPrograms if attention_dp else CpuRankPrograms
+    return cpu_rank_class(channel, manifest, threads, opener)

@@ -1,4 +1,4 @@
-"""AOTInductor programs on a CPU; state is updated in place, programs share weights."""
+"""AOTInductor programs on a CPU. They update state in place and share the weights."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ class InductorPrograms(HostSlots):
         for name, array in self._judged.items():  # before the step overwrites them
             array[:] = self._carries[0][name]
         if (program, slots) not in self._bindings:
-            asked = self._controls | {"active": self._active}
-            given = {name: array[:slots] for name, array in asked.items()}
+            inputs = self._controls | {"active": self._active}
+            given = {name: array[:slots] for name, array in inputs.items()}
             self._bindings[program, slots] = self._bind(program, 0, slots, given)
         results = self._run(program, self._bindings[program, slots])
         outputs = self._outputs[program]
@@ -44,13 +44,13 @@ class InductorPrograms(HostSlots):
         return reported(self._judged | outputs, slots)
 
     def _bind(self, program: str, first: int, slots: int, given: Arrays) -> list[torch.Tensor]:
-        """Return the program's inputs: the state of some slots, sharing memory, and `given`."""
+        """Return the program's inputs: views of the state of some slots, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given
         return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if program not in self._packages:  # rarely needed ones are loaded at their first use
+        if program not in self._packages:  # rarely needed programs are loaded at their first use
             self._packages[program] = self._open(program)
         torch.set_num_threads(self._threads)  # the setting is per calling thread
         return self._packages[program].run(inputs)

@@ -1,4 +1,4 @@
-"""AOTInductor programs on a GPU: state stays there, a step is one CUDA graph."""
+"""AOTInductor programs on a GPU: state stays in its memory, a step is one CUDA graph."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -54,7 +54,7 @@ class Report:
 class CudaPrograms(DeviceSlots):
     """An engine's programs on a GPU; the host queues work and waits only for reports.
 
-    The GPU decides by each slot's length how many cache rows a step reads. So a step's graph
+    Kernels read each slot's length on the GPU, and only that many cache rows. So a step's graph
     depends only on its program and the number of slots.
     """
 
@@ -102,11 +102,11 @@ class CudaPrograms(DeviceSlots):
         arrays = self._reports[program].send()
         mark = self._gpu.mark()
 
-        def land() -> StepOutput:
+        def read_output() -> StepOutput:
             self._wait(mark)
             return reported(arrays, slots)
 
-        return land
+        return read_output
 
     def _wait(self, mark: Wait) -> None:
         mark()
@@ -131,7 +131,7 @@ class CudaPrograms(DeviceSlots):
         return work
 
     def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
-        """Return (program, number of slots) -> function that queues the step."""
+        """Return the function that queues a step, by its program and number of slots."""
         return {
             (name, slots): self._prepare(self._work(name, slots), graphs)
             for name in (PLAIN, MIXED)
@@ -151,7 +151,7 @@ class CudaPrograms(DeviceSlots):
 
 
 def aligned(inputs: list[Tensor]) -> list[Tensor]:
-    """Assert aligned addresses: AOTInductor would copy other inputs and lose what it writes."""
+    """Assert aligned addresses: AOTInductor copies other inputs, so writes to them are lost."""
     assert not any(tensor.data_ptr() % ALIGNMENT for tensor in inputs), "a program would copy it"
     return inputs
 
@@ -163,7 +163,7 @@ def load(
     opener: Opener,
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
-    """Load an engine's programs for a GPU; EngineError for a wrong GPU or too little memory."""
+    """Load an engine's programs; raise EngineError for a wrong GPU or too little memory."""
     size = manifest.files[WEIGHTS].size
     check_gpu(folder, manifest, gpu, "build it on this machine (--force)", "weights", size)
     try:

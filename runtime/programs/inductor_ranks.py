@@ -26,7 +26,7 @@ from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.threads import default_threads
 
 T = TypeVar("T")
-AHEAD = 2  # pieces of work that may be queued on a GPU before the host waits for the oldest
+AHEAD = 2  # calls that may be queued on a GPU before the host waits for the oldest
 
 
 class CpuRankPrograms(InductorPrograms):
@@ -66,17 +66,17 @@ class CudaRankPrograms(CudaPrograms):
         self._queued = deque[Wait]()
         if manifest.target.allreduce_strategy is not None:
             opener = partial(opener, peers=share(gpu, channel, self._peers))
-        channel.leaving.append(partial(_come_to_rest, gpu, channel, self._peers))
+        channel.leaving.append(partial(_finish_queued_work, gpu, channel, self._peers))
         super().__init__(manifest, gpu, opener, graphs=graphs)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._in_turn(partial(super().prefill, slot, start, tokens))
+        self._queue_bounded(partial(super().prefill, slot, start, tokens))
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        return self._in_turn(partial(super().launch, active, rows))
+        return self._queue_bounded(partial(super().launch, active, rows))
 
-    def _in_turn(self, work: Callable[[], T]) -> T:
-        """Queue work; wait if more than AHEAD pieces are queued, each wait with the time limit."""
+    def _queue_bounded(self, work: Callable[[], T]) -> T:
+        """Queue a call's work; if more than AHEAD are queued, wait for the oldest."""
         with self._channel.unbroken(), silence:
             queued = work()
             self._queued.append(self._gpu.mark())
@@ -104,9 +104,9 @@ class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
         self._join(channel, manifest)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._gathered(super().step(self._own(active), rows))
+        return self._gather(super().step(self._own_active(active), rows))
 
-    def _fill_nothing(self, chunk: int) -> None:
+    def _prefill_padding(self, chunk: int) -> None:
         sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}
         inputs = list[torch.Tensor]()
         for spec in self._programs[PREFILL].inputs:
@@ -131,7 +131,7 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
         self._join(channel, manifest)
         most = manifest.build.prefill_chunk
         rows = rounded(most, manifest.build.capacity)
-        self._nowhere = {  # the caches of a padding prefill, which belongs to no request
+        self._padding_caches = {  # the caches of a padding prefill, which belongs to no request
             s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
             for s in manifest.state
             if s.role == "rows"
@@ -139,17 +139,17 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
         super().__init__(channel, peers, manifest, gpu, opener, graphs=graphs)
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        land = super().launch(self._own(active), rows)
-        return lambda: self._gathered(land())
+        read_output = super().launch(self._own_active(active), rows)
+        return lambda: self._gather(read_output())
 
-    def _fill_nothing(self, chunk: int) -> None:
+    def _prefill_padding(self, chunk: int) -> None:
         self._gpu.copy(np.zeros(1, np.int64), self._prompt["start"])
         rows = rounded(chunk, self._capacity)
-        caches = {name: cache[:, :, :rows] for name, cache in self._nowhere.items()}
-        self._in_turn(lambda: self._fill_rows(caches, chunk))
+        caches = {name: cache[:, :, :rows] for name, cache in self._padding_caches.items()}
+        self._queue_bounded(lambda: self._fill_rows(caches, chunk))
 
 
-def _come_to_rest(gpu: Gpu, channel: Channel, peers: Peers) -> None:
-    """Wait for a step that was launched on all ranks but not read."""
+def _finish_queued_work(gpu: Gpu, channel: Channel, peers: Peers) -> None:
+    """Wait for a step that all ranks have launched and not read."""
     with contextlib.suppress(EngineError, RuntimeError):
         gpu.settle(watch(channel, peers))

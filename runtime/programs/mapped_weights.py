@@ -23,7 +23,7 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
     try:
         check_regular(path)
         with safe_open(path, "np"):
-            """Its tensors fill the file, and each its part of it."""
+            pass  # opening checks that the tensors fill the file, without gaps
         header, _, start = read_header(path)
         return view_tensors(header, np.memmap(path, mode="r")[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
@@ -32,7 +32,7 @@ def mapped(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def fetch_ahead(path: Path) -> None:
-    """Ask the system to read a file before it is used, if it has posix_fadvise."""
+    """Ask the system, if it has posix_fadvise, to read a file before it is used."""
     if not hasattr(os, "posix_fadvise"):
         return
 

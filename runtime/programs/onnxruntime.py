@@ -32,9 +32,9 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 class DeviceCaches(PackedCaches):
     """Caches on a device, with arrays on the host in which slots are moved.
 
-    onnxruntime's Python API copies whole tensors between host and device, and can't copy on the
-    device. So moving a slot takes all caches through the host: with several slots, when a request
-    begins or ends beside another one, or outgrows the layout; with a prefix cache, whenever rows
+    onnxruntime's Python API copies only whole tensors, and only between host and device. So moving
+    a slot copies all caches to the host and back. With several slots this happens when a request
+    begins or ends beside another request or outgrows the layout; with a prefix cache, whenever rows
     are saved or loaded.
     """
 
@@ -96,14 +96,14 @@ class OnnxPrograms(HostSlots):
         super().__init__(manifest, caches, copies=2)
         self._folder, self._provider = folder, provider
         self._threads = threads or default_threads()
-        packed = manifest.build.cpu_layout
-        self._library = None if packed is None else library_for(packed, folder)
-        # All sessions share one mapping; by itself onnxruntime would map the file for each session.
-        self._weights = {} if packed is None else _weights(folder / WEIGHTS)
+        layout = manifest.build.cpu_layout
+        self._library = None if layout is None else library_for(layout, folder)
+        # All sessions share one mapping; onnxruntime itself would map the file for each session.
+        self._weights = {} if layout is None else _weights(folder / WEIGHTS)
         names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
         with ThreadPoolExecutor() as pool:  # onnxruntime uses one core to prepare a graph
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
-        self._slots = 0  # computed by the last step; both copies are equal from this slot on
+        self._slots = 0  # the last step's number of slots; both copies are equal from there on
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         names = {t.name for t in self._programs[program].inputs} & self._carries[0].keys()
@@ -112,15 +112,15 @@ class OnnxPrograms(HostSlots):
             for i in (self._now, 1 - self._now)
         )
         chunk = given["tokens"].shape[1]
-        found = {
+        outputs = {
             t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
             for t in own_outputs(self._programs[program])
         }
-        results = name_outputs(after) | found
+        results = name_outputs(after) | outputs
         self._run(self._bind(program, slot, 1, before | given, results), program)
         for name, array in after.items():
             before[name][:] = array
-        return found
+        return outputs
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         program, slots = self._begin_step(active, rows)
@@ -153,11 +153,11 @@ class OnnxPrograms(HostSlots):
         results: Arrays,
     ) -> Any:
         """Bind the slots' caches, the program's inputs from `given`, and its `results`."""
-        if program not in self._sessions:  # rarely needed ones are loaded at their first use
+        if program not in self._sessions:  # rarely needed programs are loaded at their first use
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
-        held = {t.name for t in self._programs[program].inputs}
-        for name in given.keys() & held:
+        inputs = {t.name for t in self._programs[program].inputs}
+        for name in given.keys() & inputs:
             value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
             binding.bind_ortvalue_input(name, value)
         for name, array in results.items():
@@ -165,13 +165,13 @@ class OnnxPrograms(HostSlots):
         # The rows in use are bound as input and output: the graph updates them in place.
         pointers, device = self._caches.pointers(), self._caches.device
         for name, view in self._caches.views(first, count).items():
-            if name not in held:
+            if name not in inputs:
                 continue
             start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
             kind = BFLOAT16 if view.dtype == np.uint16 else view.dtype
-            place = device, 0, kind, view.shape, start
-            binding.bind_input(name, *place)
-            binding.bind_output(name + ".out", *place)
+            buffer = device, 0, kind, view.shape, start
+            binding.bind_input(name, *buffer)
+            binding.bind_output(name + ".out", *buffer)
         return binding
 
     def _session(self, program: str) -> Any:

@@ -1,4 +1,4 @@
-"""Slots: caches, carried state and the requests' controls, in any kind of memory."""
+"""Slots: the caches, carried state and controls of requests, in any kind of memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-JUDGED = ("window", "num_drafts")  # the parts of a step's input state that its output reports
+JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
 Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
@@ -66,7 +66,7 @@ class Caches:
         self.tensors = {s.name: self._flat[s.name].reshape(s.shape) for s in specs}
 
     def fit(self, rows: int) -> bool:
-        """Make room for `rows` rows per slot; return whether the layout, so every view, changed."""
+        """Make room for `rows` rows per slot; return whether all views have become invalid."""
         return False
 
     def move(self, source: int, target: int, lengths: Array) -> None:
@@ -78,7 +78,7 @@ class Caches:
             self._memory.copy(array[source : source + 1], array[target : target + 1])
 
     def start(self, slot: int) -> int:
-        """Return the row of the allocations at which a slot begins."""
+        """Return the row at which a slot begins in each cache's allocation."""
         return slot * self._capacity
 
     def read(self, slot: int, start: int, stop: int) -> Arrays:
@@ -87,7 +87,7 @@ class Caches:
         return {name: self._memory.host(flat[first:last]) for name, flat in self._flat.items()}
 
     def write(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int]]) -> None:
-        """Write a slot's first rows, in pieces: arrays, and how many of their rows."""
+        """Write a slot's first rows, piece by piece: arrays, and how many rows to take."""
         at = self.start(slot)
         for arrays, count in pieces:
             for name, flat in self._flat.items():
@@ -108,7 +108,7 @@ class Caches:
 class Slots:
     """The part of `Programs` that all targets share: state, `begin`, `move` and the like.
 
-    copies: of the carried state; 2 for a target that reads one copy and writes the other.
+    copies: copies of the carried state; 2 for a target that reads one and writes the other.
     """
 
     def __init__(self, manifest: Manifest, memory: Memory, caches: Caches, copies: int = 1) -> None:
@@ -123,16 +123,16 @@ class Slots:
         self._now = 0  # index of the copy that is read next
         # An engine may lack some controls, or have those of a rule that is not installed here.
         others = {"active", *(s.name for s in manifest.state)}
-        asked = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
-        self._controls = self._zeros(asked)
+        controls = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
+        self._controls = self._zeros(controls)
         self._places = {
-            t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in asked if t.name != ALLOWED
+            t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in controls if t.name != ALLOWED
         }
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that need the mixed program
         self._bindings: dict[Any, Any] = {}  # programs' inputs; cleared when the layout changes
         self._most = self._nextn = manifest.build.nextn
-        self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # the prefix cache's
+        self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # for the prefix cache
 
     @property
     def state(self) -> Arrays:
@@ -152,7 +152,7 @@ class Slots:
             row = np.zeros((1, *self._carries[0][name].shape[1:]), np.asarray(value).dtype)
             row.flat[: np.size(value)] = value
             self._set_carry(name, slot, row)
-        for name, row in controls.rows(self._places):  # a plain slot may share a mixed step
+        for name, row in controls.rows(self._places):  # also if plain: its step may be mixed
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])
         self._mixed[slot] = not controls.plain
 
@@ -205,7 +205,7 @@ class Slots:
         self._saved[number] = arrays
 
     def _settle(self) -> None:
-        """Wait for queued work, before the host reads what it writes."""
+        """Wait for queued work whose results the host is about to read."""
 
     def _states(self, slot: int) -> Arrays:
         """Return a slot's recurrent states on the host."""
@@ -240,8 +240,8 @@ class Slots:
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
         """Return the program of a step, and the number of slots up to the last active one.
 
-        The number is not rounded up to 1, 2, 4, 8: unless programs are compiled or tuned for a
-        shape, another slot would only cost time.
+        The number is not rounded up to 1, 2, 4, 8 here: only targets that prepare a program for
+        each number of slots gain from that.
         """
         kind = MIXED if (mixed & active).any() else PLAIN
         program = program_name(kind, self._nextn, self._most)
@@ -265,7 +265,7 @@ def own_outputs(program: ProgramSpec) -> list[TensorSpec]:
 
 
 def name_outputs(state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return state by the names of the outputs with which a program returns its new values."""
+    """Return state by the names of the outputs that have its new values."""
     return {f"{name}.out": array for name, array in state.items()}
 
 

@@ -26,12 +26,12 @@ def visible_gpus() -> int:
 def held_bytes(folder: Path, manifest: Manifest) -> int:
     """Return the bytes of programs and weights on the GPU; shared weights count once."""
     weights = mapped(folder / WEIGHTS) if WEIGHTS in manifest.files else {}
-    every, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
+    total, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
     for name, program in manifest.programs.items():
         size += manifest.files[program.file].size
         given = shared_weights(folder, name)
-        if CONSTANTS.format(name) in manifest.files:  # its own weights are restored by refit
-            size += every - sum(weights[each].nbytes for each in given)
+        if CONSTANTS.format(name) in manifest.files:  # refit restores its other weights
+            size += total - sum(weights[each].nbytes for each in given)
         shared |= set(given)
     return size + sum(weights[each].nbytes for each in shared)
 

@@ -32,7 +32,7 @@ def dtype_name(trt: ModuleType, dtype: Any) -> str:
 
 @cache
 def errors_of(trt: ModuleType) -> Any:
-    """Return a logger that keeps errors and prints none; TensorRT takes one per process."""
+    """Return a logger that keeps errors and prints nothing; TensorRT takes one per process."""
 
     class Errors(trt.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -51,7 +51,7 @@ def errors_of(trt: ModuleType) -> Any:
 
 
 def shared_weights(folder: Path, program: str) -> list[str]:
-    """Return the names of the weights that a program shares with others, as its inputs."""
+    """Return the names of the shared weights that a program takes as inputs."""
     path = folder / SHARED.format(program)
     names: list[str] = read_json(path) if path.exists() else []
     return names
@@ -77,9 +77,9 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
 
 
 def as_stored(trt: ModuleType, values: NDArray[Any] | None, prototype: Any) -> Any:
-    """Return values held as bits with the engine's type for them: quantised, or bfloat16.
+    """Give values in a type of BITS the engine's type; return others as they are.
 
-    Other values are returned as they are. Returns None if the sizes differ.
+    Returns None if the sizes differ.
     """
     if values is None or values.dtype not in BITS:
         return values

@@ -31,7 +31,7 @@ from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit,
 class Compiled:
     """One program: a TensorRT engine and its execution context, bound to tensors.
 
-    caches: the tensors that are updated in place. weights: those that programs share.
+    caches: names of the tensors that are updated in place. weights: the shared weights by name.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Compiled:
         caches: Collection[str],
         weights: Mapping[str, DeviceArray],
     ) -> None:
-        """Raise EngineError unless its tensors are the manifest's and its shared weights.
+        """Raise EngineError unless the tensors are those of the manifest and the shared weights.
 
         Caches must be updated in place: their outputs must be aliases of their inputs.
         """
@@ -89,7 +89,7 @@ class Compiled:
             )
 
     def share(self, scratch: DeviceArray) -> None:
-        """Set the memory for intermediate results; programs run in turn and share one piece."""
+        """Set the memory for intermediate results; all programs use it, as they run in turn."""
         self._context.set_device_memory(scratch.address, scratch.nbytes)
 
     def bind(self, tensors: Mapping[str, DeviceArray]) -> None:
@@ -118,8 +118,8 @@ class Compiled:
 class TensorRtPrograms(DeviceSlots):
     """An engine's programs, with the slots' caches and state on the GPU.
 
-    A step is captured once: the copy of the host's inputs, the program, the copies of its results
-    to the next step's state and to the host. So a step transfers only a few words.
+    A step is captured once: a copy of the host's inputs, the program, and copies of its results to
+    the next step's state and to the host. So a step transfers only a few words.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class TensorRtPrograms(DeviceSlots):
         """communicator: NCCL's, a PyCapsule, if several ranks share the model."""
         super().__init__(manifest, device)
         self._device, specs = device, manifest.programs
-        self._after = _same(device, self._carries[0])  # a step's new state, before it is copied
+        self._after = _zeros_like(device, self._carries[0])  # a step's new state
         carried = self._prompt.keys() & self._state.keys()
-        self._filled = _same(device, {name: self._prompt[name] for name in carried})  # of prefill
+        self._filled = _zeros_like(device, {name: self._prompt[name] for name in carried})
         results = self._zeros(own_outputs(specs[MIXED]))
         reported_arrays = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in reported_arrays.items()}
-        self._asked = device.pinned((self._batch,), np.bool_)
+        self._pinned_active = device.pinned((self._batch,), np.bool_)
         tensors = self._given | results | name_outputs(self._caches.tensors | self._after)
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         weights = on_device(device, folder, specs)
@@ -177,7 +177,7 @@ class TensorRtPrograms(DeviceSlots):
         return self._filled
 
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
-        """Return one slot's caches by the names of prefill's inputs and outputs: in place."""
+        """Return a slot's caches as prefill's inputs and outputs, since it works in place."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | name_outputs(caches)
 
@@ -187,7 +187,7 @@ class TensorRtPrograms(DeviceSlots):
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
-        self._asked[:] = active
+        self._pinned_active[:] = active
         program, _ = self._choose(active, self._mixed)
         self._launch[program]()
         self._wait()
@@ -200,7 +200,7 @@ class TensorRtPrograms(DeviceSlots):
 
     def _queue_step(self, name: str) -> None:
         copy = self._device.copy
-        copy(self._asked, self._active)
+        copy(self._pinned_active, self._active)
         for judged in JUDGED:
             copy(self._state[judged], self._pages[judged])
         self._compiled[name].enqueue(self._device)
@@ -223,6 +223,6 @@ def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[s
     return given
 
 
-def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+def _zeros_like(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
     """Allocate arrays of the same shapes and types."""
     return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}

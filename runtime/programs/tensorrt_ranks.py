@@ -65,21 +65,21 @@ class TensorRtAttentionDPPrograms(AttentionDP, TensorRtRankPrograms):
         super().__init__(channel, folder, manifest, trt, device, library)
         self._join(channel, manifest)
         # A padding prefill writes to caches of its own, since all slots may be in use.
-        self._nobodys = {
+        self._padding_caches = {
             spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
             for spec in manifest.state
             if spec.role == "rows"
         }
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._gathered(super().step(self._own(active), rows))
+        return self._gather(super().step(self._own_active(active), rows))
 
-    def _fill_nothing(self, chunk: int) -> None:
+    def _prefill_padding(self, chunk: int) -> None:
         with self._channel.unbroken(), silence:
             for array in self._prompt.values():
                 self._device.copy(np.zeros(array.shape, array.dtype), array)
             program = self._compiled[PREFILL]
             program.resize("tokens", (1, chunk))
-            program.bind(self._nobodys | name_outputs(self._nobodys))
+            program.bind(self._padding_caches | name_outputs(self._padding_caches))
             program.enqueue(self._device)
             self._wait()

@@ -42,19 +42,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The output of one decode step; the text may lag behind the tokens, never the reverse."""
+    """The output of one decode step; the text of a token may come with a later chunk."""
 
     spans: tuple[Span, ...]  # the new text in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
-    finish_reason: FinishReason | None = None  # set in the last chunk, as are the next two
-    stop_reason: str | int | None = None  # the request's stop string or token that ended it
+    finish_reason: FinishReason | None = None  # like the next two, set in the last chunk alone
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the request
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if requested
-    # In the first chunk: of the prompt's tokens after its first one, if requested.
+    # In the first chunk, if requested: for the prompt's tokens after its first one.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    # Per token: the number of characters that the request's earlier tokens have added. A stop
-    # string that is cut off counts, so the text may be shorter.
+    # Per token: the number of characters that the request's earlier tokens have added, including
+    # a stop string that is cut off the text.
     starts: tuple[int, ...] = ()
     reasoning_tokens: int = 0  # of all tokens so far, if thoughts are split off
 
@@ -81,7 +81,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """The result of a chat; `text` is the whole answer, including thought and marks."""
+    """The result of a chat; `text` is the whole answer with the thought and its marks."""
 
     content: str = ""
     reasoning_content: str = ""  # the thought, if the model marks it
@@ -115,7 +115,7 @@ class Observer(Protocol):
 
 
 def wrap_error(error: BaseException) -> RequestFailedError:
-    """Return the request's error for an exception of the host's code; log what no user caused."""
+    """Return the request's error for an exception of the host's code; log an unexpected one."""
     if not isinstance(error, MtpbuildError):
         log.error("a request failed in the host's own code", exc_info=error)
     failure = RequestFailedError(f"the request failed: {first_line(error)}")
@@ -175,7 +175,7 @@ class Request:
         self._pieces: list[str] = []
         self.cached_tokens = 0  # tokens of the prompt whose cache rows were reused
         self._submitted = time.perf_counter()
-        self.started: float | None = None  # time at which it got a slot
+        self.started: float | None = None  # the time at which it got a slot
         self._first = self._last = 0.0
 
     @property
@@ -200,12 +200,12 @@ class Request:
     ) -> int:
         """Take the tokens [n] of a step: n - 1 accepted drafts of `drafted`, then the model's own.
 
-        If the request ends at one of them, the rest are dropped. logprobs: one for each token, if
+        If the request ends at a token, those after it are dropped. logprobs: an entry per token, if
         the request asks for them. totals: counts the steps of all requests. Returns the number of
         tokens that the request has kept.
         """
         assert tokens, "a step of an active slot emits at least one token"
-        accepted, had = len(tokens) - 1, len(self.token_ids)
+        accepted, published = len(tokens) - 1, len(self.token_ids)
         self._last = time.perf_counter()
         self._first = self._first or self._last
         reason: FinishReason | None = None
@@ -218,11 +218,11 @@ class Request:
                 break
             if self.grammar and not self._advance_grammar(token):
                 return 0
-        kept = len(self.token_ids) - had
+        kept = len(self.token_ids) - published
         for counts in (self.acceptance, *([totals] if totals else [])):
             counts.add(accepted, drafted, kept)
         self.logprobs += logprobs[:kept]
-        self._publish(had, reason)  # last, because a listener may read the counts at once
+        self._publish(published, reason)  # last: a listener may read the counts at once
         return kept
 
     def end(self, reason: FinishReason) -> None:
@@ -309,8 +309,8 @@ class Request:
         newest = self.token_ids[-1]
         return self._text.stopped_by or (newest if newest in self.params.stop_token_ids else None)
 
-    def _publish(self, had: int, reason: FinishReason | None) -> None:
-        """Add a chunk with the tokens after the first `had` and the text that is final."""
+    def _publish(self, published: int, reason: FinishReason | None) -> None:
+        """Add a chunk with the tokens after the first `published` and the text that is final."""
         spans = self._text.take(everything=reason is not None)
         self._pieces += [span.text for span in spans]
         if self.observer and reason:
@@ -318,14 +318,14 @@ class Request:
         self.outbox.append(
             Chunk(
                 spans,
-                tuple(self.token_ids[had:]),
-                tuple(self.from_draft[had:]),
+                tuple(self.token_ids[published:]),
+                tuple(self.from_draft[published:]),
                 reason,
                 self._stop_reason() if reason == "stop" else None,
                 self.metrics() if reason else None,
-                None if self.params.logprobs is None else tuple(self.logprobs[had:]),
-                tuple(self.prompt_logprobs) if had == 0 and self.prompt_logprobs else None,
-                tuple(self._starts[had:]),
+                None if self.params.logprobs is None else tuple(self.logprobs[published:]),
+                tuple(self.prompt_logprobs) if not published and self.prompt_logprobs else None,
+                tuple(self._starts[published:]),
                 self._reasoning_tokens(),
             )
         )

@@ -1,4 +1,4 @@
-"""The scheduler: which request has which slot, whose prompt is filled in, and which is next."""
+"""The scheduler: it gives slots to requests and decides whose prompt is filled in next."""
 
 import contextlib
 from collections import deque
@@ -14,7 +14,7 @@ from mtpbuild.runtime.requests.request import Request
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A request whose prompt is filled in, up to its last token, which the first step processes."""
+    """A prompt that is being filled in, except its last token, which the first step takes."""
 
     slot: int
     request: Request
@@ -30,13 +30,13 @@ class Filling:
 
 
 class Scheduler:
-    """B slots and a queue; any thread may `add` and `cancel`, the rest is for the loop alone.
+    """B slots and a queue; threads other than the loop's call only `add` and `cancel`.
 
     Prompts are filled in one at a time in the order of their arrival, and alternate with steps: a
     chunk, a step, a chunk. So a prompt of any length delays running requests by one chunk per step.
 
-    ranks: the number of ranks with requests of their own. The slots are divided equally into one
-    range per rank. A request stays on the rank where it began. Each rank fills in its own prompt.
+    ranks: the number of ranks with requests of their own. Each rank has an equal range of the
+    slots and fills in prompts of its own. A request stays on the rank where it began.
     """
 
     def __init__(self, slots: int, ranks: int = 1) -> None:
@@ -65,46 +65,46 @@ class Scheduler:
     @property
     def running(self) -> list[tuple[int, Request]]:
         """The requests that steps advance, with their slots."""
-        found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
-        return [(s, r) for s, r in found if self.active[s]]
+        found = ((s, r) for s, r in enumerate(self.slots) if self.active[s])
+        return [(s, r) for s, r in found if r is not None and not r.ended]
 
     def release(self) -> list[tuple[int, Request, int]]:
         """Free the slots of ended requests; return slot, request and number of rows of each."""
         self.end_cancelled()
         filled = {f.slot: f.at for f in self._filling if f}
-        seats = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
-        for slot, _ in seats:
+        ended = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
+        for slot, _ in ended:
             self.slots[slot], self.active[slot] = None, False
         self._filling = [f if f and self.slots[f.slot] else None for f in self._filling]
-        return [(slot, request, filled.get(slot, request.length)) for slot, request in seats]
+        return [(slot, request, filled.get(slot, request.length)) for slot, request in ended]
 
     def turns(self) -> Iterator[Filling]:
         """Yield the prompts that may run a chunk now, at most one per rank.
 
         The loop calls `begin` when a prompt is complete. If the prompt needed no chunk, the rank's
-        next prompt gets the same turn.
+        next prompt gets the same turn. Ranks with the most free slots come first.
         """
         for rank in sorted(range(len(self._ranks)), key=lambda rank: -len(self.free(rank))):
             while filling := self._filling[rank] or self._admit(rank):
-                needed = filling.at
+                before = filling.at
                 yield filling
-                if not filling.done or filling.at > needed:
+                if not filling.done or filling.at > before:
                     break
 
     def begin(self, filling: Filling) -> None:
-        """Let steps advance the slot, as its prompt is complete."""
+        """Let steps advance the slot of a prompt that is complete."""
         self.drop(filling)
         self.active[filling.slot] = True
 
     def drop(self, filling: Filling) -> None:
-        """Stop filling in a prompt, as it is complete or its request has ended."""
+        """Stop filling in a prompt that is complete or whose request has ended."""
         self._filling[filling.slot // len(self._ranks[0])] = None
 
     def close_gaps(self) -> Iterator[tuple[int, int, Request]]:
-        """Yield moves after which no free slot of a rank is below one that steps advance.
+        """Move active requests to lower free slots of their ranks, and yield each move.
 
-        Each move is the request's old slot, its new slot, and the request. A step computes all
-        slots up to the last active one, so a move pays for itself in a step or two.
+        A move is the request's old slot, its new slot, and the request. A step computes all slots
+        up to the last active one, so a move pays for itself in a step or two.
         """
         for rank in self._ranks:
             taken = [slot for slot in rank if self.active[slot]]

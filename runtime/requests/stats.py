@@ -3,14 +3,14 @@
 Names and formulas are vLLM's. A *step* is a decode step, including the first one (which has no
 drafts to verify) and those of an engine without drafts, so complete steps give `num_spec_steps +
 num_accepted_draft_tokens` tokens. Drafts are counted for whole steps, even if a request keeps only
-a part of its last one; the mean length counts the tokens that were kept.
+a part of its last step; the mean length counts the tokens that were kept.
 """
 
 import logging
 from dataclasses import dataclass, field
 
 WATCHED_STEPS = 200
-COLLAPSED = 0.01  # acceptance rate below which drafting is broken, not just bad
+COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
 
 REJECTED = (
     "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
@@ -46,8 +46,8 @@ class RequestMetrics:
     tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
     tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
     speculative_decoding: SpeculativeDecoding
-    cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier one
-    queue_s: float | None = None  # until it got a slot; None if it never got one
+    cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier prompt
+    queue_s: float | None = None  # until it got a slot; None if it never got a slot
     # Accepted drafts that a grammar forced, in place of the MTP modules' drafts.
     forced_tokens: int = 0
 
@@ -63,17 +63,17 @@ class EngineStats:
     output_tokens: int  # that requests received
     speculative_decoding: SpeculativeDecoding
     prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
-    prefix_hits: int = 0  # how many of them were found
-    prefix_bytes: int = 0  # memory of rows of ended requests outside the slots
+    prefix_hits: int = 0  # how many of these tokens were found
+    prefix_bytes: int = 0  # memory of the prefix cache's entries, outside the slots
     prefix_limit: int = 0  # limit of that memory
-    num_drafts: int = 0  # number of times that a request's drafts were verified
+    num_drafts: int = 0  # steps of single requests that verified at least one draft
     cache_usage: float = 0.0  # the share of all slots' cache rows that requests use
     # Number of tokens filled in and emitted by a step -> number of such steps.
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class AcceptanceCounter:
-    """A counter of drafts and their acceptance, as a histogram."""
+    """A histogram of steps by accepted drafts, the drafted tokens, and the steps with drafts."""
 
     __slots__ = ("drafted", "drafts", "histogram", "tokens")
 
@@ -115,7 +115,7 @@ class AcceptanceCounter:
 
 
 class AcceptanceWatch:
-    """A watch that warns once if drafts are not accepted, MTP's most common silent failure."""
+    """A watch that warns once if hardly any draft is accepted; the text would not show it."""
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0

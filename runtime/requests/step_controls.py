@@ -33,7 +33,7 @@ def make_step_controls(
     manifest: Manifest,
     tokenizer: Tokenizer | None = None,
 ) -> StepControls:
-    """Return the controls of a request; raise RequestError for one that the engine lacks."""
+    """Return the controls of a request; raise RequestError if the engine lacks one of them."""
     check_tokens(params, manifest)
     marks = thinking_ids(params, manifest)
     if marks != manifest.model.thinking_token_ids:  # the template uses the model's own tokens
@@ -101,9 +101,9 @@ def check_control(manifest: Manifest, control: Control) -> None:
 
 
 def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
-    """Return the tokens that begin and end the thinking phase; -1 for an unknown one.
+    """Return the tokens that begin and end the thinking phase; -1 if unknown.
 
-    Raises RequestError if relaxed acceptance is on and one is unknown.
+    Raises RequestError if relaxed acceptance is on and a token is unknown.
     """
     given = params.begin_thinking_phase_token, params.end_thinking_phase_token
     own = manifest.model.thinking_token_ids or (-1, -1)
@@ -117,13 +117,13 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
 
 
 def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
-    """Return the values of another package's rule by control; {} for a built-in rule."""
+    """Return the values of the controls of another package's rule; {} for a built-in rule."""
     if params.acceptance in BUILT_IN:
         return {}
-    rule, there = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
-    if rule.name not in there:
+    rule, known = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
+    if rule.name not in known:
         raise RequestError(
-            f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
+            f"acceptance {rule.name!r} is not in this engine, which has {', '.join(known)}: "
             f"build it with --acceptance-rule {rule.name}"
         )
     settings = dict(params.acceptance_settings or {})

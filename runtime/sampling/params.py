@@ -1,4 +1,4 @@
-"""SamplingParams, whose fields are the table of a request's settings."""
+"""SamplingParams, whose fields are the one table of a request's settings."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -54,20 +54,20 @@ token_ids = partial(check_list, "int", token)
 
 
 def texts(longest: int, most: int) -> Check:
-    """Return a check for a list of `most` texts of `longest` characters."""
+    """Return a check for a list of up to `most` texts of up to `longest` characters."""
     return check_list("str", check_text(0, longest), most)
 
 
 def read_temperature(value: object) -> float:
-    """Check a temperature; one that is too low to make a difference becomes `COLDEST`."""
+    """Check a temperature; if it is too low to make a difference, return `COLDEST`."""
     found: float = check_number(0, 100)(value)
     return max(found, COLDEST) if found else 0.0
 
 
 def check_rule_name(value: object) -> str:
-    """Check the name of a rule of acceptance: a built-in one, or one of an installed package."""
-    own = ("strict", "rejection")
-    return str(value) if value in own else check_choice(*own, *names())(value)
+    """Check the name of an acceptance rule, built in or of an installed package."""
+    built_in = ("strict", "rejection")
+    return str(value) if value in built_in else check_choice(*built_in, *names())(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +222,16 @@ class SamplingParams:
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
         self._check_rule()
-        # They would emit forbidden tokens, or continue after the end of a form.
-        beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
-        for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
+        # With these, a request would emit forbidden tokens or continue after the end of its form.
+        unfit = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
+        for name in (*(unfit if self.structured_outputs is not None else ()), "synthetic"):
             if self.constraint and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
                 raise RequestError(f"{self.constraint} can't go with {name}")
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
-        """Add the defaults of a rule's settings; raise RequestError for a wrong one."""
+        """Add the defaults of a rule's settings; raise RequestError for a wrong setting."""
         values = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
             object.__setattr__(
@@ -275,12 +275,12 @@ def http_settings() -> dict[str, Setting]:
 
 
 def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as fields of SamplingParams, with a rule's settings in one of them.
+    """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
     Settings of None are dropped.
     """
     values = {name: value for name, value in given.items() if value is not None}
     rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
-    if values.get("rejection_sample_method") is not None:
+    if "rejection_sample_method" in values:
         values.setdefault("acceptance", "rejection")
     return values | ({"acceptance_settings": rule} if rule else {})

@@ -26,7 +26,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
-        if self.json is False:  # also a schema, which nothing fits
+        if self.json is False:  # a schema too, which no answer fits
             given.append("json")
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))

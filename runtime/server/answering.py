@@ -18,14 +18,14 @@ from mtpbuild.runtime.server.protocol import StreamedBody
 from mtpbuild.runtime.server.service import Service
 
 log = logging.getLogger("mtpbuild")
-FEW = 4  # choices up to which the body is converted on the event loop
+FEW = 4  # choices up to which a short body is read on the event loop
 Read = Callable[[Service, Any], Answer]
 
 
 class AnswerResponse(Response):
     """A response that counts its choices as open until it is sent or its client disconnects.
 
-    read: reads the body's prompts and settings. long: the body is long, so tokenising takes time.
+    read: reads the body's prompts and settings. long: whether the body takes long to tokenise.
     """
 
     own_headers: ClassVar[dict[str, str]] = {}
@@ -43,7 +43,7 @@ class AnswerResponse(Response):
         """Create the engine requests and send their answer.
 
         Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
-        the grammar of another request.
+        another request's grammar.
         """
         service = self._service
         if self._long or self._body.count > FEW:
@@ -60,7 +60,7 @@ class AnswerResponse(Response):
         await self._send(scope, receive, send)
 
     def _read_body(self) -> Answer:
-        """Read prompts and settings; raises ApiError. A grammar is left to be compiled later."""
+        """Read prompts and settings, but leave a grammar to be compiled later; raise ApiError."""
         answer = self._read(self._service, self._body)
         if self._service.settings.log_requests:
             given = self._body.model_dump(exclude_none=True)

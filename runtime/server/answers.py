@@ -19,7 +19,7 @@ from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 Json: TypeAlias = dict[str, Any]
 Pieces: TypeAlias = Sequence[AnswerPiece]
-CALL = {"name": "call", "arguments": "call"}
+CALL = {"name": "call", "arguments": "call"}  # kind of a piece -> kind of its block
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class AnswerChoice:
             text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]
             pieces += self.calls.feed(text, last=last)
-        pieces = [self._keep(piece) for piece in pieces if piece.text]
+        pieces = [self._add_to_block(piece) for piece in pieces if piece.text]
         if last:
             self.metrics, self.reason = chunk.metrics, chunk.finish_reason
             self.stop_reason = chunk.stop_reason
@@ -100,8 +100,8 @@ class AnswerChoice:
         """The fields with the reason why the choice ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
-    def _keep(self, piece: AnswerPiece) -> AnswerPiece:
-        """Add a piece to the current block, or to a new one; return it with its block's index."""
+    def _add_to_block(self, piece: AnswerPiece) -> AnswerPiece:
+        """Add a piece to the last block or a new block; return it with the block's index."""
         kind = CALL.get(piece.kind, piece.kind)
         if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(AnswerBlock(kind, f"call_{uuid.uuid4().hex[:24]}"))
@@ -119,7 +119,7 @@ def clamp_logprob(logprob: float) -> float:
 
 
 def seed_choices(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Return the settings of each choice; seeds count up from the request's, modulo 2**64."""
+    """Return the settings of each choice; seeds count up from the request's seed, modulo 2**64."""
     if params.seed is None:
         return [params] * count
     return [params.with_seed((params.seed + i) % 2**64) for i in range(count)]
@@ -149,15 +149,15 @@ async def merge_streams(
 
     tasks = [asyncio.create_task(forward(*each)) for each in enumerate(streams)]
     try:
-        left = len(streams)
-        while left:
-            number, news = await queue.get()
-            if isinstance(news, BaseException):
-                raise news
-            if news is None:
-                left -= 1
+        running = len(streams)
+        while running:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
             else:
-                yield number, news
+                yield number, item
     finally:
         for task in tasks:
             task.cancel()
@@ -168,7 +168,7 @@ async def merge_streams(
 class Answer:
     """The base class of the answers of all routes."""
 
-    kind: ClassVar[str]  # the prefix of its id
+    kind: ClassVar[str]  # the prefix of an answer's id
     event_kind: ClassVar[str] = ""  # the type of the objects in a stream
     ends_with_done: ClassVar[bool] = True  # whether a stream sends [DONE] after its events
 
@@ -188,7 +188,7 @@ class Answer:
         raise NotImplementedError
 
     def opening_event(self, choice: AnswerChoice) -> Json | None:
-        """Return the event that opens a choice, if there is one."""
+        """Return the event that opens a choice; None if it needs no event."""
         raise NotImplementedError
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
@@ -233,13 +233,13 @@ class Answer:
         choices = [choice] if choice else self.choices
         firsts = choices[:: self.body.n or 1]
         prompt = sum(len(choice.ids) for choice in firsts)
-        given = sum(len(choice.token_ids) for choice in choices)
+        completion = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.metrics.cached_tokens for c in firsts if c.metrics)
         thought = sum(choice.reasoning_tokens for choice in choices)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": given,
-            "total_tokens": prompt + given,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thought},
         }

@@ -62,18 +62,18 @@ def make_app(service: Service) -> FastAPI:
     )
     bodies = APIRouter(route_class=make_route_class(service.reading))
     chat = "Continue a conversation"
-    generate = partial(_add_generation, bodies, service)
+    generate = partial(_add_generation_route, bodies, service)
     generate("/v1/chat/completions", protocol.ChatBody, read_chat, f"{chat}.")
     generate("/v1/completions", protocol.CompletionBody, read_completion, "Continue texts.")
     generate("/v1/responses", ResponsesBody, read_response, f"{chat}, by OpenAI's newer API.")
     generate("/v1/messages", MessagesBody, read_message, f"{chat}, by Anthropic's API.")
-    convert = partial(_add_tokens, bodies, service)
+    convert = partial(_add_token_routes, bodies, service)
     convert("/v1/messages/count_tokens", MessagesPrompt, count_prompt_tokens, "Count tokens.")
     prompt = protocol.TextTokensBody | protocol.ChatTokensBody
     convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
     convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
     app.include_router(bodies)
-    _add_state(app, service)
+    _add_status_routes(app, service)
     app.add_middleware(RequestGate, settings=service.settings)
     if service.settings.allow_origin:
         app.add_middleware(
@@ -85,7 +85,7 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generation(
+def _add_generation_route(
     bodies: APIRouter, service: Service, path: str, kind: Any, read: Read, about: str
 ) -> None:
     """Add a route whose response reads the body's prompts and runs them when it is sent."""
@@ -97,7 +97,7 @@ def _add_generation(
         return response(service, read, body, long=request.state.long)
 
 
-def _add_tokens(
+def _add_token_routes(
     bodies: APIRouter, service: Service, path: str, kind: Any, convert: Convert, about: str
 ) -> None:
     @bodies.post(path, name=path, description=about, responses=ERRORS)
@@ -105,7 +105,7 @@ def _add_tokens(
         return JsonResponse(await service.reading.run(object(), convert, service, body))
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_status_routes(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
         engine = service.engine  # raises while it is being loaded
         return {

@@ -15,7 +15,7 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
 from mtpbuild.runtime.server.service import Service
 
-CHAT_ALONE: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}
+CHAT_ONLY: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}  # field -> neutral value
 
 
 class TranslatedBody(StreamedBody):
@@ -34,14 +34,14 @@ class TranslatedBody(StreamedBody):
         raise NotImplementedError
 
     def make_chat_body(self, template: Json, **fields: Any) -> ChatBody:
-        """Return a chat's body with these fields and the extra ones.
+        """Return a chat's body with these fields and the extra fields.
 
-        template: for the chat template, which ignores those that it does not read.
+        template: variables for the chat template, which may not read them.
         """
         given = dict(self.model_extra or {})
         given |= {name: value for name, value in fields.items() if value is not None}
-        for name, nothing in CHAT_ALONE.items():
-            if given.pop(name, None) not in (None, nothing):
+        for name, neutral in CHAT_ONLY.items():
+            if given.pop(name, None) not in (None, neutral):
                 raise ApiError(400, f"{name} is not supported: /v1/chat/completions has it", name)
         given |= {"model": self.model, "stream": self.stream, "stream_options": None}
         given["messages"] = [message for _, message in self.conversation()]
@@ -55,7 +55,7 @@ class TranslatedBody(StreamedBody):
 
     @contextmanager
     def errors_in_own_fields(self) -> Iterator[None]:
-        """Rename the fields in errors raised by the block to those that the client sent."""
+        """Name the client's fields, not a chat's, in ApiErrors that the block raises."""
         try:
             yield
         except ApiError as error:
@@ -79,7 +79,7 @@ class TranslatedBody(StreamedBody):
 
 
 class BlockAnswer(Answer):
-    """An answer that is streamed block by block: each one is opened, grows and is closed."""
+    """An answer that is streamed block by block: a block is opened, grows and is closed."""
 
     ends_with_done = False
     body: ChatBody

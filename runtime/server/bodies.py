@@ -15,7 +15,7 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Pool
 
 LONG = 16 * 1024  # bytes of a body that is read in a thread
-MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects take the most memory and time
+MOST_VALUES, MOST_LISTS = 500_000, 100_000  # lists and objects; both limits bound memory
 DEEPEST = 128
 MOST_DIGITS = 309  # of an integer: as many as the largest float has
 NO_JSON = "the body is not JSON"
@@ -24,7 +24,7 @@ NO_JSON = "the body is not JSON"
 def make_route_class(pool: Pool) -> type[APIRoute]:
     """Return a route class that passes `body` and `request`; long bodies are parsed in the pool.
 
-    FastAPI itself would parse a body on the event loop and collect the errors of all its parts.
+    FastAPI itself parses a body on the event loop and collects the errors of all its parts.
     """
 
     class BodyRoute(APIRoute):
@@ -77,7 +77,7 @@ def read_json(raw: bytes) -> Any:
 
 
 def _check_size(raw: bytes) -> None:
-    """Count values and levels before parsing: lists of one number take 30 times their text."""
+    """Limit values and levels before parsing, as lists of one number take 30 times their text."""
     if sum(map(raw.count, (b",", b"[", b"{"))) <= DEEPEST:
         return
     code = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)

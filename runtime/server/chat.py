@@ -32,7 +32,7 @@ from mtpbuild.runtime.text.reasoning import BEGIN, END, AnswerPiece
 
 Render = Callable[[Sequence[Json]], str]
 T = TypeVar("T", bound=Answer)
-MARK = "<instruction-{}-9e3b>"  # stands for the text of an instruction
+MARK = "<instruction-{}-9e3b>"  # replaces an instruction's text in a trial rendering
 
 
 def read_chat(service: Service, body: ChatBody) -> "ChatAnswer":
@@ -108,11 +108,11 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
         options["chat_template_kwargs"] = kwargs
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    messages = [_join_content(number, message) for number, message in enumerate(body.messages)]
 
     def render(messages: Sequence[Json]) -> str:
         try:
-            return engine.chat_prompt([_with_objects(m) for m in messages], **options)
+            return engine.chat_prompt([_parse_arguments(m) for m in messages], **options)
         except RequestError as error:
             limited = isinstance(error, TemplateLimitError)
             if limited or not any("tool_calls" in message for message in messages):
@@ -129,7 +129,7 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
         raise ApiError(400, str(error), leading_field(str(error)) or "messages") from None
 
 
-def _message(number: int, message: Json) -> Json:
+def _join_content(number: int, message: Json) -> Json:
     """Return the message with its content as one string, as vLLM passes it to templates."""
     content = message.get("content")
     if content is None:
@@ -149,15 +149,15 @@ def _message(number: int, message: Json) -> Json:
     return message | {"content": "\n".join(texts)}
 
 
-def _with_objects(message: Json) -> Json:
-    """Return the message with its calls' arguments parsed into objects, as most templates want."""
+def _parse_arguments(message: Json) -> Json:
+    """Return the message with its calls' arguments as objects, which most templates want."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return message | {"tool_calls": [_object_call(call) for call in calls]}
+    return message | {"tool_calls": [_parse_call(call) for call in calls]}
 
 
-def _object_call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -169,18 +169,18 @@ def _object_call(call: Any) -> Any:
 
 
 def adapt_roles(messages: list[Json], render: Render) -> list[Json]:
-    """Return the messages in the first variant of which the template shows all instructions.
+    """Return the first variant of the messages whose instructions the template shows completely.
 
     The variants: role `developer` stays; it becomes `system`; the leading system messages are also
-    joined into one. If the template shows none of them, the second variant is returned.
+    joined into one message. If no variant fits, the second is returned.
     """
     if not any(message.get("role") == "developer" for message in messages):
         return messages
-    tried = [messages, *_others(messages)]
-    return next((each for each in tried if _shows(each, render)), tried[1])
+    tried = [messages, *_role_variants(messages)]
+    return next((each for each in tried if _shows_instructions(each, render)), tried[1])
 
 
-def _others(messages: list[Json]) -> Iterator[list[Json]]:
+def _role_variants(messages: list[Json]) -> Iterator[list[Json]]:
     system = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
     yield system
     first = next((i for i, m in enumerate(system) if m.get("role") != "system"), len(system))
@@ -189,7 +189,7 @@ def _others(messages: list[Json]) -> Iterator[list[Json]]:
         yield [system[0] | {"content": text}, *system[first:]]
 
 
-def _shows(messages: list[Json], render: Render) -> bool:
+def _shows_instructions(messages: list[Json], render: Render) -> bool:
     """Return whether the rendered template contains the texts of all instructions."""
     marked, marks = [], []
     for number, message in enumerate(messages):
@@ -275,7 +275,7 @@ class ChatAnswer(Answer):
         return self.openai_object(self.event_kind, [fields])
 
     def _add_call(self, calls: list[Json], choice: AnswerChoice, piece: AnswerPiece) -> None:
-        """Add a piece of a call; only its first piece has id, type and name: clients join them."""
+        """Add a piece of a call; clients join pieces, so only the first has id, type and name."""
         if piece.kind == "name":
             id = choice.blocks[piece.block].id
             calls.append({"index": piece.call} | make_tool_call(id, piece.text, ""))

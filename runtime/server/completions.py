@@ -100,7 +100,7 @@ class CompletionAnswer(Answer):
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         text = "".join(piece.text for piece in pieces)
-        logprobs = self._certain_logprobs(choice, last=chunk.finish_reason is not None)
+        logprobs = self._final_logprobs(choice, last=chunk.finish_reason is not None)
         if not (text or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
@@ -112,13 +112,13 @@ class CompletionAnswer(Answer):
     def _choice_fields(
         self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
-        """Return a choice's object; the `first` one of a choice also has the prompt's ids."""
+        """Return an object of a choice; the choice's `first` object also has the prompt's ids."""
         fields = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if not self.body.return_token_ids:
             return fields
         return fields | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
-    def _certain_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
+    def _final_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
         """Return the log-probabilities that a stream has not sent yet; None if there are none.
 
         A token whose text may be the start of a stop string is held back.

@@ -20,8 +20,8 @@ class QueryStringFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            who, method, path, *rest = record.args
-            record.args = (who, method, str(path).partition("?")[0], *rest)
+            client, method, path, *rest = record.args
+            record.args = (client, method, str(path).partition("?")[0], *rest)
         return True
 
 
@@ -31,9 +31,9 @@ access.addFilter(QueryStringFilter())
 def limit_time(settings: ServerOptions) -> type[H11Protocol]:
     """Return uvicorn's HTTP/1.1 protocol with time limits, for `uvicorn.Config(http=..)`.
 
-    A request's headers must be complete `header_timeout` seconds after the connection was made, or,
-    on a reused connection, after their first byte. The connection is dropped if the client reads
-    nothing for `send_timeout` seconds while 64 KiB or the end of an answer wait for it.
+    A request's headers must be complete `header_timeout` seconds after the connection was made or,
+    on a reused connection, after their first byte. The connection is dropped if 64 KiB or the end
+    of an answer wait for the client, and it reads nothing for `send_timeout` seconds.
     """
 
     class Connection(H11Protocol):
@@ -96,11 +96,11 @@ def limit_time(settings: ServerOptions) -> type[H11Protocol]:
         def _await_reader(self) -> None:
             if "sending" not in self._timers:
                 left = self.transport.get_write_buffer_size()
-                timeout = self.loop.call_later(settings.send_timeout, self._look_again, left)
+                timeout = self.loop.call_later(settings.send_timeout, self._check_progress, left)
                 self._timers["sending"] = timeout
 
-        def _look_again(self, before: int) -> None:
-            """Abort unless the client has read some of the `before` bytes that were waiting."""
+        def _check_progress(self, before: int) -> None:
+            """Abort if the client has read none of the `before` bytes that were waiting."""
             del self._timers["sending"]
             left = self.transport.get_write_buffer_size()
             if left >= before > 0:

@@ -1,4 +1,4 @@
-"""Errors as clients get them: a status with OpenAI's or Anthropic's error object."""
+"""The errors that clients get: a status with OpenAI's or Anthropic's error object."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ class JsonResponse(JSONResponse):
 class ApiError(Exception):
     """An error that is sent to the client; `param` names the wrong field.
 
-    retry: False tells the client not to retry, which it would otherwise decide by the status.
+    retry: False tells the client not to retry; otherwise it decides by the status.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class TooLongError(ApiError):
     """The error for a prompt that leaves no room for its answer, in words that clients parse."""
 
     def __init__(self, param: str, limit: int, prompt: int | None, most: int | None = None) -> None:
-        """limit: tokens of prompt and answer together. prompt, most: tokens of each.
+        """limit: tokens of prompt and answer together. prompt: its tokens; None: above the limit.
 
-        prompt None: more than the limit.
+        most: tokens that the answer may have, if the client has set them.
         """
         count = f"more than {limit}" if prompt is None else prompt
         problem = f"the prompt has {count} tokens, this engine takes at most {limit - 1}"

@@ -15,7 +15,7 @@ FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
 
 class RequestGate:
-    """Middleware that refuses requests without the key, from other pages, too long or too slow.
+    """Middleware that refuses requests without key, from foreign pages, too long or too slow.
 
     Every body is treated as JSON, whatever its Content-Type is: curl's default is a form.
     """
@@ -62,7 +62,7 @@ class RequestGate:
             raise self._too_large()
 
     def _check_host(self, host: str) -> None:
-        """Refuse unknown names in the header Host: protects from DNS rebinding by a web page."""
+        """Refuse unknown names in the header Host, which a web page can cause by DNS rebinding."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

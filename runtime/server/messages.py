@@ -73,7 +73,7 @@ class MessagesPrompt(TranslatedBody):
         turns = [
             (f"messages.{number}.content", message)
             for number, turn in enumerate(self.messages)
-            for message in _turn(number, turn)
+            for message in _chat_messages(number, turn)
         ]
         return [*system, *turns]
 
@@ -98,7 +98,7 @@ class MessagesPrompt(TranslatedBody):
         return self.make_chat_body(template, **fields)
 
     def chat_fields(self) -> Json:
-        """Return the fields of a chat that concern its answer alone."""
+        """Return the chat's fields that limit its answer; a count of tokens has none."""
         return {}
 
 
@@ -125,7 +125,7 @@ def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
         return {"input_tokens": len(encode_prompt(engine, body.chat_body()))}
 
 
-def _turn(number: int, turn: Turn) -> list[Json]:
+def _chat_messages(number: int, turn: Turn) -> list[Json]:
     """Return a turn as chat messages; tool results come before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -174,14 +174,14 @@ class MessagesAnswer(BlockAnswer):
     kind = "msg"
 
     def full_body(self) -> Json:
-        return self._message([_shown(block) for block in self.blocks]) | self._end()
+        return self._message([_content_block(block) for block in self.blocks]) | self._end_fields()
 
     def first_events(self) -> Iterator[Json]:
         end = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield {"type": "message_start", "message": self._message([]) | end}
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        empty = _shown(AnswerBlock(block.kind, block.id, block.name))
+        empty = _content_block(AnswerBlock(block.kind, block.id, block.name))
         yield {"type": "content_block_start", "index": self.index, "content_block": empty}
 
     def delta_event(self, block: AnswerBlock, text: str) -> Json:
@@ -198,7 +198,7 @@ class MessagesAnswer(BlockAnswer):
         yield {"type": "content_block_stop", "index": self.index}
 
     def end_events(self) -> Iterator[Json]:
-        end = self._end()
+        end = self._end_fields()
         usage, metrics = end.pop("usage"), end.pop("metrics")
         yield {"type": "message_delta", "delta": end, "usage": usage, "metrics": metrics}
         yield {"type": "message_stop"}
@@ -210,7 +210,7 @@ class MessagesAnswer(BlockAnswer):
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return head | {"content": content}
 
-    def _end(self) -> Json:
+    def _end_fields(self) -> Json:
         reason, text = self.choice.reason or "stop", self.choice.stop_reason
         by_text = reason == "stop" and isinstance(text, str)
         return {
@@ -232,7 +232,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
 
-def _shown(block: AnswerBlock) -> Json:
+def _content_block(block: AnswerBlock) -> Json:
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}

@@ -11,19 +11,19 @@ from prometheus_client.registry import Collector
 from mtpbuild.runtime.contract.manifest import BuildInfo
 from mtpbuild.runtime.requests.stats import EngineStats, RequestMetrics
 
-FIRST = (
+FIRST = (  # buckets in seconds, as in vLLM: up to the first token
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-BETWEEN = (
+BETWEEN = (  # between tokens
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0),
 )
-WHOLE = (
+WHOLE = (  # of a whole request
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
 TOKENS: Sequence[float] = ()  # stands for 1, 2, 5, 10, .. up to the engine's max_seq_len
 LABELS = ("model_name", "engine")
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: help and buckets

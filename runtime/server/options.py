@@ -1,4 +1,4 @@
-"""The options of a server: its flags that concern requests, and what it sets itself."""
+"""The options of a server: flags that concern its requests, and values without flags."""
 
 import os
 from dataclasses import dataclass, field
@@ -60,14 +60,14 @@ class ReplicaFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(ReplicaFlags):
-    """The options of a server, of which those below have no flags in common with a replica's."""
+    """All options of a server: a replica's flags, and the options below."""
 
     key: str | None = None  # that clients must give
     header_timeout: float = 30.0  # seconds, like the next two
     body_timeout: float = 60.0
     send_timeout: float = 60.0
     log_requests: bool = False
-    access_log: bool = False  # a line for each request: who asked, method, path and status
+    access_log: bool = False  # a line for each request: client, method, path and status
     defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
 
 

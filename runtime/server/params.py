@@ -22,10 +22,10 @@ def read_params(
     markers: Sequence[str] = (),
     **own: Any,
 ) -> SamplingParams:
-    """Return the SamplingParams of a request; raises ApiError for those the engine can't serve.
+    """Return the SamplingParams of a request; raise ApiError if the engine can't serve them.
 
-    prompt: its number of tokens. calls: the grammar of an answer that must be tool calls. markers:
-    texts that the answer must show even if they are special tokens. own: further fields of
+    prompt: the prompt's number of tokens. calls: the grammar of an answer that must be tool calls.
+    markers: texts that the answer must show even if they are special tokens. own: further fields of
     SamplingParams, which clients can't set.
     """
     engine = service.engine
@@ -34,7 +34,7 @@ def read_params(
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)
     most, limit_field = body.answer_limit
-    named = {"max_tokens": limit_field}  # the field of the body that gives a setting
+    named = {"max_tokens": limit_field}  # setting -> the body's field that gives it
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         raise TooLongError(limit_field, prompt + room, prompt, most)
@@ -50,9 +50,9 @@ def read_params(
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
     named["structured_outputs"], settings["structured_outputs"] = form or ("tool_choice", calls)
-    every = body.skip_special_tokens is False
+    show_all = body.skip_special_tokens is False
     special = engine.special_ids.items()
-    settings["shown_tokens"] = [id for name, id in special if every or name in markers]
+    settings["shown_tokens"] = [id for name, id in special if show_all or name in markers]
     if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:
@@ -81,14 +81,14 @@ def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
 
 
 def leading_field(message: str) -> str | None:
-    """Return the field's name with which a message begins; None if it begins otherwise."""
+    """Return the name of the field that a message begins with, if any."""
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
     return first if first.partition(".")[0] in fields else None
 
 
 def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
-    """Return the field that asks for structured output, and its value; None if there is none.
+    """Return the field that asks for structured output, and its value; None if no field does.
 
     Raises ApiError.
     """

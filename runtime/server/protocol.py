@@ -17,7 +17,7 @@ Id = Annotated[int, Field(ge=0)]
 TOKEN = "a token id, which is a whole number from 0"
 
 
-REASONS = {  # why fields are refused, or which field takes their place: the fields
+REASONS = {  # reason why fields are refused, or advice -> the fields
     "an answer is text": "audio modalities",
     "an answer is tokens alone": "return_hidden_states return_routed_experts",
     "an engine has its model's own template": "chat_template task",
@@ -134,7 +134,7 @@ class GenerationBody(StreamedBody):
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
-    usual_tokens: ClassVar[int | None] = None  # the answer's limit if none is given; None: the room
+    usual_tokens: ClassVar[int | None] = None  # default limit of the answer; None: all that fit
 
     @property
     def count(self) -> int:
@@ -147,12 +147,12 @@ class GenerationBody(StreamedBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives of each token; None: no log-probabilities."""
+        """The number of alternatives per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def echo_logprobs(self) -> int | None:
-        """The same for a prompt that the answer repeats."""
+        """The number of alternatives per prompt token, if the answer repeats the prompt."""
         return None
 
     @property

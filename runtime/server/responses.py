@@ -57,7 +57,7 @@ class ResponsesBody(TranslatedBody):
         if isinstance(self.input, str):
             return [*messages, ("input", {"role": "user", "content": self.input})]
         for number, item in enumerate(self.input):
-            _add(messages, number, item)
+            _add_item(messages, number, item)
         return messages
 
     def chat_body(self) -> ChatBody:
@@ -93,7 +93,7 @@ def read_response(service: Service, body: ResponsesBody) -> "ResponsesAnswer":
     return answer
 
 
-def _add(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
+def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
     """Add an item to the conversation.
 
     Consecutive reasoning, text and function calls of the assistant become one message.
@@ -137,8 +137,8 @@ def _texts(parts: Any) -> str:
 def _tools(body: ResponsesBody) -> list[Json]:
     """Return the tools of a body and of its items of type `additional_tools`.
 
-    Raises ApiError if an entry of `tools` is neither a function nor a namespace. In
-    `additional_tools`, which lists what the client has, other kinds are skipped later.
+    Raises ApiError if an entry of `tools` is neither a function nor a namespace. Other kinds are
+    allowed in `additional_tools`, which lists all tools of the client, and are skipped later.
     """
     for number, tool in enumerate(body.tools or ()):
         if (kind := tool.get("type")) not in ("function", "namespace"):
@@ -232,7 +232,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": f"response.{kind}", "sequence_number": number} | place | fields
 
     def _item(self, block: AnswerBlock, complete: bool | None) -> Json:
-        """Return a block as an output item; complete None: it has just started."""
+        """Return a block as an output item; `complete` is None if it has just begun."""
         status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
         head = {"id": _item_id(block), "status": status}
         parts = [] if complete is None else [_part(block.kind, block.text)]

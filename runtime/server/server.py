@@ -58,16 +58,16 @@ def listen(address: Address) -> socket.socket:
     """Open the socket; raises UsageError if the address is not available."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets with the protocol TCP; accepted sockets inherit it.
-    own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        own.bind((address.host, address.port))
-        own.listen(BACKLOG)  # from now on clients wait instead of being refused
+        sock.bind((address.host, address.port))
+        sock.listen(BACKLOG)  # from now on clients wait instead of being refused
     except OSError as error:
-        own.close()
+        sock.close()
         where = f"{address.host}:{address.port}"
         raise UsageError(f"can't listen on {where} ({error.strerror or error})") from None
-    return own
+    return sock
 
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
@@ -85,7 +85,7 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
 
 
 def engine_defaults(folder: Path) -> dict[str, float | int]:
-    """Return the sampling defaults that the engine can apply; warn of one that it can't."""
+    """Return the sampling defaults that the engine can apply; warn of a penalty that it can't."""
     defaults = generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
     if repetition != 1 and Feature.PENALISE not in read_manifest(folder).features:
@@ -101,15 +101,15 @@ def serve(
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
     hosts = [*(settings.allowed_hosts or ()), address.host]
     settings = replace(settings, defaults=engine_defaults(folder), allowed_hosts=hosts)
-    own = listen(address)
+    sock = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
     try:
-        asyncio.run(_serve(load, settings, address, own))
+        asyncio.run(_serve(load, settings, address, sock))
     finally:
-        own.close()
+        sock.close()
 
 
 def configuration(service: Service) -> uvicorn.Config:
@@ -129,7 +129,7 @@ def configuration(service: Service) -> uvicorn.Config:
 
 
 async def _serve(
-    load: Callable[[], Engine], settings: ServerOptions, address: Address, own: socket.socket
+    load: Callable[[], Engine], settings: ServerOptions, address: Address, sock: socket.socket
 ) -> None:
     service = Service(settings)
     listener = Listener(configuration(service))
@@ -148,7 +148,7 @@ async def _serve(
 
     on_signals(asyncio.get_running_loop(), signalled)
     service.on_failure = listener.stop
-    serving = asyncio.create_task(listener.serve([own]))
+    serving = asyncio.create_task(listener.serve([sock]))
     loading = asyncio.wrap_future(start_daemon(load))
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():  # a signal came while the engine was loading
@@ -159,7 +159,7 @@ async def _serve(
         await serving
     with loading.result() as engine:
         service.start(engine)
-        print(f"serving {service.model} on {_url(own)}", file=sys.stderr, flush=True)
+        print(f"serving {service.model} on {_url(sock)}", file=sys.stderr, flush=True)
         watching = asyncio.create_task(service.watch())
         await serving
         watching.cancel()
@@ -167,19 +167,19 @@ async def _serve(
         raise service.failed
 
 
-def _url(own: socket.socket) -> str:
-    host, port = own.getsockname()[:2]
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def ignore_signals() -> None:
-    """Ignore signals in a rank other than 0: launchers signal all ranks, rank 0 ends the others."""
+    """Ignore signals in ranks other than 0: launchers signal all ranks, and rank 0 ends them."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Run `call` in the loop's thread at SIGTERM and SIGINT; Windows loops take no handlers."""
+    """Run `call` in the loop's thread at SIGTERM and SIGINT, on Windows by other means."""
     for number in (signal.SIGTERM, signal.SIGINT):
         try:
             loop.add_signal_handler(number, call)

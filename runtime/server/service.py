@@ -28,17 +28,17 @@ R = TypeVar("R")
 log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
 READERS, COMPILERS = 4, 2  # threads
-FORMS = 32  # output grammars that are being compiled or queued for it
+FORMS = 32  # grammars of answers that are compiled at once or wait for it
 READ_BUSY = "too many long bodies are being read already (--max-queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
-CUT_OFF_SECONDS = 0.5  # in which clients can read the error after their requests were cut off
+CUT_OFF_SECONDS = 0.5  # time for clients to read the error after their requests were cut off
 
 
 class Pool:
     """A few threads for jobs of one kind, with a limit on the jobs that run or wait.
 
-    If its caller is cancelled, a job that has not started is dropped. Jobs with the same key count
-    once towards the limit, since the first one does the work (and caches it) for the others.
+    A job whose caller is cancelled before it starts is dropped. Jobs with the same key count once
+    towards the limit, since the first job does the work for all and caches the result.
     """
 
     def __init__(self, name: str, threads: int, limit: int, busy: str) -> None:
@@ -75,7 +75,7 @@ class Service:
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
         self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
-        self._trial: asyncio.Task[None] | None = None  # of the engine, after a failed step
+        self._trial: asyncio.Task[None] | None = None  # tries the engine after a failed step
 
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
@@ -117,7 +117,7 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Count `count` choices as open while the block runs; raises ApiError as `admit` does."""
+        """Count `count` choices as open while the block runs; raise what `admit` raises."""
         self.admit(count)
         self.open += count
         try:
@@ -161,7 +161,7 @@ class Service:
             self.metrics.count_finished("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
-        """Return the next chunk, None after the last; TimeoutError after the request's time."""
+        """Return the next chunk, or None after the last; TimeoutError if the time is over."""
         most = self.settings.request_timeout
         left = None if not most else began + most - time.perf_counter()
         async with asyncio.timeout(0 if self._cut_off else left) as limit:
@@ -172,10 +172,10 @@ class Service:
                 self._limits.discard(limit)
 
     async def drain(self, timeout: float) -> bool:
-        """Stop admitting requests and wait until all open ones are answered.
+        """Stop admitting requests and wait until all open requests are answered.
 
-        After `timeout` seconds the remaining requests are answered with an error. Returns at most
-        `CUT_OFF_SECONDS` seconds later whether all requests were answered.
+        After `timeout` seconds the remaining requests are answered with an error. Returns whether
+        all requests were answered, at most `CUT_OFF_SECONDS` later.
         """
         self.draining = True
         await self._wait_until_answered(timeout)

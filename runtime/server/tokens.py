@@ -9,7 +9,7 @@ from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, Tok
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
-MAX_CONTEXTS = 4  # longest text that is tokenised, in context lengths
+MAX_CONTEXTS = 4  # context lengths that a text to tokenise may have
 
 
 def tokenize_body(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:

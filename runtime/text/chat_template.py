@@ -17,10 +17,10 @@ from mtpbuild.runtime.text.template_process import DONE, REFUSED, SYNTAX
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and others that the template reads
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# The names of a message's reasoning, starting with the one that most templates read.
+# The names of a message's reasoning; most templates read the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-MARK = "<continued-here-5d1c> "  # its final space tells whether a template strips messages
-# RESERVED names are parameters of their own; the others would choose another template.
+MARK = "<continued-here-5d1c> "  # its final space is gone if a template strips messages
+# Names in RESERVED are separate options; the other two could change the template or its result.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 NOT_KWARGS = (*RESERVED, "chat_template", "tokenize")
 
@@ -64,13 +64,13 @@ class ChatTemplates:
             raise RequestError("give one of add_generation_prompt and continue_final_message")
         variables = {
             **self._special_tokens,
-            **_checked(options.get("chat_template_kwargs") or {}),
-            "tools": _objects("tools", tools),
-            "documents": _objects("documents", options.get("documents")),
+            **_check_kwargs(options.get("chat_template_kwargs") or {}),
+            "tools": _check_objects("tools", tools),
+            "documents": _check_objects("documents", options.get("documents")),
             "add_generation_prompt": not continued if opened is None else opened,
         }
         source = self._choose(tools is not None)
-        chat = _chat(messages)
+        chat = _prepare_messages(messages)
         if not continued:
             return _render(source, chat, variables)
         field = continued if isinstance(continued, str) else "content"
@@ -107,7 +107,7 @@ def _check_names(options: Iterable[str]) -> None:
             raise RequestError(f"unknown option {name}; known: {', '.join(known)}{near}")
 
 
-def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Check the template's own variables; raise RequestError for reserved names."""
     if not isinstance(kwargs, Mapping):
         raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
@@ -120,7 +120,7 @@ def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {str(n): _plain(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()}
 
 
-def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+def _check_objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
     """Check and copy a list of JSON objects; None stays None."""
     if given is None:
         return None
@@ -132,9 +132,9 @@ def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] 
     return [_plain(entry, f"{name} {number}") for number, entry in enumerate(given)]
 
 
-def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copy the messages without empty fields, and give reasoning all of its names."""
-    chat = _objects("messages", messages)
+    chat = _check_objects("messages", messages)
     if not chat:
         raise RequestError("messages is empty: a conversation has at least one message")
     for number, message in enumerate(chat):
@@ -157,7 +157,7 @@ def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) ->
     if (value := message.get(field)) is None:
         raise RequestError(f"continue_final_message: the final message has no {field}")
     fields = [field]
-    if field in REASONING:  # the template reads one of the copies
+    if field in REASONING:  # the template may read any of its copies
         fields = [name for name in REASONING if message.get(name) == value]
     if not any(name in source.text for name in fields):
         raise RequestError(f"continue_final_message: the chat template reads no {field}")

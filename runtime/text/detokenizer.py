@@ -1,4 +1,4 @@
-"""Conversion of tokens to text in a stream: whole characters, cut before a stop string."""
+"""Conversion of a stream of tokens to text: whole characters, up to a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Part = Literal["reasoning", "content", "begin", "end"]  # begin, end: the marks 
 class Span(NamedTuple):
     """The text that one token completed, and the part of the answer that it belongs to.
 
-    A thought's own marks, and the white space before its first one, are in neither part.
+    A thought's marks, and white space before its first mark, belong to neither content nor thought.
     """
 
     text: str
@@ -69,7 +69,7 @@ class TextStream:
     tokens, including those of the stop string.
 
     A character may be spread over several tokens: the decoder keeps its first bytes until the rest
-    arrives. The possible beginning of a stop string is held back too, as is white space that a
+    arrives. The possible beginning of a stop string is held back too, and so is white space that a
     thought may follow.
     """
 
@@ -110,7 +110,7 @@ class TextStream:
         text = self._utf8.decode(raw)
         kind: Part = "content" if thought is None else thought.take(token, text)
         self.length += len(text)
-        if kind == "begin":  # only white space can be before it
+        if kind == "begin":  # only white space precedes it
             self._pending = [span._replace(kind=kind) for span in self._pending]
         if text:
             self._pending.append(Span(text, from_draft, kind))
@@ -136,7 +136,7 @@ class TextStream:
         return "".join(span.text for span in self._pending)
 
     def _end_character(self, from_draft: bool) -> None:
-        """Replace an incomplete character, which no token will complete."""
+        """Write a replacement for a character that no token will complete."""
         if rest := self._utf8.decode(b"", final=True):
             thinking = self._thought is not None and self._thought.thinking
             self._pending.append(Span(rest, from_draft, "reasoning" if thinking else "content"))
@@ -150,17 +150,17 @@ class TextStream:
         found = [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]
         if found:
             at, self.stopped_by = min(found)
-            self._move(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
+            self._emit(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
             self._pending.clear()
             self._utf8.reset()
         return bool(found)
 
     def _release(self, held: int = 0) -> None:
         """Release the pending text except its last `held` characters."""
-        self._move(len(self._tail) - held)
+        self._emit(len(self._tail) - held)
 
-    def _move(self, chars: int, *, cut_marks: bool = False) -> None:
-        """Release the first `chars` characters; a mark stays whole or becomes plain text."""
+    def _emit(self, chars: int, *, cut_marks: bool = False) -> None:
+        """Release the first `chars` characters; a mark is kept back whole, or cut to plain text."""
         while chars > 0:
             span = self._pending.pop(0)
             if span.kind in ("begin", "end") and len(span.text) > chars:

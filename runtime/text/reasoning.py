@@ -26,7 +26,7 @@ class AnswerPiece(NamedTuple):
 def opens_thought(
     prompt: Sequence[int], marks: tuple[int, int], tokenizer: Tokenizer | None = None
 ) -> bool:
-    """Tell whether a prompt ends inside a thought; marks: the tokens that begin and end one.
+    """Tell whether a prompt ends inside a thought; marks: the tokens that begin and end thoughts.
 
     Users' texts may contain both marks. So a thought must begin where the chat template puts it:
     right after the tokens that begin an answer, with no special token after it. Without a template,

@@ -15,7 +15,7 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.text import template_process
 from mtpbuild.runtime.text.template_process import MEMORY, SECONDS, Answer
 
-MOST_PROCESSES = 4  # so that a rendering that takes its 2 s delays few others
+MOST_PROCESSES = 4  # so that a slow rendering, of up to 2 s, delays few others
 
 
 class TemplateProcess:
@@ -26,7 +26,7 @@ class TemplateProcess:
 
         names = (find_spec(name) for name in ("jinja2", "markupsafe"))
         folders = {str(Path(spec.origin).parents[1]) for spec in names if spec and spec.origin}
-        # It imports from these folders alone, and gets no Ctrl-C from the terminal.
+        # The process imports from these folders alone and gets no Ctrl-C from the terminal.
         command = [sys.executable, "-I", "-S", template_process.__file__, *sorted(folders)]
         try:
             self._process: Popen[bytes] = Popen(
@@ -65,7 +65,7 @@ class TemplateProcess:
 
 
 class TemplatePool:
-    """At most MOST_PROCESSES processes; each runs one rendering at a time."""
+    """Up to MOST_PROCESSES processes, each of which renders one prompt at a time."""
 
     def __init__(self) -> None:
         self._idle: list[TemplateProcess] = []
@@ -76,7 +76,7 @@ class TemplatePool:
             process = self._take()
             try:
                 kind, text = process.answer(request)
-            except BaseException:  # after Ctrl-C its answer would reach another request
+            except BaseException:  # after Ctrl-C another request would read its answer
                 process.end()
                 raise
             if process.is_alive:
@@ -106,7 +106,7 @@ def render_text(source: str, variables: dict[str, Any]) -> Answer:
     return _pool.answer(marshal.dumps((source, variables)))
 
 
-def _forget() -> None:
+def _start_anew() -> None:
     """Leave the processes to the parent after a fork."""
     global _pool
     _pool = TemplatePool()
@@ -114,4 +114,4 @@ def _forget() -> None:
 
 atexit.register(lambda: _pool.close())
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_start_anew)

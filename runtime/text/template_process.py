@@ -68,7 +68,7 @@ def limit_memory() -> None:
 
 
 def set_alarm(seconds: float) -> None:
-    """Let the system end this process after some seconds; 0 cancels that."""
+    """Let the system end this process after some seconds; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

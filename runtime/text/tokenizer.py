@@ -17,8 +17,8 @@ from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates, Mess
 from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
-LONG = 16 * 1024  # characters
-SPARSE = 8  # characters per token; longer texts are checked before they are tokenized
+LONG = 16 * 1024  # characters of a long text, or of a piece of it
+SPARSE = 8  # characters per allowed token, above which a text is checked piece by piece
 
 
 class Tokenizer:
@@ -32,7 +32,7 @@ class Tokenizer:
         bos_token: str = "",
         add_bos: bool = False,
     ) -> None:
-        """Wrap a backend; bos_token: a text that begins with it gets no second one.
+        """Wrap a backend; bos_token: a text that begins with it gets no second BOS.
 
         add_bos: whether to put it before a text even if the backend does not.
         """
@@ -44,7 +44,7 @@ class Tokenizer:
         self._bytes = dict(_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; a text that begins with the BOS gets no second one."""
+        """Return the token ids of `text`; a text that begins with the BOS gets no second BOS."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -53,7 +53,7 @@ class Tokenizer:
             add_special_tokens = False
         if len(text) < LONG:
             found = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        else:  # other threads can run during this
+        else:  # a batch lets other threads run
             (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
@@ -61,9 +61,9 @@ class Tokenizer:
     def exceeds(self, text: str, count: int) -> bool:
         """Tell whether a text certainly has more than `count` tokens.
 
-        The work grows with the count, not with the text. A text that is cut into pieces has about
-        as many tokens as in one piece; if the pieces have twice as many as `count`, the whole has
-        more than it.
+        The work grows with the count, not with the text. The pieces of a text have about as many
+        tokens as the whole text. If they have more than twice `count` tokens, the whole text has
+        more than `count`.
         """
         if len(text) > count * self.longest:
             return True
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """The largest number of characters that become one token."""
+        """The largest number of characters in one token."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)  # a letter stands for a byte
         most = max(map(len, vocabulary), default=1)
         return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
@@ -109,7 +109,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def spell(self, text: str) -> list[int]:
-        """Return `text` as ordinary tokens, even if it contains the names of added ones."""
+        """Return `text` as ordinary tokens, even if it contains the names of added tokens."""
         split = self._backend.pre_tokenizer
         pieces = [piece for piece, _ in split.pre_tokenize_str(text)] if split else [text]
         return [token.id for piece in pieces for token in self._backend.model.tokenize(piece)]
@@ -174,8 +174,8 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         backend = read_backend(folder / TOKENIZER)
     except ValueError as error:
         raise EngineFileError(f"{error}; rebuild the engine") from None
-    given = tokenizer_files.read_config(folder, manifest)
-    config = given or {}
+    stored = tokenizer_files.read_config(folder, manifest)
+    config = stored or {}
     tokenizer_files.add_tokens(backend, config)
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     backend.no_truncation()  # a tokenizer.json may have kept the settings of training
@@ -183,7 +183,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     special = tokenizer_files.special_tokens(config)
     own = _own_tokens(backend, manifest)
     templates = tokenizer_files.chat_templates(
-        folder, manifest, config, own if given is None else special
+        folder, manifest, config, own if stored is None else special
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
     # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.
@@ -200,7 +200,7 @@ def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, 
 
 
 def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes of the tokens that were added to the vocabulary; a special one has none.
+    """Yield the bytes of the tokens that were added to the vocabulary; special tokens have none.
 
     Other added tokens are plain text, even if all their characters are in GPT-2's alphabet. A token
     that is also in the vocabulary may be a byte, so it is decoded like the rest.
@@ -224,7 +224,7 @@ _BYTE = _byte_of_char()
 
 
 def _spelled(token: str) -> bytes:
-    """Return the bytes of a vocabulary entry; one with characters outside the alphabet is text."""
+    """Return the bytes of a token; a token with characters outside the alphabet is plain text."""
     try:
         return bytes(_BYTE[char] for char in token)
     except KeyError:

@@ -50,7 +50,7 @@ def special_tokens(config: Config) -> dict[str, str]:
 def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     """Add the tokens that only the configuration has, and apply its flags to the others.
 
-    A token is special if it has a name, or if either file says so.
+    A token is special if it has a name, or if it is marked as special in either file.
     """
     known = backend.get_added_tokens_decoder()
     given = dict(_given_tokens(config)) or dict(known)
@@ -59,8 +59,8 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     tokens = [given[id] for id in sorted(given)]
     for token in tokens:
         token.special = token.special or token.content in special
-    there = {token.content for token in (*known.values(), *tokens)}
-    new = (text for text in dict.fromkeys((*named, *_unnamed(config))) if text not in there)
+    texts = {token.content for token in (*known.values(), *tokens)}
+    new = (text for text in dict.fromkeys((*named, *_unnamed(config))) if text not in texts)
     tokens += [AddedToken(text, special=True) for text in new]
     flags = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
     if changes := [token for token in tokens if flags.get(token.content) != _flags(token)]:

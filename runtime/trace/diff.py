@@ -19,7 +19,7 @@ LEAST_TIE = 1e-5  # if no difference was measured, or the same engine ran twice
 
 # Traces that differ in one of these, or in the seed, cannot be compared.
 SAMPLING = [name for name, setting in SETTINGS.items() if setting.differs == "refused"]
-# These may change tokens too, and that change may be what the user wants to see.
+# These may change tokens too, but the user may want to see just that change.
 NOTED = [name for name, setting in SETTINGS.items() if setting.differs == "noted"]
 
 Spell = Callable[[int], str]
@@ -49,7 +49,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True)
 class DraftDifference:
-    """The first step whose drafts, or the number accepted of equal drafts, differ."""
+    """The first step with other drafts, or with another number accepted of the same drafts."""
 
     step: int
     position: int  # of the step's newest token
@@ -61,7 +61,7 @@ class DraftDifference:
 
 @dataclass(frozen=True, slots=True)
 class RequestDiff:
-    """The comparison of a request; `drafts` are compared if nextn and drafter are the same."""
+    """The comparison of a request; drafts are compared if nextn and drafter are the same."""
 
     task_id: TaskId
     verdict: Verdict
@@ -97,7 +97,7 @@ def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
         if left and right:
             _check_same(a, b, left.request, right.request)
             notes += [n for n in _notes(left.request, right.request) if n not in notes]
-            found.append(_diff(left, right))
+            found.append(_compare(left, right))
         else:
             found.append(_missing(task_id, a, b))
     return TraceDiff(found, notes)
@@ -135,11 +135,11 @@ def _notes(left: RequestLine, right: RequestLine) -> list[str]:
     return notes
 
 
-def _diff(a: TracedRequest, b: TracedRequest) -> RequestDiff:
+def _compare(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     rows_a, rows_b = list(a.rows()), list(b.rows())
     equal, largest, token = 0, None, None
     for row_a, row_b in zip(rows_a, rows_b, strict=False):
-        left, right = _place(*row_a), _place(*row_b)
+        left, right = _traced_token(*row_a), _traced_token(*row_b)
         if left.token != right.token:
             tie = _near_tie(left, right, largest or 0.0)
             position = len(a.request.prompt) + equal
@@ -157,14 +157,14 @@ def _diff(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     )
 
 
-def _place(step: StepLine, row: int) -> TracedToken:
+def _traced_token(step: StepLine, row: int) -> TracedToken:
     return TracedToken(
         step.step, step.tokens[row], step.logprobs[row], step.margins[row], row < step.n - 1
     )
 
 
 def _near_tie(a: TracedToken, b: TracedToken, measured: float) -> bool:
-    margins = [place.margin for place in (a, b) if place.margin is not None]
+    margins = [token.margin for token in (a, b) if token.margin is not None]
     return min(margins, default=float("inf")) <= max(LEAST_TIE, TIE_FACTOR * measured)
 
 
@@ -192,7 +192,7 @@ def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
 
 
 def make_speller(engine: Path | None) -> Spell:
-    """Return a function that spells a token with the engine's tokenizer, if any, or as its id."""
+    """Return a function that spells a token: its id and, if an engine is given, its text."""
     if engine is None:
         return str
     tokenizer = load_tokenizer(engine, read_manifest(engine))

@@ -18,7 +18,7 @@ Number = float | None  # None stands for an infinity, which JSON cannot express
 
 
 class _Line(BaseModel):
-    # Later versions only add fields, so unknown ones are ignored.
+    # Later versions only add fields, so unknown fields are ignored.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
@@ -77,9 +77,9 @@ class StepLine(_Line):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        each = (self.tokens, self.logprobs, self.margins, self.entropies or self.tokens)
-        rows = {len(one) for one in each}
-        if len(self.window) != self.num_drafts + 1 or rows != {self.n}:
+        lists = (self.tokens, self.logprobs, self.margins, self.entropies or self.tokens)
+        lengths = {len(values) for values in lists}
+        if len(self.window) != self.num_drafts + 1 or lengths != {self.n}:
             raise ValueError("window, tokens and numbers don't have the lengths they say")
         if not 1 <= self.n <= self.num_drafts + 1:
             raise ValueError(f"{self.n} tokens from {self.num_drafts} drafts")
@@ -111,7 +111,7 @@ _ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind"
 
 @dataclass(slots=True)
 class TracedRequest:
-    """The lines of one request; without `end` it was interrupted."""
+    """The lines of one request; `end` is None if it was interrupted."""
 
     request: RequestLine
     steps: list[StepLine] = field(default_factory=list)

@@ -15,7 +15,7 @@ TEMPLATE, PLACE = "page.html", "TRACE_DATA"
 
 
 class Page:
-    """A file that collects lines and is written, via a temporary file, when it is closed."""
+    """A page that collects lines and is written, by way of a temporary file, when it is closed."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         self._path, self._tokenizer = path, tokenizer

@@ -57,7 +57,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
                 return
             self._closed = True
             if complete and self._counts["requests"] == self._ended > 0:
-                self._each(lines.SummaryLine.model_validate(self._counts))
+                self._write_to_all(lines.SummaryLine.model_validate(self._counts))
             for sink in self._sinks:
                 sink.close()
 
@@ -75,12 +75,12 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
                 self._ended += 1
                 self._counts["output_tokens"] += line.output_tokens
             try:
-                self._each(line)
+                self._write_to_all(line)
             except UsageError:  # the requests of this step fail; later steps are not recorded
                 self.close(complete=False)
                 raise
 
-    def _each(self, line: lines.Line) -> None:
+    def _write_to_all(self, line: lines.Line) -> None:
         for sink in self._sinks:
             sink.write(line)
 
@@ -152,7 +152,7 @@ class RequestTrace:
 
 
 class JsonLines:
-    """A file that gets each line at once and is created with the first one."""
+    """A file that is created with the first line and gets each line at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

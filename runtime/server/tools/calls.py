@@ -1,7 +1,7 @@
 """Incremental parsing of the tool calls in an answer.
 
-Each parser is a state machine over characters: its joined pieces do not depend on how the text was
-split. Anything that is not a call stays text.
+Each parser is a state machine over characters: the joined pieces of its output do not depend on how
+its input was split. Anything that is not a call stays text.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from mtpbuild.runtime.server.tools.tagged import TaggedCall
 from mtpbuild.runtime.text.detokenizer import marker_prefix_length
 from mtpbuild.runtime.text.reasoning import AnswerPiece
 
-MAX_TRUNCATED = 8  # unfinished calls at the answer's end after which the rest is not parsed again
+MAX_TRUNCATED = 8  # unfinished calls at the answer's end before the rest becomes plain text
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class ToolCalls:
                 self.count += 1
             elif kind == "content":
                 parts, self._space = self._space + parts, ""
-            if self.single and self.count > (kind != "content"):
+            if self.single and self.count > (kind != "content"):  # not of the first call
                 continue
             pieces.append(AnswerPiece(kind, parts, 0 if kind == "content" else self.count - 1))
         if call.rest is not None:

@@ -26,7 +26,7 @@ def detect_form(templates: ChatTemplates) -> str | None:
         except MtpbuildError:
             continue
         found = [name for name, form in FORMS.items() if _reads(form, text)]
-        if found:  # several forms match if they differ only in line breaks
+        if found:  # several forms match if they differ in line breaks alone
             return next((name for name in found if _spelled(FORMS[name]) in text), found[0])
     return None
 

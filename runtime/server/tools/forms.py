@@ -15,8 +15,8 @@ CallPart = tuple[Literal["content", "name", "arguments"], str]
 class Tags:
     """The markup of a call with its arguments in tags, as the chat template writes it.
 
-    A model may leave out or double the line breaks in it. It may also add one next to a string,
-    unless the template itself puts one there.
+    A model may leave out or double the line breaks in the markup. It may also add a line break next
+    to a string, unless the template itself puts one there.
     """
 
     name: tuple[str, str]  # before and after the function's name
@@ -28,7 +28,7 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The format of a model's calls: the markers around all calls and around one, and its parts."""
+    """The format of a model's calls: markers around all calls and each call, and its parts."""
 
     begin: str  # of a call; with tags: of one or more functions
     end: str
@@ -57,7 +57,7 @@ class Call:
     """
 
     rest: str | None = None
-    truncated = False  # the text was not a call only because it ended too early
+    truncated = False  # whether the text would be a call if it had not ended
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
         """Parse more text and return what is final. last: no text follows."""

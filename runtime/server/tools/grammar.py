@@ -94,7 +94,7 @@ def _arguments(tool: Tool, rule: str) -> str:
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Write a text in Lark's syntax; llguidance needs added tokens as ids."""
+    """Write a text in Lark's syntax, with added tokens as ids, as llguidance needs them."""
     return " ".join(_parts(text, tokenizer.added_tokens))
 
 

@@ -15,7 +15,7 @@ HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 LONGEST_HEAD = 4096  # characters; a call with a longer head is parsed once it is complete
-MORE_FIELDS = '{"":0'  # replaces the fields already read, so that a JsonReader can read on
+MORE_FIELDS = '{"":0'  # lets a JsonReader continue after fields that it has not read
 
 
 class JsonCall(Call):
@@ -86,7 +86,7 @@ class JsonCall(Call):
         return [("name", self._name)] if self._next == self._arguments else []
 
     def _fields(self, last: bool) -> list[CallPart]:
-        """Parse a call as JSON; stream its arguments if its head matches, else wait for its end."""
+        """Parse a call as JSON; if HEAD matches, stream the arguments, else wait for the end."""
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
             full_text = "".join(self._raw[1:]) + self._text
@@ -123,7 +123,7 @@ class JsonCall(Call):
         return [("arguments", text)]
 
     def _other(self, last: bool) -> list[CallPart]:
-        """Parse arguments that are not an object: none, or a string that contains them."""
+        """Parse arguments that are not an object: no text, or a string with the object in it."""
         ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if not ends and not last:
             return []
@@ -180,7 +180,7 @@ def _object_of(arguments: Any) -> str:
 def _calls_of(value: Any) -> list[tuple[str, str]]:
     """Return names and arguments of a call or a list of calls; OpenAI's format is accepted too.
 
-    Raises ValueError if one of them is not a call.
+    Raises ValueError for anything else.
     """
     if isinstance(value, list):
         return [call for each in value for call in _calls_of(each)]

@@ -29,18 +29,18 @@ class TaggedCall(Call):
         """begin: the marker that was found: of the call, or of a function without it."""
         assert form.tags is not None
         self._form, self._tools, self._begin = form, tools, begin
-        self._text, self._later = "", [begin] if begin != form.begin else []
-        self._end = ""  # of the text so far
+        self._text, self._unparsed = "", [begin] if begin != form.begin else []
+        self._end = ""  # the last characters of the text so far
         self._ends = (form.end, form.begin, *([form.tags.end.strip()] if form.tags.end else []))
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
-        self._later.append(text)
+        self._unparsed.append(text)
         seen, self._end = self._end + text, (self._end + text)[-64:]
         early = len(self._text) < LONGEST_NAME
         if not last and not early and not any(end in seen for end in self._ends):
             return []  # no call ends here
-        self._text += "".join(self._later)
-        self._later = []
+        self._text += "".join(self._unparsed)
+        self._unparsed = []
         reader = Functions(self._form, self._tools, self._text, last)
         try:
             calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
@@ -58,9 +58,8 @@ class Functions:
     """A parser of the function calls in a text.
 
     A value ends at a closing tag that is followed by another part of the call, so markup inside a
-    value stays in it. A value that begins on a new line ends at a closing tag next to a line break,
-    if there is one. If the closing tag is missing, the next tag on a line of its own ends the
-    value.
+    value stays in it. If the value begins on a new line, closing tags next to a line break take
+    precedence. If the closing tag is missing, the next tag on a line of its own ends the value.
     """
 
     def __init__(self, form: Form, tools: Mapping[str, Any], text: str, last: bool) -> None:
@@ -73,11 +72,11 @@ class Functions:
 
     def read(self) -> list[tuple[str, dict[str, Any]]]:
         """Parse all complete functions; raises MoreTextError or NoCallError."""
-        found = [self._function()]
-        while self._name and self._at_mark(self._name):
+        found = [self._read_function()]
+        while self._name and self._match_mark(self._name):
             start = self.at
             try:
-                found.append(self._function())
+                found.append(self._read_function())
             except NoCallError:
                 self.at = start
                 return found
@@ -90,7 +89,7 @@ class Functions:
         assert space is not None
         return space.end()
 
-    def _at_mark(self, mark: str, at: int | None = None) -> int | None:
+    def _match_mark(self, mark: str, at: int | None = None) -> int | None:
         """Return the end of `mark` if it comes next, after white space; else None.
 
         Raises MoreTextError if the text ends before this is known.
@@ -104,17 +103,17 @@ class Functions:
         return None
 
     def _skip(self, mark: str) -> bool:
-        end = self._at_mark(mark)
+        end = self._match_mark(mark)
         self.at = self.at if end is None else end
         return end is not None
 
-    def _function(self) -> tuple[str, dict[str, Any]]:
+    def _read_function(self) -> tuple[str, dict[str, Any]]:
         if self._name and not self._skip(self._name):
             raise NoCallError
-        name = self._named()
+        name = self._read_name()
         root = self._tools.get(name)
         arguments: dict[str, Any] = {}
-        while (start := self._at_mark(self._tags.key)) is not None:
+        while (start := self._match_mark(self._tags.key)) is not None:
             key, opening = self._text_before(_value_begins(self._tags), start)
             end, self.at = self._value_end(opening.end(), {*arguments, key}, root)
             kind = opening.groupdict().get("string")
@@ -129,8 +128,8 @@ class Functions:
             raise NoCallError
         return name, arguments
 
-    def _named(self) -> str:
-        """Parse the function's name and what ends it; both are on one line."""
+    def _read_name(self) -> str:
+        """Parse the function's name and the markup after it, which are on one line."""
         close, self.at = self._tags.name[1].strip(), self._after_space()
         ends = re.compile(rf"{re.escape(close)}|\n" if close else r"(?=[\n<])")
         name, found = self._text_before(ends, self.at)
@@ -150,10 +149,10 @@ class Functions:
         return text.strip(), found
 
     def _follows(self, marks: tuple[str, ...], at: int | None = None) -> bool:
-        return any(self._at_mark(mark, at) is not None for mark in marks if mark)
+        return any(self._match_mark(mark, at) is not None for mark in marks if mark)
 
     def _value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
-        """Return the ends of a value and of its closing tag; raises MoreTextError, NoCallError."""
+        """Return the ends of a value and of its closing tag; raise MoreTextError, NoCallError."""
         inline = None  # the first closing tag that is not next to a line break
         for closing in _value_ends(self._form).finditer(self._text, start):
             if closing["lone"] is not None:
@@ -175,7 +174,7 @@ class Functions:
 
     def _ends_here(self, at: int, given: set[str]) -> bool:
         """Return whether a closing tag is followed by another part of the call, or by nothing."""
-        if (start := self._at_mark(self._tags.key, at)) is not None:
+        if (start := self._match_mark(self._tags.key, at)) is not None:
             try:
                 key, _ = self._text_before(_value_begins(self._tags), start)
             except NoCallError:

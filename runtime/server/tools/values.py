@@ -16,8 +16,8 @@ PYTHON = {"True": True, "False": False, "None": None}  # some templates write Py
 def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None = None) -> Any:
     """Convert an argument: to a string if the schema allows one, else from JSON if it is valid.
 
-    root: the schema of all arguments, which references point into. string: whether its tag says
-    that it is a string; None if tags do not say.
+    root: the schema of all arguments, which references point into. string: whether the tag marks
+    the argument as a string; None if tags have no such mark.
     """
     types = allowed_types(schema, root, {})
     if string is None and (found := _listed(text, schema)):
@@ -37,9 +37,9 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
         return parse_strictly(text)
     except ValueError:
         pass
-    may_mend = "string" not in types and types & {"object", "array"}
+    may_repair = "string" not in types and types & {"object", "array"}
     try:
-        return repair_json(text) if may_mend else text
+        return repair_json(text) if may_repair else text
     except ValueError:
         return text
 
@@ -56,7 +56,7 @@ def find_schema(name: str, root: Any) -> Any:
 
 
 def _listed(text: str, schema: Any) -> list[Any]:
-    """Return the enum's values that the text stands for; equal strings take precedence."""
+    """Return the enum's values that the text may mean; an equal string takes precedence."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if not isinstance(values, list):
         return []
