@@ -22,7 +22,7 @@ class Constants:
     def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
         self.network, self._shared = network, shared or {}
         self.given: dict[str, Any] = {}  # inputs by the weight's name
-        self.by_layer: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
+        self.by_layer: dict[str, Tensor] = {}  # by layer name, as TensorRT's layers don't return it
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
         self._weights: dict[tuple[Any, ...], Any] = {}
 
@@ -52,14 +52,14 @@ class Constants:
         """
         import tensorrt as trt
 
-        own = self._shared.get(tensor.data_ptr())
-        if own is None:
+        weight = self._shared.get(tensor.data_ptr())
+        if weight is None:
             return self.constant(tensor, dtype, name)
-        if own not in self.given:
+        if weight not in self.given:
             kind = trt.int8 if tensor.element_size() == 1 else dtype
-            given = self.network.add_input(WEIGHT.format(own), kind, tuple(tensor.shape))
-            self.given[own] = given
-        return self.given[own]
+            added = self.network.add_input(WEIGHT.format(weight), kind, tuple(tensor.shape))
+            self.given[weight] = added
+        return self.given[weight]
 
     def weight(
         self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str
@@ -97,4 +97,5 @@ def by_outputs(values: Tensor) -> Tensor:
 def one(scales: Tensor) -> Tensor:
     """Return one number if all scales are equal, as for weights that were quantised together."""
     first = scales.flatten()[0]
-    return first.clone() if bool((scales == first).all()) else scales  # needs its own address
+    # A clone, since `Constants` tells tensors apart by their addresses.
+    return first.clone() if bool((scales == first).all()) else scales

@@ -98,8 +98,8 @@ def draw_of_row(
 ):  # fmt: skip
     """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2]: a block's weight c before this row, and sum max(c p - q, 0) in this row
-    (c = 1 outside block mode).
+    chances [B * TOKENS, 2]: the weight c of the drafts before this row (see `verify_block`), and
+    the sum of max(c p - q, 0) in this row; outside block mode the sum is that of c = 1.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -176,7 +176,7 @@ def verdict_of_mixed_slot(
     together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
-    # A block keeps the most drafts whose probability to be all kept is above the one number.
+    # Find the longest block whose probability of being kept is above the block's one number.
     missed, whole = 1.0, 0
     for j in tl.static_range(TOKENS - 2, -1, -1):
         next_row = chances + (b * TOKENS + j + 1) * 2
