@@ -1,8 +1,7 @@
 """Launches as AOT plugins of a TensorRT network.
 
-An engine contains its plugins' PTX and launch parameters, so it runs without Triton, Python or a
-plugin library. A plugin has the fixed shapes of its launch; equal launches share a plugin
-(docs/plugins.md).
+An engine contains their PTX and launch parameters, so it runs without Triton, Python or a plugin
+library. A plugin has its launch's fixed shapes; equal launches share a plugin (docs/plugins.md).
 """
 
 import hashlib

@@ -1,11 +1,9 @@
 """Exact conversion of fp8 (e4m3) and nvfp4 (e2m1) codes to floats in Triton, with subnormals.
 
 For bf16, inline assembly reads 32-bit words of four columns and converts two codes at a time; each
-of the four columns becomes a tensor of its own. ASSEMBLY selects the instructions:
-
-80 moves a code's bits to their places in a bf16; it runs on sm_80 and every later GPU.
-100 uses the conversions of sm_100 and later.
-0 uses Triton's own operations, with the same results, as Triton's interpreter has no assembly.
+column becomes a tensor of its own. ASSEMBLY selects the instructions. 80: a code's bits are moved
+to their places in a bf16, on sm_80 and every later GPU. 100: the conversions of sm_100 and later.
+0: Triton's own operations, with the same results, as Triton's interpreter has no assembly.
 """
 
 import os
@@ -165,10 +163,7 @@ def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def scales_of_words(words, ASSEMBLY: tl.constexpr):
-    """Convert words of four e4m3 scales to the four words a to d of `e2m1_of_words`.
-
-    Each has its byte's scale as bf16 in both halves; with assembly, times a power of two.
-    """
+    """Convert words of four e4m3 scales to a to d of `e2m1_of_words`: bf16 in both halves."""
     if ASSEMBLY:
         text: tl.constexpr = CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES
         a, b, c, d = tl.inline_asm_elementwise(

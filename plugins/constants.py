@@ -97,5 +97,4 @@ def by_outputs(values: Tensor) -> Tensor:
 def one(scales: Tensor) -> Tensor:
     """Return one number if all scales are equal, as for weights that were quantised together."""
     first = scales.flatten()[0]
-    # A clone, since `Constants` tells tensors apart by their addresses.
-    return first.clone() if bool((scales == first).all()) else scales
+    return first.clone() if bool((scales == first).all()) else scales  # needs its own address

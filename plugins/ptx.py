@@ -44,8 +44,7 @@ class Ptx:
 def compile_launch(launch: Launch, architecture: int) -> Ptx:
     """Compile the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
 
-    Raises ContractError if the kernel needs scratch memory, or more shared memory than a plugin
-    has.
+    Raises ContractError if it needs scratch memory, or more shared memory than a plugin has.
     """
     signature, constants = signature_of(launch)
     if "ASSEMBLY" in constants:

@@ -28,8 +28,7 @@ from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
 DEEP_PROGRAMS = 160  # of kernels that copy four tiles ahead: enough for a B200's 148 SMs
-# AOTInductor unrolls sums of fewer than 8 splits, and fuses them into the kernel that reads them.
-JOINED = 7
+JOINED = 7  # most splits whose sum AOTInductor unrolls and fuses into the kernel that reads it
 NEARLY = 0.9  # JOINED splits are enough if they keep this share of the multiprocessors busy
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 

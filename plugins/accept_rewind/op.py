@@ -30,10 +30,9 @@ def accept_rewind(
     of real drafts; lengths [B]: committed rows; active [B] bool.
 
     Returns tokens [B, T] (-1 from n on), num_tokens n [B] (1 <= n <= num_drafts + 1; 0 if
-    inactive), lengths + n [B], and for each row the log-probability of its target token and its
-    top-1 margin. The tokens are the longest prefix of drafts that equal their target tokens, then
-    the next target token; ties go to the lowest id. Only the length is rewound: rows after it are
-    garbage.
+    inactive), lengths + n [B], and for each row its target token's log-probability and its top-1
+    margin. The tokens are the longest prefix of drafts that equal their target tokens, then the
+    next target token; ties go to the lowest id. Only the length is rewound: later rows are garbage.
     """
     top = logits.topk(2, dim=-1).values
     logprobs, margins = top[..., 0] - logits.logsumexp(-1), top[..., 0] - top[..., 1]

@@ -33,8 +33,7 @@ def mla_attention_onnx(*operands: Any) -> Any:
 def attend(rows: Any, masks: Sequence[Any], blocks: Sequence[Any], split: Any) -> Any:
     """Mix values by one softmax over blocks of rows; each block has an additive mask.
 
-    rows: scaled queries. split: returns the keys and the values of a block. Blocks without a mask
-    are left out.
+    rows: scaled queries. split: returns a block's keys and values. Blocks without mask are skipped.
     """
     halves = [split(block) for _, block in zip(masks, blocks, strict=False)]
     scores = [

@@ -31,8 +31,7 @@ def mla_rows(
 
     Query part and latent get RMSNorms in fp32 with weights q_norm [Q] and kv_norm [kv_lora_rank];
     without q_norm the query part is unchanged. cos, sin [B, T, R / 2] fp32 rotate the key. Returns
-    the query input
-    [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: DeepSeek-V3
+    the query input [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: DeepSeek-V3
     (arXiv:2412.19437), section 2.1.1.
     """
     rank, rotary = kv_norm.shape[0], 2 * cos.shape[-1]

@@ -82,8 +82,7 @@ def moe(
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
-    like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the largest number of tokens,
-    if the number is a symbol.
+    like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
     """
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)

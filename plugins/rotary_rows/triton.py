@@ -17,10 +17,9 @@ def place_token(
     cos, sin, base, place, first,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n writes the angles of token n, counted over all slots.
+    """Program n writes the angles of token n of all slots; a slot's first writes row numbers, too.
 
-    The program of a slot's first token also writes the slot's row numbers. WIDE is PAIRS rounded up
-    to a power of two.
+    WIDE is PAIRS rounded up to a power of two.
     """
     n = tl.program_id(0)
     b, t = n // tokens, n % tokens

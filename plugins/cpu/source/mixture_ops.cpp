@@ -66,9 +66,8 @@ struct Routed {
 // Runs each row through its expert, down(silu(gate(x)) * up(x)), and sums a token's rows as Routed
 // says; adds sum [.., E], if there is one.
 //
-// The weights are gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..]; integers
-// have scales. The I inputs of downs fill P panels. An expert's weights are read once for all of
-// its rows.
+// Weights: gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..], whose I inputs
+// fill P panels; integers have scales. An expert's weights are read once for all of its rows.
 struct Experts : Usual {
   static constexpr const char* name = "Experts";
   static constexpr Operand inputs[] = {FLOAT,          FLOAT, INT32,          ANY,

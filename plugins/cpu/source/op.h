@@ -47,8 +47,7 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
     ort::parallel(call.context, count, task);
 }
 
-// The base of most operators. Each declares `name` and `inputs`, and `results` if these are not a
-// single fp32 tensor.
+// The base of most operators; each declares `name`, `inputs` and any `results` but one of fp32.
 struct Usual : ort::Operator {
   static constexpr Operand results[] = {FLOAT};
   const Kernels& k;
