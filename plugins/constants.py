@@ -22,7 +22,7 @@ class Constants:
     def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
         self.network, self._shared = network, shared or {}
         self.given: dict[str, Any] = {}  # inputs by the weight's name
-        self.by_layer: dict[str, Tensor] = {}  # by layer name, as TensorRT's layers don't return it
+        self.by_layer: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
         self._weights: dict[tuple[Any, ...], Any] = {}
 

@@ -15,7 +15,7 @@ LOWEST = -3.0e38  # finite: -inf minus -inf would be NaN
 
 
 def empty_verdict(logits: Tensor, window: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Return empty tensors like a verdict; logits may be those or a summary (`best_of_blocks`)."""
+    """Return empty tensors like a verdict; logits may be replaced by `best_of_blocks` of them."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
 
