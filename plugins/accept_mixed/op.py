@@ -92,15 +92,15 @@ def accept_mixed(
     sampled = controls["temperature"] > 0
     asked = {name: controls[name] for name in ("rejection", "block")}
     operands = (p, window, draft_probs, real, numbers, asked)
-    drawn, cell, lucky = when(sampled.any(), _draw_targets, _draw_nothing, operands)
+    drawn, drawn_margins, kept = when(sampled.any(), _draw_targets, _draw_nothing, operands)
     top = logits.topk(2, dim=-1).values
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
-    margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
+    margins = torch.where(sampled[:, None], drawn_margins, top[..., 0] - top[..., 1])
 
     judged = judge_of(p, window, draft_probs, at, thinking, controls)
     n = torch.ones_like(lengths)
     if T > 1:
-        good = _accept(judged, window, target, lucky)
+        good = _accept(judged, window, target, kept)
         if rules:
             good = _apply_rules(good, rules, judged)
         good = good & real
@@ -209,23 +209,23 @@ def _draw_targets(
     """
     K, V = draft_probs.shape[1:]
     rejection, block = asked["rejection"][:, None], asked["block"][:, None]
-    weights, lucky = p, torch.zeros_like(real)
+    weights, kept = p, torch.zeros_like(real)
     if K:
         drafts = window[:, 1:].clamp(0, V - 1)[..., None]
         p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
         at_least, block_rest = verify_block(p, window, draft_probs, real[:, :K])
-        number = numbers[:, ACCEPT, :K]
+        chance = numbers[:, ACCEPT, :K]
         # The first number decides how many drafts of a block are kept; later steps use the others.
-        in_block = number[:, :1] < at_least
-        kept = (block & in_block) | (~block & (number * q_draft < p_draft))
-        lucky = torch.cat([kept, lucky[:, K:]], dim=1)
+        in_block = chance[:, :1] < at_least
+        passed = (block & in_block) | (~block & (chance * q_draft < p_draft))
+        kept = torch.cat([passed, kept[:, K:]], dim=1)
         # After a rejection, sample from max(p - q, 0), normalised.
         rest = torch.where(block[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
         rejected = (rejection & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
         weights = torch.cat([torch.where(rejected, rest, p[:, :K]), p[:, K:]], dim=1)
     number = torch.where(rejection, numbers[:, RECOVER], numbers[:, DRAFT])
     drawn, margins = draw(weights, number)
-    return drawn, margins, lucky
+    return drawn, margins, kept
 
 
 def verify_block(
@@ -286,15 +286,15 @@ def _draw_nothing(
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
-def _accept(judged: Judged, window: Tensor, target: Tensor, lucky: Tensor) -> Tensor:
-    """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
+def _accept(judged: Judged, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Return whether each row's draft is kept [B, T] if all before it are; kept: by chance."""
     controls = judged.controls
     sampled = controls["temperature"][:, None] > 0
     forced = controls["synthetic"] >= 0
     by_chance = controls["rejection"][:, None] & sampled & ~forced
     near = _is_near(judged) & judged.thinking & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
-    good = (by_chance & lucky) | (~by_chance & ~forced & ((judged.drafts == target) | near))
+    good = (by_chance & kept) | (~by_chance & ~forced & ((judged.drafts == target) | near))
     good = good | (forced & (judged.numbers < controls["synthetic"]))
     return good & (judged.drafts == _drafts_of(window))
 

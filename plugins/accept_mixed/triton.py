@@ -194,10 +194,10 @@ def verdict_of_mixed_slot(
         figure = figures + (b * TOKENS + j) * 8
         number, rate = tl.load(luck + j), tl.load(synthetic + b * TOKENS + j)
         alone = number * tl.load(figure + Q_DRAFT) < tl.load(figure + P_DRAFT)
-        lucky = (together & (j < whole)) | ((together == 0) & alone)
+        kept_by_chance = (together & (j < whole)) | ((together == 0) & alone)
         near = (tl.load(figure + NEAR) > 0) & (phase > 0)
         same = draft == tl.load(target + b * TOKENS + j)
-        good = (by_chance & lucky) | ((by_chance == 0) & (same | near))
+        good = (by_chance & kept_by_chance) | ((by_chance == 0) & (same | near))
         good = tl.where(rate >= 0, number < rate, good)
         good = good & (draft >= 0) & (draft < vocab) & (j < drafts)
         alive = alive & good.to(tl.int32)
