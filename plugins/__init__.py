@@ -45,16 +45,16 @@ from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
 from mtpbuild.plugins.take_rows.op import take_rows
 from mtpbuild.plugins.weigh_experts.op import weigh_experts
 
-# An op's facet is the function <op>_<file> in a file of the op's folder. A table maps names of ops
-# to these files. "plugins" makes AOT plugins of TensorRT of the launches in triton.py; "node" is
-# the node of the op's definition.
+# A table maps an op's name to a file of the op's folder, where the function <op>_<file> is the
+# facet. Two entries name no file: "plugins" turns the launches in triton.py into AOT plugins of
+# TensorRT, and "node" emits the ONNX node of the op's definition.
 FacetTable: TypeAlias = Mapping[str, str]
 for _file in sorted(Path(__file__).parent.glob("*/op.py")):
     import_module(f"{__name__}.{_file.parent.name}.op")
 OPS = {op._name: op for op in EMPTY}
 NODE_FACETS: FacetTable = {op._name: "node" for op in NODES}  # operators of the CPU's library
 
-# The facets that PyTorch calls for CUDA tensors; other ops run their reference.
+# The ops for which PyTorch calls a facet on CUDA tensors; other ops run their reference.
 PRODUCTS = matmul_scaled, matmul_wide, moe
 CUDA: FacetTable = dict.fromkeys(
     (
@@ -68,13 +68,13 @@ CUDA: FacetTable = dict.fromkeys(
 # operand: facet -> (op, index of the operand, index of the result that the operand becomes).
 IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into", 5, 2)}
 
-# Ops whose GPU facets accept the parts of a split product as their first operand, and sum them. If
-# no other op reads a product of `matmul_scaled`, this saves a launch.
+# Ops whose GPU facets take the partial sums of a `matmul_scaled` as their first operand and add
+# them. This saves a launch if no other op reads that product.
 SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
 
 
 def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
-    """Return each op of a table, as exported graphs name it, with its facet."""
+    """Return the facet of each op of a table, keyed by the op's overload in exported graphs."""
     return {OPS[name]._opoverload: facet(OPS[name], file) for name, file in table.items()}
 
 

@@ -1,7 +1,7 @@
-"""Launches as AOT plugins of a TensorRT network; the engine contains their PTX and launch.
+"""Launches as AOT plugins of a TensorRT network.
 
-So an engine runs without Triton, Python or a plugin library. A plugin has the fixed shapes of its
-launch, and equal launches share one (docs/plugins.md).
+An engine contains their PTX and launch parameters, so it runs without Triton, Python or a plugin
+library. A plugin has its launch's fixed shapes; equal launches share a plugin (docs/plugins.md).
 """
 
 import hashlib
@@ -36,17 +36,17 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
         operands = [_make_stand_in(arg) for arg in given]
         planned = launches(*tree_unflatten(operands, form))
         read = {id(tensor) for launch in planned.each for tensor in launch.inputs}
-        there = {  # id of a launch's tensor -> the network's
+        added = {  # id of a launch's tensor -> the network's tensor
             id(operand): _find_operand(ctx, arg, f"{name}_{i}")
             for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
             if isinstance(operand, Tensor) and id(operand) in read
         }
         for launch in planned.each:
-            inputs = [there[id(tensor)] for tensor in launch.inputs if tensor is not None]
+            inputs = [added[id(tensor)] for tensor in launch.inputs if tensor is not None]
             layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
             layer.name = f"{name}/{launch.kernel.__name__}"
-            there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
-        results = tree_map(lambda tensor: there[id(tensor)], planned.results)
+            added |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
+        results = tree_map(lambda tensor: added[id(tensor)], planned.results)
         if planned.axis is None:
             return results
         return _add_sum(ctx, results, planned.axis, planned.shape, name)
@@ -55,7 +55,7 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
 
 
 def _add_sum(ctx: Any, parts: Any, axis: int, shape: tuple[int, ...] | None, name: str) -> Any:
-    """Add the layers for a sum over an axis, in this shape; the network casts it to its type."""
+    """Add the layers for a sum over an axis, reshaped if `shape` is given; no layer casts it."""
     sums = import_module("tensorrt").ReduceOperation.SUM
     layer = ctx.net.add_reduce(parts, sums, 1 << axis, False)
     layer.name = f"{name}/sum"
@@ -77,7 +77,7 @@ def _make_stand_in(arg: Any) -> Any:
 
 
 def _find_operand(ctx: Any, arg: Any, name: str) -> Any:
-    """Return the network's tensor for a weight or another argument; bool is cast to int32."""
+    """Return the network's tensor for an argument, such as a weight; bool is cast to int32."""
     trt = import_module("tensorrt")
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
         return ctx.constants.operand(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
@@ -91,12 +91,12 @@ def _find_operand(ctx: Any, arg: Any, name: str) -> Any:
 def plugin(launch: Launch) -> Any:
     """Return the launch's plugin in `tensorrt.plugin`; it is registered at the first call."""
     trtp = import_module("tensorrt.plugin")
-    own = [
+    identity = [
         *((name, _describe_tensor(tensor)) for name, tensor in _name_inputs(launch).items()),
         *map(_describe_tensor, launch.outputs),
         *(launch.grid, launch.sizes, dict(launch.constants), launch.warps, launch.stages),
     ]
-    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()
     name = f"{launch.kernel.__name__}_{digest[:8]}"
     if not hasattr(getattr(trtp.op, NAMESPACE, None), name):
         _register(trtp, f"{NAMESPACE}::{name}", launch)
@@ -104,7 +104,7 @@ def plugin(launch: Launch) -> Any:
 
 
 def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
-    """Register the outputs' shapes and types, the kernel and its launch with TensorRT."""
+    """Register a plugin with TensorRT: its outputs' shapes and types, its PTX and its launch."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
     inputs = dict.fromkeys(_name_inputs(launch), trtp.TensorDesc)

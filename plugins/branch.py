@@ -13,7 +13,7 @@ Branch = Callable[..., tuple[Tensor, ...]]
 def when(
     predicate: Tensor, yes: Branch, no: Branch, operands: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """Run `yes(*operands)` or `no(*operands)`, chosen by a bool scalar; in ONNX, an If.
+    """Run `yes(*operands)` if a bool scalar is true, else `no(*operands)`; in ONNX, an If.
 
     Both must return tensors of the same shapes and types, and neither may return an operand.
     """

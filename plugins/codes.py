@@ -1,10 +1,9 @@
 """Exact conversion of fp8 (e4m3) and nvfp4 (e2m1) codes to floats in Triton, with subnormals.
 
-For bf16, inline assembly reads words of 32 bits with four columns each and converts two codes at a
-time; each of the four columns becomes a tensor of its own. ASSEMBLY selects the instructions. 80
-moves a code's bits to their places in a bf16 and runs on sm_80 and every later GPU. 100 uses the
-conversions of sm_100 and later. 0 uses Triton's own operations with the same results, for Triton's
-interpreter, which has no assembly.
+For bf16, inline assembly reads 32-bit words of four columns and converts two codes at a time; each
+column becomes a tensor of its own. ASSEMBLY selects the instructions. 80: a code's bits are moved
+to their places in a bf16, on sm_80 and every later GPU. 100: the conversions of sm_100 and later.
+0: Triton's own operations, with the same results, as Triton's interpreter has no assembly.
 """
 
 import os
@@ -21,7 +20,7 @@ CONVERTING_PTXAS = 13, 2  # the first CUDA whose PTX (9.2) converts codes to bf1
 
 
 def _moved(selector: int, of: str, left: int, mask: int, *factors: str) -> str:
-    """Write assembly that moves two bytes of `of` to bf16's bits, then multiplies by registers.
+    """Write assembly that moves two bytes of `of` into two bf16, then multiplies by registers.
 
     `prmt` selects the bytes and fills the bits above each with its sign. The moved bits are the
     value times 2^-120 (e4m3) or 2^-126 (e2m1); a subnormal code becomes a subnormal number.
@@ -38,7 +37,7 @@ CONSTANTS = {"none": 0x80008000, "size": 0x7B807B80, "large": 0x7B007B00}  # -0,
 
 
 def _text(*lines: str) -> tl.constexpr:
-    """Return assembly with its registers declared, and set to those CONSTANTS that it uses."""
+    """Return assembly that declares its registers and sets those that are named in CONSTANTS."""
     body = " ".join(lines)
     used = {name: value for name, value in CONSTANTS.items() if name in body}
     registers = ", ".join(("t", "u", *used))
@@ -93,7 +92,7 @@ SMALLER = tl.constexpr(128.0)  # 2^7: restores sums of products with results of 
 def assembly_for(architecture: int, ptxas: str | None = None) -> int:
     """Return the ASSEMBLY for a GPU architecture, such as 90 for sm_90.
 
-    ptxas: the version of CUDA's assembler, such as "13.2"; by default that of the one in use.
+    ptxas: the version of CUDA's assembler, such as "13.2"; by default that of Triton's assembler.
     """
     if architecture < 100:
         return 80
@@ -164,7 +163,7 @@ def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def scales_of_words(words, ASSEMBLY: tl.constexpr):
-    """Convert words of four e4m3 scales for `e2m1_of_words`: to words with a bf16 in each half."""
+    """Convert words of four e4m3 scales to a to d of `e2m1_of_words`: bf16 in both halves."""
     if ASSEMBLY:
         text: tl.constexpr = CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES
         a, b, c, d = tl.inline_asm_elementwise(
@@ -178,7 +177,7 @@ def scales_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def e2m1_of_words(words, a, b, c, d, ASSEMBLY: tl.constexpr):
-    """Convert words of eight e2m1 codes to values times scales a to d (per byte) / SMALLER.
+    """Convert words of eight e2m1 codes to code * scale / SMALLER; a to d are the bytes' scales.
 
     Returns four words, from the lowest byte up; each contains its byte's low and high nibble as
     bf16, for `halves`. The result is exact: a product has 2 + 4 bits, and its exponent fits bf16.

@@ -52,14 +52,14 @@ class Constants:
         """
         import tensorrt as trt
 
-        own = self._shared.get(tensor.data_ptr())
-        if own is None:
+        weight = self._shared.get(tensor.data_ptr())
+        if weight is None:
             return self.constant(tensor, dtype, name)
-        if own not in self.given:
+        if weight not in self.given:
             kind = trt.int8 if tensor.element_size() == 1 else dtype
-            given = self.network.add_input(WEIGHT.format(own), kind, tuple(tensor.shape))
-            self.given[own] = given
-        return self.given[own]
+            added = self.network.add_input(WEIGHT.format(weight), kind, tuple(tensor.shape))
+            self.given[weight] = added
+        return self.given[weight]
 
     def weight(
         self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str

@@ -1,7 +1,7 @@
-"""The controls of a step's slots as tensors, by name and as the list that ops take.
+"""The controls of a step's slots as tensors: a mapping by name, or the list that ops take.
 
-In Python controls are a mapping. An op's schema has no mappings, so an op gets the `CORE_CONTROLS`
-as a list of tensors in the table's order. Only the two functions here convert between the two.
+An op's schema has no mappings, so an op gets the `CORE_CONTROLS` as a list of tensors in the
+table's order. Only the two functions here convert between mapping and list.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ def list_controls(controls: Controls) -> list[Tensor]:
 def name_controls(
     tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS
 ) -> dict[str, Tensor]:
-    """Return the mapping for a list; raises ValueError if number, dtypes or ranks are wrong.
+    """Return tensors by their controls' names; raises ValueError for a wrong number, dtype or rank.
 
-    table: the controls of the tensors, in order; by default an op's.
+    table: the controls in the order of the tensors.
     """
     controls = {}
     for control, tensor in zip(table, tensors, strict=True):

@@ -1,9 +1,9 @@
 """The definition of an op, from which its registrations are made.
 
 The signature of an op's reference is its specification: tensors, tensors that may be missing, and
-numbers. `define` adds what the results look like and, where the CPU's library has an operator that
-does the same, its node. The op in PyTorch, its results without values, its node in ONNX and its
-launches on a GPU take the operands from there, by name.
+numbers. `define` adds the shapes and types of the results and, if the CPU's library has an operator
+for the op, its node. The PyTorch op, its fake kernel, its ONNX node and its GPU launches take their
+operands from the signature, by name.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -26,18 +26,18 @@ class Node:
 
     name: str
     renamed: Mapping[str, str] = field(default_factory=dict)  # number -> attribute
-    # Returns the attributes that no number gives, for the operands by name.
+    # Computes further attributes from the operands by name.
     attributes: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda known: {}
-    sizes: tuple[str, ...] = ()  # numbers that are inputs
+    sizes: tuple[str, ...] = ()  # numbers that are inputs, not attributes
     typed: str = ""  # the tensor whose type is a part of the operator's name, unless it is fp32
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The ops that a graph keeps while it is traced; None: all of them."""
+    """The names of the ops that traced graphs keep; None: of all ops."""
 
     names: Container[str] | None = None
-    fixed_sizes: bool = False  # kernels are plugins of TensorRT, whose sizes are no symbols
+    fixed_sizes: bool = False  # kernels become TensorRT plugins, which take no symbolic sizes
 
 
 KEPT = ContextVar("KEPT", default=Kept())  # noqa: B039  # it is frozen
@@ -45,7 +45,7 @@ KEPT = ContextVar("KEPT", default=Kept())  # noqa: B039  # it is frozen
 
 @contextmanager
 def keep(names: Container[str], *, fixed_sizes: bool = False) -> Iterator[None]:
-    """Let the graphs that are traced in the block keep the ops of these names alone."""
+    """Make graphs that are traced inside the `with` block keep only the ops of these names."""
     token = KEPT.set(Kept(names, fixed_sizes))
     try:
         yield
@@ -54,9 +54,9 @@ def keep(names: Container[str], *, fixed_sizes: bool = False) -> Iterator[None]:
 
 
 class Op(CustomOpDef):
-    """An op of step programs: a node of graphs that keep it, else its reference's operators."""
+    """An op of step programs: a node in graphs that keep it; in others its reference is traced."""
 
-    fits: Callable[..., bool] | None = None  # whether its kernels can take the operands; None: any
+    fits: Callable[..., bool] | None = None  # whether kernels take these operands; None: always
 
     def __call__(self, *operands: Any, **named: Any) -> Any:
         if self.is_kept and (self.fits is None or self.fits(*operands, **named)):
@@ -82,7 +82,7 @@ def define(
     """Register a reference as the op of its name.
 
     empty: returns empty tensors like the results; its parameters name the operands that it needs.
-    fits: returns whether kernels can take the operands; otherwise the op is traced through.
+    fits: returns whether kernels take the operands; if not, graphs get the reference's operators.
     """
 
     def register(reference: Callable[..., Any]) -> Op:

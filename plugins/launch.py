@@ -1,7 +1,7 @@
-"""Launches of Triton kernels, which PyTorch runs, AOTInductor packs or Triton compiles to PTX.
+"""Launches of Triton kernels: PyTorch runs them, AOTInductor packs them, TensorRT gets their PTX.
 
-A kernel's arguments are in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs.
-Floats are tensors or constants. Scratch memory is an output of one launch and an input of the next
+A kernel's arguments are in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs. A
+float is a tensor or a constant. Scratch memory is an output of one launch and an input of the next
 (docs/plugins.md).
 """
 
@@ -43,10 +43,10 @@ class Launch:
         outputs: tuple[Tensor, ...],
         **how: int,
     ) -> "Launch":
-        """Make a launch whose inputs, sizes and constants are those of the parameters' names.
+        """Make a launch whose arguments are looked up in `known` by the kernel's parameter names.
 
-        Parameters in capitals are constants. One that is not in `known` has the value of its name
-        in small letters.
+        Parameters in capitals are constants; if `known` lacks the name, the name in small letters
+        is looked up.
         """
         constants = {
             name: known[name] if name in known else known[name.lower()]
@@ -77,10 +77,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """An op's launches in order, and those of their outputs that the op returns.
+    """An op's launches in order, and which of their outputs the op returns.
 
-    If there is an axis, the op returns the sum of `results` over it, in this dtype and shape; by
-    default in the shape that the sum has.
+    With an axis, the op returns the sum of `results` over it, cast to `dtype` and reshaped to
+    `shape`, if that is given.
     """
 
     each: tuple[Launch, ...]
@@ -104,8 +104,8 @@ def by_kernels(
     """Register a function that runs launches as a `triton_op` with the operands of `op`.
 
     It can replace `op` in an exported program, where AOTInductor sees its launches. name: of the
-    function, if it is not the op's. writes: the operands that it writes into. returns: the type of
-    its results, if they are not the op's.
+    `triton_op`; by default the op's. writes: the operands that the function writes into. returns:
+    the type of its results; by default the op's.
     """
 
     def register(function: Any) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ def run_launches(
 ) -> Callable[..., Any]:
     """Register a function that runs an op's launches, as `by_kernels` does.
 
-    strided: the operands that callers may give as views, and that are copied if they are.
+    strided: operands that need not be contiguous; they are copied if they are not.
     """
 
     def run(*operands: Any) -> Any:

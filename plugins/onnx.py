@@ -15,9 +15,9 @@ TENSORS = [
 def declare_operator(
     domain: str, name: str, inputs: str, outputs: int = 1, **attributes: float | str
 ) -> Op:
-    """Declare an operator, which checks the types of its operands itself.
+    """Declare an operator that checks the types of its operands itself.
 
-    inputs: their names; each may be missing. An attribute's type is that of its value.
+    inputs: names, separated by spaces; each is optional. An attribute's value gives its type.
     """
     parameter, optional = OpSchema.FormalParameter, OpSchema.FormalParameterOption.Optional
     operands, results = inputs.split(), [f"output{i}" for i in range(outputs)]

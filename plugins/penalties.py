@@ -23,7 +23,7 @@ READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 def penalised(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], controls: Controls
 ) -> Tensor:
-    """Apply the requests' penalties and bias to logits [B, R, V]; skip all work if none has any.
+    """Apply the requests' penalties and bias to logits [B, R, V]; copy them if there are none.
 
     history [B, S]: each slot's tokens, of which the first `lengths` [B] are valid. ahead: the
     tokens after them (the newest, then drafts), in tensors that join to [B, A], A >= R. The last
@@ -60,16 +60,16 @@ def _sum_biases(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
 def _seen(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: Tensor, prompt_length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Count each token before each row [B, R, V]: in prompt and output, and in the output."""
+    """Count each token before each row, in prompt and output, and in the output: two [B, R, V]."""
     R, V = logits.shape[1:]
     A = ahead.shape[1]
     place = torch.arange(history.shape[1], device=history.device)
     # Tokens after `lengths` are left over from drafts or an earlier request.
-    known = place < lengths[:, None]
-    said = known & (place >= prompt_length[:, None])
+    valid = place < lengths[:, None]
+    emitted = valid & (place >= prompt_length[:, None])
     ids, zeros = history.clamp(0, V - 1), torch.zeros_like(logits[:, 0])
-    every = zeros.scatter_add(1, ids, known.to(zeros.dtype))
-    output = zeros.scatter_add(1, ids, said.to(zeros.dtype))
+    every = zeros.scatter_add(1, ids, valid.to(zeros.dtype))
+    output = zeros.scatter_add(1, ids, emitted.to(zeros.dtype))
     vocabulary = torch.arange(V, device=history.device)
     rows = []
     for i in range(A):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 
 PTX_VERSION = 87  # for plugins: Triton's default is too new for drivers of CUDA 12.8
-TYPES = {  # of tensors that kernels take: their names in Triton and in TensorRT
+TYPES = {  # a tensor's dtype -> its names in Triton and in TensorRT
     torch.bool: ("i1", "BOOL"),
     torch.int32: ("i32", "INT32"),
     torch.int64: ("i64", "INT64"),
@@ -26,7 +26,7 @@ TYPES = {  # of tensors that kernels take: their names in Triton and in TensorRT
 
 
 class ContractError(ValueError):
-    """The error that TensorRT can't launch a kernel as an AOT plugin."""
+    """The error for a kernel that TensorRT can't launch as an AOT plugin."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ptx:
 def compile_launch(launch: Launch, architecture: int) -> Ptx:
     """Compile the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
 
-    Raises ContractError if it needs scratch memory, or more shared memory than an AOT plugin has.
+    Raises ContractError if it needs scratch memory, or more shared memory than a plugin has.
     """
     signature, constants = signature_of(launch)
     if "ASSEMBLY" in constants:
@@ -66,9 +66,9 @@ def compile_kernel(
     sixteens: Collection[str] = (),
     ptx_version: int | None = None,
 ) -> Any:
-    """Compile by Triton, for tensors that are aligned to 16 bytes, as all allocations are.
+    """Compile for tensors that are aligned to 16 bytes, as all allocations are.
 
-    sixteens: the sizes that are divisible by 16. Raises RuntimeError if the interpreter is on.
+    sixteens: names of sizes divisible by 16. Raises RuntimeError if Triton's interpreter is on.
     """
     import triton
     from triton.backends.compiler import GPUTarget

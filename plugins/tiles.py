@@ -1,10 +1,10 @@
 """Products of rows with tiles of an unquantised, fp8 or nvfp4 weight, for Triton kernels.
 
-With bf16 rows, fp8 and nvfp4 weights are read in WORDS of four columns. Tensor cores take each of
-the four columns as a matrix of its own, in the registers in which it was converted; only the sums
-are interleaved again. The factors of each product are exact: fp8 scales multiply a tile's fp32
-sums, nvfp4 block scales multiply the values (2 + 4 bits), global scales multiply the sum of all
-tiles.
+With bf16 rows, fp8 and nvfp4 weights are read in WORDS of four columns. Column j of all words forms
+matrix j of four. Tensor cores multiply each matrix in the registers in which it was converted; only
+the sums are interleaved again. The factors of each product are exact: fp8 scales multiply a tile's
+fp32 sums, nvfp4 block scales multiply the values (2 + 4 bits), and global scales multiply the sum
+of all tiles.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
 DEEP_PROGRAMS = 160  # of kernels that copy four tiles ahead: enough for a B200's 148 SMs
-JOINED = 7  # splits that AOTInductor sums where it reads them: it unrolls sums of fewer than 8
-NEARLY = 0.9  # share of the multiprocessors with programs at which JOINED splits are enough
+JOINED = 7  # most splits whose sum AOTInductor unrolls and fuses into the kernel that reads it
+NEARLY = 0.9  # JOINED splits are enough if they keep this share of the multiprocessors busy
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
@@ -42,9 +42,9 @@ def product_with_weight(
 ):  # fmt: skip
     """Multiply rows of x [.., DEPTH] by the weight's columns from n on, over inputs begin to end.
 
-    EACH adjacent `rows` are one row of x; those from `count` on do not exist. The weight is [DEPTH,
-    WIDTH], padded with 0; `expert` selects one weight of a stack. BLOCK inputs share a scale.
-    BY_INPUT: scales_2 are per block of inputs, too.
+    rows: indices; EACH adjacent indices stand for one row of x, and those from `count` on for none.
+    The weight is [DEPTH, WIDTH], read as 0 outside; `expert` selects one weight of a stack. BLOCK
+    inputs share a scale. BY_INPUT: there is one of scales_2 for each block of inputs.
     """
     total = tl.zeros((rows.shape[0], BLOCK_N), tl.float32)
     for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
@@ -233,9 +233,9 @@ def choose_tiles(
 
 
 def count_splits(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
-    """Return the number of splits of `depth` inputs that keeps all multiprocessors reading.
+    """Return into how many splits to divide `depth` inputs, to keep all multiprocessors reading.
 
-    Each split has one or more whole tiles. constants: of `choose_tiles`.
+    Each split has one or more whole tiles. programs: of one split. constants: of `choose_tiles`.
     """
     tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
     if constants["STAGES"] > 3:

@@ -39,7 +39,7 @@ class Verdict:
     n: Tensor  # [B] 1 .. num_drafts + 1; 0 if inactive
     lengths: Tensor  # [B] advanced by n
     logprobs: Tensor  # [B, T] of the emitted tokens, under the plain softmax
-    margins: Tensor  # [B, T] between logits if greedy, else of the uniform to its cell's border
+    margins: Tensor  # [B, T] between the best two logits if greedy, else that of `draw`
     thinking: Tensor  # [B] bool, after the emitted tokens
     top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
@@ -73,11 +73,11 @@ def accept_mixed(
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
-    draft_probs [B, K, V]: the distribution that each draft was drawn from; for an argmax draft a
-    point mass, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
-    before the window; without it there are no penalties. grammar: the inputs `CONSTRAINTS` by name,
-    with `allowed` [B, T, words]; None if the program has no grammars. rules: the program's rules
-    from other packages.
+    draft_probs [B, K, V]: the distribution that each draft was drawn from; a point mass for an
+    argmax draft, so that one rule covers both. The other tensors are [B]. history [B, S]: the
+    tokens before the window; without it there are no penalties. grammar: the inputs `CONSTRAINTS`
+    by name, with `allowed` [B, T, words]; None if the program has no grammars. rules: the program's
+    rules from other packages.
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
@@ -92,15 +92,15 @@ def accept_mixed(
     sampled = controls["temperature"] > 0
     asked = {name: controls[name] for name in ("rejection", "block")}
     operands = (p, window, draft_probs, real, numbers, asked)
-    drawn, cell, lucky = when(sampled.any(), _draw_targets, _draw_nothing, operands)
+    drawn, drawn_margins, kept = when(sampled.any(), _draw_targets, _draw_nothing, operands)
     top = logits.topk(2, dim=-1).values
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
-    margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
+    margins = torch.where(sampled[:, None], drawn_margins, top[..., 0] - top[..., 1])
 
     judged = judge_of(p, window, draft_probs, at, thinking, controls)
     n = torch.ones_like(lengths)
     if T > 1:
-        good = _accept(judged, window, target, lucky)
+        good = _accept(judged, window, target, kept)
         if rules:
             good = _apply_rules(good, rules, judged)
         good = good & real
@@ -143,7 +143,7 @@ def accept_mixed_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Do `accept_mixed` as an op: return tokens, n, lengths, logprobs, thinking and margins.
 
-    Targets with kernels for it get the op; others trace the reference. If a window has no drafts,
+    Targets that have kernels keep the op; others trace the reference. If a window has no drafts,
     draft_probs is not read and may be any tensor [B, .., V].
     """
     slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
@@ -154,7 +154,7 @@ def accept_mixed_op(
 def _edit_logits(
     logits: Tensor, at: Tensor, window: Tensor, controls: Controls, history: Tensor | None
 ) -> Tensor:
-    """Apply the requests' bans, biases and penalties to logits [B, T, V], in all modes.
+    """Apply the requests' bans, biases and penalties to logits [B, T, V].
 
     Without a history there are only bans, and no branch.
     """
@@ -185,7 +185,7 @@ def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> T
     """Set the logits [B, T, V] of tokens that a slot's grammar forbids in their row to -inf.
 
     constrained [B] bool: slots with a grammar. allowed [B, T, ceil(V / 32)] int32: bit masks of
-    allowed tokens, which are unpacked only in steps in which a slot has a grammar.
+    allowed tokens, unpacked only if a slot of the step has a grammar.
     """
     operands = (logits, constrained, allowed)
     return when(constrained.any(), _mask_forbidden, copy_logits, operands)[0]
@@ -204,28 +204,28 @@ def _draw_targets(
 ) -> tuple[Tensor, ...]:
     """Sample each row; return three tensors [B, T].
 
-    The first is the token that the row emits if the step ends there, the second the distance of its
-    number to the border of the token's cell, the third whether rejection keeps the row's draft.
+    The first is the token that the row emits if the step ends there, the second its margin (see
+    `draw`), the third whether rejection or block mode keeps the row's draft.
     """
     K, V = draft_probs.shape[1:]
     rejection, block = asked["rejection"][:, None], asked["block"][:, None]
-    wanted, lucky = p, torch.zeros_like(real)
+    weights, kept = p, torch.zeros_like(real)
     if K:
         drafts = window[:, 1:].clamp(0, V - 1)[..., None]
         p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
         at_least, block_rest = verify_block(p, window, draft_probs, real[:, :K])
-        luck = numbers[:, ACCEPT, :K]
+        chance = numbers[:, ACCEPT, :K]
         # The first number decides how many drafts of a block are kept; later steps use the others.
-        in_block = luck[:, :1] < at_least
-        kept = (block & in_block) | (~block & (luck * q_draft < p_draft))
-        lucky = torch.cat([kept, lucky[:, K:]], dim=1)
+        in_block = chance[:, :1] < at_least
+        passed = (block & in_block) | (~block & (chance * q_draft < p_draft))
+        kept = torch.cat([passed, kept[:, K:]], dim=1)
         # After a rejection, sample from max(p - q, 0), normalised.
         rest = torch.where(block[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
-        short = (rejection & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
-        wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
+        rejected = (rejection & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
+        weights = torch.cat([torch.where(rejected, rest, p[:, :K]), p[:, K:]], dim=1)
     number = torch.where(rejection, numbers[:, RECOVER], numbers[:, DRAFT])
-    drawn, cell = draw(wanted, number)
-    return drawn, cell, lucky
+    drawn, margins = draw(weights, number)
+    return drawn, margins, kept
 
 
 def verify_block(
@@ -241,12 +241,12 @@ def verify_block(
     drafts exist. Returns the probability [B, K] that drafts 0 .. j are all kept, which falls with
     j, and the weights [B, K, V] of the token after j kept drafts; negative weights count as 0.
 
-    Weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1), with c_0 = 1, belongs to the first j drafts. A
-    block of exactly j < m drafts is kept, if no longer one was, with probability S / (S + 1 - c_j),
-    where S = sum max(c_j p - q, 0) over the next row; all m real drafts with probability c_m. The
-    paper draws a number per length, from the longest down. Comparing one number with the cumulative
-    probabilities has the same distribution, and leaves the other positions' numbers unused for
-    later steps.
+    The first j drafts have the weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1), with c_0 = 1. All m
+    real drafts are kept with probability c_m. If they are not, shorter blocks are tried, the
+    longest first: j drafts are kept with probability S / (S + 1 - c_j), where S is the sum of
+    max(c_j p - q, 0) over the next row. The paper draws a number for each length. Comparing one
+    number with the cumulative probabilities has the same distribution, and leaves the numbers of
+    the other positions to later steps.
     """
     K, V = draft_probs.shape[1:]
     drafts = window[:, 1:].clamp(0, V - 1)[..., None]
@@ -279,22 +279,22 @@ def verify_block(
 def _draw_nothing(
     p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    # torch.cond takes the batch of each operand for a separate size. So the results take their size
-    # from `p`, as in `_draw_targets`; otherwise their batch would be unknown and checked to be at
-    # least 2.
+    # torch.cond gives the batch of each operand a symbol of its own. So the results take their
+    # sizes from `p`, as in `_draw_targets`; otherwise their batch would be unknown and checked to
+    # be at least 2.
     rows = p.shape[:2]
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
-def _accept(judged: Judged, window: Tensor, target: Tensor, lucky: Tensor) -> Tensor:
-    """Return whether each row's draft is kept [B, T] if all before it are; the last has none."""
+def _accept(judged: Judged, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Return whether each row's draft is kept [B, T] if all before it are; kept: by chance."""
     controls = judged.controls
     sampled = controls["temperature"][:, None] > 0
     forced = controls["synthetic"] >= 0
     by_chance = controls["rejection"][:, None] & sampled & ~forced
     near = _is_near(judged) & judged.thinking & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
-    good = (by_chance & lucky) | (~by_chance & ~forced & ((judged.drafts == target) | near))
+    good = (by_chance & kept) | (~by_chance & ~forced & ((judged.drafts == target) | near))
     good = good | (forced & (judged.numbers < controls["synthetic"]))
     return good & (judged.drafts == _drafts_of(window))
 
@@ -316,7 +316,7 @@ def judge_of(
 
 
 def _apply_rules(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
-    """Let rules decide in the slots that chose them; rules that no slot chose are not computed."""
+    """Let each rule decide in the slots that chose it; rules that no slot chose are skipped."""
     for rule in rules:
         chosen = judged.controls[rule.name]
         operands = tuple(vars(judged).values())
@@ -335,7 +335,7 @@ def _keep_nothing(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _is_near(judged: Judged) -> Tensor:
-    """Return whether a draft is among the top k and within delta of the first [B, T]."""
+    """Return [B, T]: whether relaxed mode keeps the draft, by its rank and distance in p."""
     p, p_draft, drafts = judged.p, judged.p_draft[..., None], judged.drafts[..., None]
     ids = torch.arange(p.shape[-1], device=p.device)
     rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
@@ -346,7 +346,7 @@ def _is_near(judged: Judged) -> Tensor:
 
 
 def _find_phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
-    """Return whether each row [B, T] is in the thinking phase, given the window's tokens to it."""
+    """Return whether each row [B, T] is in the thinking phase, by the window's tokens up to it."""
     phases = [thinking]
     for j in range(1, window.shape[1]):
         phases.append(_next_phase(phases[-1], window[:, j], marks))
@@ -358,7 +358,7 @@ def _next_phase(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
 
 
 def draft_number(controls: Controls, lengths: Tensor, k: int) -> Tensor:
-    """Return the number [B, 1] that draws draft k (from 1) after `lengths` committed rows."""
+    """Return the uniform number [B, 1] for drawing draft k (from 1) after `lengths` rows."""
     shared = controls["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared

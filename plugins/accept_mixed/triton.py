@@ -98,8 +98,8 @@ def draw_of_row(
 ):  # fmt: skip
     """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2]: a block's weight c before this row, and sum max(c p - q, 0) in this row
-    (c = 1 outside block mode).
+    chances [B * TOKENS, 2]: the weight c of the drafts before this row (see `verify_block`), and
+    the sum of max(c p - q, 0) in this row; outside block mode the sum is that of c = 1.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -176,7 +176,7 @@ def verdict_of_mixed_slot(
     together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
-    # A block keeps the most drafts whose probability to be all kept is above the one number.
+    # Find the longest block whose probability of being kept is above the block's one number.
     missed, whole = 1.0, 0
     for j in tl.static_range(TOKENS - 2, -1, -1):
         next_row = chances + (b * TOKENS + j + 1) * 2
@@ -194,10 +194,10 @@ def verdict_of_mixed_slot(
         figure = figures + (b * TOKENS + j) * 8
         number, rate = tl.load(luck + j), tl.load(synthetic + b * TOKENS + j)
         alone = number * tl.load(figure + Q_DRAFT) < tl.load(figure + P_DRAFT)
-        lucky = (together & (j < whole)) | ((together == 0) & alone)
+        kept_by_chance = (together & (j < whole)) | ((together == 0) & alone)
         near = (tl.load(figure + NEAR) > 0) & (phase > 0)
         same = draft == tl.load(target + b * TOKENS + j)
-        good = (by_chance & lucky) | ((by_chance == 0) & (same | near))
+        good = (by_chance & kept_by_chance) | ((by_chance == 0) & (same | near))
         good = tl.where(rate >= 0, number < rate, good)
         good = good & (draft >= 0) & (draft < vocab) & (j < drafts)
         alive = alive & good.to(tl.int32)

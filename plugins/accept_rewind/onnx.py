@@ -17,7 +17,7 @@ def accept_rewind_onnx(
     target = op.Squeeze(op.Slice(ids, zero, ints(1), last), last)
     drafts = op.Slice(op.Pad(window, ints(0, 0, 0, 1), none), ints(1), ints(T + 1), ints(1))
     real = op.Less(row, op.Unsqueeze(num_drafts, ints(1)))
-    # The last row has no draft, so its number is the largest in both cases.
+    # T - 1 if the row's draft is kept, else the row's index: the minimum is the number kept.
     kept = op.Where(op.And(op.Equal(drafts, target), real), ints(T - 1), row)
     emitted = op.Add(op.ReduceMin(kept, ints(1), keepdims=0), ints(1))
     n = op.Where(active, emitted, zero)

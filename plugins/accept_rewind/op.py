@@ -1,7 +1,7 @@
 """accept_rewind: from the logits of a window to the emitted tokens and the new lengths.
 
-Ranks that share a vocabulary use two ops with a sum between them: `best_of_blocks` of a rank's own
-logits, then `accept_best` of all ranks' blocks.
+If a vocabulary is divided over ranks, each rank runs `best_of_blocks` on its own logits, a sum
+collects the blocks, and `accept_best` judges the blocks of all ranks.
 """
 
 import torch
@@ -15,7 +15,7 @@ LOWEST = -3.0e38  # finite: -inf minus -inf would be NaN
 
 
 def empty_verdict(logits: Tensor, window: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Return empty tensors like the results of both rules; logits may be a summary of them."""
+    """Return empty tensors like a verdict; logits may be replaced by `best_of_blocks` of them."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
 
@@ -30,14 +30,14 @@ def accept_rewind(
     of real drafts; lengths [B]: committed rows; active [B] bool.
 
     Returns tokens [B, T] (-1 from n on), num_tokens n [B] (1 <= n <= num_drafts + 1; 0 if
-    inactive), lengths + n [B], and per row the log-probability of its target token and its top-1
-    margin. Kept are the longest prefix of drafts equal to the target tokens and the target token
-    after it; ties go to the lowest id. Only the length is rewound: rows after it are garbage.
+    inactive), lengths + n [B], and for each row its target token's log-probability and its top-1
+    margin. The tokens are the longest prefix of drafts that equal their target tokens, then the
+    next target token; ties go to the lowest id. Only the length is rewound: later rows are garbage.
     """
     top = logits.topk(2, dim=-1).values
-    logprobs = top[..., 0] - logits.logsumexp(-1)
-    said = logprobs, top[..., 0] - top[..., 1]
-    return *_judged(logits.argmax(-1), window, num_drafts, lengths, active), *said
+    logprobs, margins = top[..., 0] - logits.logsumexp(-1), top[..., 0] - top[..., 1]
+    slots = window, num_drafts, lengths, active
+    return *_judged(logits.argmax(-1), *slots), logprobs, margins
 
 
 def _judged(
@@ -76,7 +76,7 @@ def best_of_blocks(logits: Tensor) -> Tensor:
 def accept_best(
     best: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do `accept_rewind` on a row's blocks [B, T, blocks, 5] of all ranks, in order of ids."""
+    """Do `accept_rewind` with the blocks of all ranks [B, T, blocks, 5], in the order of ids."""
     top, second, highest, sums, _ = best.unbind(-1)
     first = top.argmax(-1, keepdim=True)
     margins = top.amax(-1) - top.scatter(-1, first, second.gather(-1, first)).amax(-1)

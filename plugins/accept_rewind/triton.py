@@ -21,9 +21,9 @@ def best_of_block(
 ):  # fmt: skip
     """Program (r, i) summarises block i of row r = slot * TOKENS + token.
 
-    best [B * TOKENS, blocks, 5] contains the largest and second logit that may be emitted, then the
-    largest of all, the sum of exponentials relative to it, and the id of the first one; ties go to
-    the lowest id.
+    best [B * TOKENS, blocks, 5] contains the largest and the second logit of tokens that are not
+    banned, the largest of all, the sum of exponentials relative to it, and the id of the first of
+    the five. Ties go to the lowest id.
     """
     r = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +55,7 @@ def without(x, v, banned_ids, BANNED: tl.constexpr):
 
 @triton.jit
 def best_of_row(best, row, some, blocks, BLOCKS: tl.constexpr):
-    """Join the blocks of rows [R], of which `some` exist, from the output of `best_of_block`.
+    """Join a row's blocks from `best_of_block`, for rows [R], of which `some` exist.
 
     Returns five tensors [R]: the best id, its logit and the second one, the largest of all logits,
     and the sum of exponentials relative to it.

@@ -23,5 +23,5 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
 @define(lambda tail: torch.empty_like(tail), Node("LastInputs"))
 def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
-    """Return the k inputs before token n [B], of tail [B, k, C] then inputs [B, T, C]."""
+    """Return the k inputs before token n [B] of `inputs` [B, T, C], which follow tail [B, k, C]."""
     return take_rows(torch.cat([tail, inputs], dim=1), n, tail.shape[1])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 BLOCK = 32  # inputs that share a scale
 PANEL = 32  # adjacent outputs; the last panel is padded with zeros
-VECTOR = 16  # outputs in a line, with four bytes of each
+VECTOR = 16  # outputs in a line of 64 bytes: four bytes for each output
 
 
 def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -31,11 +31,11 @@ def panels(outputs: int) -> int:
 def packed_values(values: Tensor) -> Tensor:
     """Pack uint8 [.., N, K / 32, bytes] into [.., panels, K / 32, 32 * bytes].
 
-    A line of 64 bytes has four inputs of 16 outputs; in 4 bits the high halves are the next four
-    inputs.
+    A line of 64 bytes has four inputs of 16 outputs. With 4 bits these are the low nibbles; the
+    high nibbles are the next four inputs.
     """
     bits = bits_of(values.shape[-1])
-    if bits == 4:  # two inputs a byte, the even one low -> four low, four high
+    if bits == 4:  # bytes of inputs (0, 1), (2, 3), .. -> bytes of inputs (0, 4), (1, 5), ..
         inputs = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
         groups = inputs.unflatten(-1, (4, 2, 4))  # pair of fours, low or high, input
         values = (groups[..., 0, :] | groups[..., 1, :] << 4).flatten(-2)

@@ -42,15 +42,15 @@ def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
     return emit
 
 
-# fp32 weights have no scales. Without N the weight is [.., K, N], not packed.
+# fp32 weights have no scales. N: outputs of a packed weight; without N the weight is [.., K, N].
 Product = declare_operator(DOMAIN, "Product", "x values scales", N=0)
 Embedding = declare_operator(DOMAIN, "Embedding", "tokens values scales")
 Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
 Cos, Sin, LogSoftmax, ArgMax = (
     declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
 )
-PARTS = "a b c d"  # of a join
-JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)
+PARTS = "a b c d"  # operands of a join
+JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)  # types that can be joined
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -106,5 +106,5 @@ PYTORCH: dict[Any, Callable[..., Any]] = {
     aten.cos.default: lambda x: Cos(x),  # onnxruntime rounds the last size % 4 values differently
     aten.sin.default: lambda x: Sin(x),
     aten.rms_norm.default: rms_norm,
-    aten.log_softmax.int: log_softmax,  # the same bits as a greedy step's log-probabilities
+    aten.log_softmax.int: log_softmax,  # gives the bits of a greedy step's log-probabilities
 }

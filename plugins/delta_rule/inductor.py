@@ -15,8 +15,8 @@ def delta_rule_inductor(
         return outputs, after
     (B, H, K, V), count = state.shape, ba.shape[1]
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
-    # Copied into one tensor, because AOTInductor (torch 2.13) frees the handle of a view that is an
-    # operand of a loop in the first iteration, and reads it in the next.
+    # Joined into one tensor, which is a copy: if a loop's operand is a view, AOTInductor (torch
+    # 2.13) frees its handle in the first iteration and reads it in the second.
     given = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
 
     def more(t: Tensor, *carried: Tensor) -> Tensor:

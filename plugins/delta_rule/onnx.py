@@ -16,7 +16,7 @@ LinearAttention = declare_operator(ONNXRUNTIME, "LinearAttention", OPERANDS, 2, 
 
 def delta_rule_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:
     outputs, after = attend(mixed, ba, rate, bias, state, None)
-    _, heads, _, width = sizes(state)
+    heads, _, width = sizes(state)
     return op.Reshape(outputs, ints(0, 0, heads, width)), after
 
 
@@ -26,7 +26,7 @@ def delta_advance_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n:
 
 def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tuple[Any, Any]:
     """Emit LinearAttention, with a token's heads adjacent; tokens from n [B] on change no state."""
-    _, heads, width, values = sizes(state)
+    heads, width, values = sizes(state)
     keys = (int(mixed.shape[2]) - heads * values) // 2
     borders = (0, keys, 2 * keys, 2 * keys + heads * values)
     q, k, v = (
@@ -58,4 +58,4 @@ def spread(x: Any, groups: int, width: int, heads: int) -> Any:
 
 
 def sizes(state: Any) -> list[int]:
-    return [0, *(int(size) for size in state.shape[1:])]
+    return [int(size) for size in state.shape[1:]]

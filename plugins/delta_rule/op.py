@@ -18,7 +18,7 @@ EPSILON = 1e-6  # added to the squared lengths by which queries and keys are nor
         mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3]),
         torch.empty_like(state),
     ),
-    # `FuseAround` drops a state that nothing reads.
+    # The pass `fuse_neighbours` sets it to 0 if nothing reads the state.
     Node("DeltaRule", attributes=lambda known: {"keeps": 1}),
 )
 def delta_rule(

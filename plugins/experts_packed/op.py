@@ -24,8 +24,8 @@ def experts_packed(
 
     An id of `NOBODY` stands for an expert on another rank and adds nothing. The experts' weights
     are in the layout of `product_packed`, with the experts [X, ..] first. gate_up's panels are 32
-    gates, their ups, the next 32 gates, and so on. With integers the kernels round the inputs of
-    products to int8 per row and block. In fp32 the last panel of gates need not be full.
+    gates, their ups, the next 32 gates, and so on. With integer weights the kernels round the
+    inputs of products to int8 per row and block. With fp32 the last panel of gates may be padded.
     """
     outputs, width = gate_up_values.shape[1] * PANEL, x.shape[-1]
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)

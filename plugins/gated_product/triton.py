@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import Launch, Launches, cdiv, choose_columns, run_launches, tile
 
-INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
+INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
 STAGES = 3  # tiles of weights in flight
 
 

@@ -10,7 +10,7 @@ from mtpbuild.plugins.mla_attention.onnx import attend, ints, mask_rows
 def grouped_attention_onnx(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, groups: int
 ) -> Any:
-    """Emit the op with a group's heads as rows [B, G, H / G * T, D]: its keys are read once."""
+    """Emit the op with a group's heads as rows [B, G, H / G * T, D], to read its keys once."""
     heads, width = int(q.shape[1]), int(q.shape[3])
     rows = op.Mul(op.Reshape(q, ints(0, groups, -1, width)), op.Constant(value_float=scale))
 

@@ -74,7 +74,7 @@ def grouped_rows_write(
     """Do `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
-    If the cache has another type, the rows are rounded to it.
+    If the cache has another type, the rows are rounded to that type.
     """
     sizes = heads, groups, width, eps, plus_one
     q, fresh = grouped_rows(a, q_norm, k_norm, cos, sin, *sizes)

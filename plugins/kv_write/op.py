@@ -1,4 +1,4 @@
-"""kv_write: the only op with which a step changes a cache."""
+"""kv_write: write rows into a cache; steps change caches by this op alone."""
 
 import torch
 from torch import Tensor

@@ -17,9 +17,9 @@ def kv_copy(
     cache,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i) copies block i, BLOCK of the `count` values that slot b writes.
+    """Program (b, i) copies block i of the `count` values that slot b writes.
 
-    A cache row has `width` values.
+    A block has BLOCK values, a cache row `width`.
     """
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

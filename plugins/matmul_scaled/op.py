@@ -2,9 +2,9 @@
 
 A weight [K, N], or a stack of experts [X, K, N], has its inputs first, like an unquantised one:
 
-fp8: values uint8 [K, N] are e4m3, scales fp32 [K / block, N]; usually a block has 128 inputs.
-nvfp4: values uint8 [K / 2, N] are two e2m1, the low nibble first; scales uint8 [K / 16, N] are
-e4m3; scales_2 fp32 [1, N], or [K / 16, 1] if weights are joined along their inputs.
+fp8: values uint8 [K, N] contain e4m3; scales fp32 [K / block, N]. A block usually has 128 inputs.
+nvfp4: values uint8 [K / 2, N] contain two e2m1 each, the low nibble first; scales uint8 [K / 16, N]
+contain e4m3; scales_2 fp32 [1, N], or [K / 16, 1] for weights that were joined along their inputs.
 """
 
 import torch
@@ -54,7 +54,7 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def _floats(codes: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """Convert uint8 codes to fp32 by their bits: some compilers and GPUs lack the types."""
+    """Convert uint8 codes to fp32 by integer operations: some compilers and GPUs lack the types."""
     bits, bias = exponent + mantissa, (1 << exponent - 1) - 1
     size = codes.int() & (1 << bits) - 1
     normal = ((size << 23 - mantissa) + (127 - bias << 23)).view(torch.float32)

@@ -66,7 +66,7 @@ def product_launches(x: Tensor, *weight: Any, dtype: torch.dtype) -> Launches:
 
 @triton.jit
 def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Load the sum of PARTS values at a distance of `apart` values, rounded to `dtype`."""
+    """Load PARTS values, each `apart` values after the last, and return their sum as `dtype`."""
     total = tl.load(at, there, 0.0)
     for i in tl.static_range(1, PARTS):
         total += tl.load(at + i * apart, there, 0.0)
@@ -75,7 +75,7 @@ def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
 
 @by_kernels(matmul_scaled, "matmul_scaled_parts")
 def matmul_scaled_parts(x: Tensor, *weight: Any) -> Tensor:
-    """Multiply as `few_rows` does, but leave the sum over [splits, .., N] to the reader."""
+    """Multiply like `few_rows`, but return the partial sums [splits, .., N]."""
     (parts,) = product_launch(x.contiguous(), *weight).run()
     return parts.unflatten(1, x.shape[:-1])
 
@@ -87,10 +87,10 @@ def few_rows(x: Tensor, *weight: Any) -> Tensor:
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
-    """Run matmul_scaled on a GPU: with the kernel for a step, else like the reference.
+    """Run matmul_scaled on a GPU: by the kernel for a step, else like the reference.
 
-    A step has a fixed number of tokens per slot: in a trace the number of slots may be a symbol,
-    but the number of tokens per slot is a symbol only for a prompt's chunk.
+    In a trace the number of slots may be a symbol, but the number of tokens per slot is a symbol
+    only for a prompt's chunk.
     """
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS

@@ -1,4 +1,4 @@
-"""matmul_wide: x @ W in fp32 for a bf16 head, whose logits would tie if rounded to bf16."""
+"""matmul_wide: x @ W in fp32 for a bf16 head, as logits that are rounded to bf16 often tie."""
 
 import torch
 from torch import Tensor

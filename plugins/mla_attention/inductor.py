@@ -9,7 +9,7 @@ from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.mla_attention.op import floored_softmax, mla_attention
 from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
-Pair = tuple[Tensor, Tensor]  # of the cache's rows and of the fresh ones
+Pair = tuple[Tensor, Tensor]  # for the cache's rows, and for the fresh rows
 
 
 def mla_attention_inductor(*operands: Any) -> Tensor:
@@ -33,7 +33,7 @@ def mla_attention_inductor(*operands: Any) -> Tensor:
 
 
 def attend_apart(rows: Tensor, keys: Pair, values: Pair, masks: Pair, dtype: torch.dtype) -> Tensor:
-    """Mix the values of old and new rows in one softmax, without a copy that joins them.
+    """Mix the values of the cache's and the fresh rows by one softmax, without joining the rows.
 
     rows: scaled queries. masks: which rows are seen. dtype: of the softmax.
     """

@@ -11,7 +11,7 @@ from mtpbuild.plugins.mla_attention.op import FLOOR, holds_rows, mla_attention
 
 
 def mla_attention_onnx(*operands: Any) -> Any:
-    """Emit the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
+    """Emit the op with heads as rows [B, 1, H * T, C], to read the cache once for all heads.
 
     `chosen` becomes a mask: all rows are read.
     """
@@ -19,8 +19,8 @@ def mla_attention_onnx(*operands: Any) -> Any:
     q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     heads, width = int(q.shape[1]), int(q.shape[3])
     rows = op.Mul(op.Reshape(q, ints(0, 1, -1, width)), op.Constant(value_float=scale))
-    if beside := int(cache.shape[3]) - width:  # values of a row that are not part of its key
-        rows = op.Pad(rows, ints(0, 0, 0, 0, 0, 0, 0, beside))
+    if extra := int(cache.shape[3]) - width:  # values of a row that are not part of its key
+        rows = op.Pad(rows, ints(0, 0, 0, 0, 0, 0, 0, extra))
     if chosen is None:
         masks = mask_rows(cache, fresh, base, first, heads, op.Shape(q, start=2, end=3))
     else:
@@ -31,9 +31,9 @@ def mla_attention_onnx(*operands: Any) -> Any:
 
 
 def attend(rows: Any, masks: Sequence[Any], blocks: Sequence[Any], split: Any) -> Any:
-    """Mix values by one softmax over blocks of rows, one for each additive mask.
+    """Mix values by one softmax over blocks of rows; each block has an additive mask.
 
-    rows: scaled queries. split: returns the keys and the values of a block.
+    rows: scaled queries. split: returns a block's keys and values. Blocks without mask are skipped.
     """
     halves = [split(block) for _, block in zip(masks, blocks, strict=False)]
     scores = [
@@ -57,9 +57,9 @@ def count_rows(rows: Any) -> Any:
 
 
 def mask_rows(cache: Any, fresh: Any, base: Any, first: Any, heads: int, tokens: Any) -> list[Any]:
-    """Return masks over the cache's rows and over the fresh ones; one if the cache has these.
+    """Return masks over the cache's rows and over the fresh rows.
 
-    If the fresh rows have just been written into the cache, one block of scores is enough.
+    If the fresh rows have just been written into the cache, the first mask is enough.
     """
     if holds_rows(cache, fresh):
         return [mask_later_rows(count_rows(cache), op.Add(base, first), heads, tokens)]
@@ -71,15 +71,15 @@ def mask_rows(cache: Any, fresh: Any, base: Any, first: Any, heads: int, tokens:
 def mask_later_rows(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
     """Return an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
 
-    Without `tokens` all queries see the same rows, and the mask is [B, 1, 1, rows]. It is the same
-    in every layer, so merging common subexpressions leaves one.
+    Without `tokens` all queries see the same rows, and the mask is [B, 1, 1, rows]. Masks are equal
+    in all layers, so that merging common subexpressions leaves one.
     """
     visible = op.Reshape(last, ints(-1, 1, 1, 1))
     if tokens is not None:
         visible = op.Add(visible, op.Unsqueeze(count_up(tokens), ints(1)))  # [B, 1, T, 1]
     seen = op.LessOrEqual(count_up(rows), visible)
-    one = op.Where(seen, op.Constant(value_float=0.0), op.Constant(value_float=-math.inf))
-    return one if tokens is None or heads == 1 else op.Concat(*[one] * heads, axis=2)
+    mask = op.Where(seen, op.Constant(value_float=0.0), op.Constant(value_float=-math.inf))
+    return mask if tokens is None or heads == 1 else op.Concat(*[mask] * heads, axis=2)
 
 
 def mask_others(cache: Any, fresh: Any, base: Any, heads: int, chosen: Any) -> list[Any]:

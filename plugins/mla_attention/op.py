@@ -16,17 +16,17 @@ FLOOR = 1e-32
 def floored_softmax(scores: Tensor) -> Tensor:
     """Compute a softmax over the last axis with no weight below `FLOOR` times the largest.
 
-    This is for CPUs. Smaller weights do not change an fp32 sum. But in a trained model's sharp
-    attention they are often subnormal numbers, on which an operation costs a CPU a hundred cycles:
-    they took half of a step's time. Masked scores (-inf) are raised, too, so masked rows must be
-    finite.
+    This is for CPUs. Smaller weights do not change an fp32 sum. But they are often subnormal
+    numbers, on which an operation takes a CPU a hundred cycles: in a trained model's sharp
+    attention they took half of a step's time. Masked scores (-inf) are raised, too, so masked rows
+    must be finite.
     """
     least = scores.amax(-1, keepdim=True) + math.log(FLOOR)
     return torch.maximum(scores, least).softmax(-1)
 
 
 def seen_rows(rows: int, fresh_rows: int, base: Tensor, first: Tensor, tokens: int) -> Tensor:
-    """Return which of the cache's rows, then of the fresh ones, each token sees: [B, T, S + F]."""
+    """Return which rows of the cache, then which fresh rows, each token sees: [B, T, S + F]."""
     last = first[:, None] + torch.arange(tokens, device=base.device)
     old = (torch.arange(rows, device=base.device) < base[:, None])[:, None].expand(-1, tokens, -1)
     new = torch.arange(fresh_rows, device=base.device) <= last[..., None]
@@ -36,8 +36,8 @@ def seen_rows(rows: int, fresh_rows: int, base: Tensor, first: Tensor, tokens: i
 def holds_rows(cache: Any, fresh: Any) -> bool:
     """Return whether the fresh rows of an ONNX graph have just been written into this cache.
 
-    They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
-    its own instead; its result is not used.
+    They start at the slot's base. An idle slot's fresh rows are elsewhere, so its queries see its
+    old rows instead; their result is not used.
     """
     writer = cache.producer()
     if writer is None:
@@ -50,7 +50,7 @@ def holds_rows(cache: Any, fresh: Any) -> bool:
 
 
 def latent_layout(known: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attributes for rows of one key for all heads, whose first values are its value."""
+    """Return the node's attributes for rows of one key for all heads, whose start is its value."""
     written = holds_rows(known["cache"], known["fresh"])
     return {"groups": 1, "values": 0, "written": int(written)}
 
@@ -75,8 +75,8 @@ def mla_attention(
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
-    chosen [B, T, k] int64: each query sees only the rows at these positions, as returned by
-    `choose_rows`. Rows may then be wider than C.
+    chosen [B, T, k] int64: positions from `choose_rows`; each query sees only the rows there. Rows
+    may then be wider than C.
 
     Rows of the cache from base on are masked (on a CPU they have weight `FLOOR` and must be
     finite), so it does not matter whether the fresh rows have been written there yet. Queries,

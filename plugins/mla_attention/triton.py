@@ -19,8 +19,8 @@ from mtpbuild.plugins.launch import (
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * MULTIPROCESSORS
-LEAST_ROWS = 24  # a split has at least so many committed rows for each block of query rows
-MOST_OF_LEAST = 64  # upper limit of that minimum; each split writes sums for every query row
+LEAST_ROWS = 24  # minimum of a split's committed rows, times the number of blocks of query rows
+MAX_LEAST_ROWS = 64  # upper limit of that product; each split writes sums for every query row
 OPEN_ROWS = 512  # rows of capacity per split in a symbolic batch: each slot needs memory for sums
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -40,9 +40,9 @@ def mla_partial(
     A slot's committed rows are distributed evenly over as many splits as give the launch WANTED
     programs, but each split has at least LEAST rows. So a slot's cost depends on its rows, not on
     its capacity. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is
-    normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the
-    weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied to
-    shared memory STAGES - 1 tiles ahead; tiles of the few fresh rows are not.
+    normalised within the split; lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the sum
+    of weights. A split without rows writes only its lse, -inf. The cache's tiles are copied to
+    shared memory STAGES - 1 tiles ahead, tiles of the few fresh rows are not.
 
     With `chosen`, a block's query rows are heads of one token. Its COUNT positions are distributed
     over the splits, and a split reads the rows at its positions. Rows have WIDTH values.
@@ -69,13 +69,13 @@ def mla_partial(
     mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
     length = tl.load(base + b).to(tl.int32)
     used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
-    dealt = length
+    total = length
     if chosen is not None:
-        dealt = COUNT
-    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(dealt, LEAST)), 1)
-    share = tl.cdiv(dealt, used)
+        total = COUNT
+    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(total, LEAST)), 1)
+    share = tl.cdiv(total, used)
     begin = split * share
-    end = tl.minimum(begin + share, dealt)
+    end = tl.minimum(begin + share, total)
     old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
     if chosen is not None:
         own, newest = chosen + (b * TOKENS + token) * COUNT, length + fresh_rows - 1
@@ -121,8 +121,8 @@ def _at_places(
 ):  # fmt: skip
     """Return pointers to a tile's chosen rows, and which of them are seen.
 
-    The first place is always seen, and positions are clamped: an idle slot may have any positions,
-    but its result must be finite.
+    An idle slot may have any positions, but its result must be finite. So the first place is always
+    seen, and positions are clamped.
     """
     j = n + tl.arange(0, BLOCK_N)
     place = tl.load(own + j, j < end, -1)
@@ -205,9 +205,9 @@ def mla_combine(
 def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
     """Choose tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
 
-    Returns the kernel's constants and its warps. The constants are keys per iteration, stages (one
-    more than the tiles of keys in shared memory), latents per product of scores, and the products'
-    precision. More query rows per program would not fit into registers (docs/gpu-kernels.md).
+    Returns the kernel's constants and its warps. BLOCK_N is the number of keys per iteration, CHUNK
+    that of latents per product of scores. STAGES is one more than the tiles of keys in shared
+    memory. More query rows per program would not fit into registers (docs/gpu-kernels.md).
     """
     latent, constants = tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
@@ -220,7 +220,7 @@ def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tupl
 
 
 def _count_splits(slots: int, blocks: int, capacity: int, least: int) -> int:
-    """Return the maximum of splits per slot; a symbolic batch counts as one slot, with fewer."""
+    """Return the maximum of splits per slot; with a symbolic number of slots it is lower."""
     if isinstance(slots, int):
         return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
     return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
@@ -241,14 +241,14 @@ def mla_attention_launches(
     if shared is None:
         shared = shared_memory(q.device)
     constants, warps = _choose_tiles(rank, rope, known["cache"].dtype, shared)
-    blocks, dealt, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
+    blocks, total, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
     if chosen is not None:
-        blocks, dealt = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
-        count = dealt
+        blocks, total = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
+        count = total
     if least is None:
-        least = min(MOST_OF_LEAST, LEAST_ROWS * blocks)
+        least = min(MAX_LEAST_ROWS, LEAST_ROWS * blocks)
     if splits is None:
-        splits = _count_splits(B, blocks, dealt, least)
+        splits = _count_splits(B, blocks, total, least)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, rank)
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)

@@ -8,7 +8,7 @@ from mtpbuild.plugins.rope.op import rope
 
 
 def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor) -> Tensor:
-    """Return an empty tensor like the queries; q may be a product's parts [splits, B, T, ..]."""
+    """Return an empty tensor like the queries; q may be partial sums [splits, B, T, ..]."""
     B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
     return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
 

@@ -12,7 +12,7 @@ from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import rotated_sum
 
-INPUTS = 128  # bytes of a row's inputs at a time: with more, fp32 tiles would not fit into a plugin
+INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
 MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
 STAGES = 3  # tiles of weights in flight
 
@@ -28,7 +28,7 @@ def absorbed_query(
 ):  # fmt: skip
     """Program (h, j, i) computes column block j of head h's queries for block i of the tokens.
 
-    The programs of the last j compute the rotary values. ROTARY is ROPE rounded up to a power of
+    The programs with the last j compute the rotary values. ROTARY is ROPE rounded up to a power of
     two. Each row of q is the sum of PARTS rows.
     """
     h = tl.program_id(0)
@@ -115,7 +115,7 @@ def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
 def mla_queries_launches(*operands: Any) -> Launches:
     """Return the launch of mla_queries.
 
-    q: may be a split product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    q: may be the partial sums [splits, B, T, ..] of a product in fp32.
     """
     known = bind(mla_queries, operands)
     q, w_uk, cos = known["q"], known["w_uk"], known["cos"]

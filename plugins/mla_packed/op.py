@@ -1,4 +1,4 @@
-"""mla_packed: `mla_queries`, `mla_attention` and `mla_values` in one, with packed projections."""
+"""mla_packed: `mla_queries`, `mla_attention` and `mla_values` in one op, with packed weights."""
 
 from torch import Tensor
 

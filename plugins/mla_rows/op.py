@@ -12,7 +12,7 @@ NODE = Node("LatentRows", renamed={"eps": "epsilon"}, typed="cache")
 
 
 def empty_rows(a: Tensor, kv_norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty tensors like the results; a may be a product's parts [splits, B, T, ..]."""
+    """Return empty tensors like the results; a may be partial sums [splits, B, T, ..]."""
     (B, T, width), kept = a.shape[-3:], kv_norm.shape[0] + 2 * cos.shape[-1]
     return kv_norm.new_empty(B, T, width - kept), kv_norm.new_empty(B, 1, T, kept)
 
@@ -27,11 +27,11 @@ def mla_rows(
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate a [B, T, Q + kv_lora_rank + R]: query part, latent, rotary key.
+    """Split a [B, T, Q + kv_lora_rank + R] into query part, latent and rotary key, and finish them.
 
-    q_norm [Q] and kv_norm [kv_lora_rank] are weights of RMSNorms, which compute in fp32; without
-    q_norm the query part is unchanged. cos, sin [B, T, R / 2] fp32. Returns the query input
-    [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: DeepSeek-V3
+    Query part and latent get RMSNorms in fp32 with weights q_norm [Q] and kv_norm [kv_lora_rank];
+    without q_norm the query part is unchanged. cos, sin [B, T, R / 2] fp32 rotate the key. Returns
+    the query input [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: DeepSeek-V3
     (arXiv:2412.19437), section 2.1.1.
     """
     rank, rotary = kv_norm.shape[0], 2 * cos.shape[-1]
@@ -59,7 +59,7 @@ def mla_rows_write(
     """Do `mla_rows`, then `kv_write` of its rows into a cache [B, 1, S, C] from row start [B] on.
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
-    If the cache has another type, the rows are rounded to it.
+    If the cache has another type, the rows are rounded to that type.
     """
     q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
     rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones

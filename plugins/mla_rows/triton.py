@@ -68,7 +68,7 @@ def rotated_sum(
     of, apart, cos, sin, r, there,
     PARTS: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Load values r of rotary rows, which are sums of PARTS rows, and rotate them."""
+    """Load values r of rotary rows, each of which is the sum of PARTS rows, and rotate them."""
     pair, other, sign = partner_of(r, ROPE, INTERLEAVED)
     own = sum_of_parts(of + r, there, apart, PARTS, dtype)
     partner = sum_of_parts(of + other, there, apart, PARTS, dtype)
@@ -91,8 +91,7 @@ def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
 def rows_launch(op: CustomOpDef, operands: Sequence[Any]) -> Launch:
     """Return the launch of `mla_rows`; the kernel also writes the rows into a cache, if given.
 
-    The first operand may be a split product's parts [splits, B, T, ..] in fp32, which the kernel
-    sums.
+    The first operand may be the partial sums [splits, B, T, ..] of a product in fp32.
     """
     known = {"cache": None, "start": None} | bind(op, operands)
     a, kv_norm, cos, cache = (known[name] for name in ("a", "kv_norm", "cos", "cache"))

@@ -9,9 +9,9 @@ from torch import Tensor
 from mtpbuild.plugins.definition import KEPT, Node, define
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
-MAX_TOKENS = 256  # of the kernel
-PADDED_TOKENS = 64  # given at a time to a kernel with fixed sizes
-NOBODY = -1
+MAX_TOKENS = 256  # per call of the kernel
+PADDED_TOKENS = 64  # per call of a kernel with fixed sizes
+NOBODY = -1  # the id of an expert on another rank
 
 
 def empty_routes(logits: Tensor, experts: int, always: int) -> tuple[Tensor, Tensor]:
@@ -35,10 +35,10 @@ def moe_route(
 
     k is `experts` + `always`: every token also gets the shared experts X, X + 1, .. with weight 1.
 
-    Biased scores select the experts, unbiased scores are their weights. Only the `kept_groups` of
-    `groups` equal groups with the largest sum of their two best biased scores are searched. Ids are
-    in order of falling biased score; ties go to the lowest id. Source: DeepSeek-V3
-    (arXiv:2412.19437), section 2.1.2.
+    Biased scores select the experts, unbiased scores are their weights. The experts are divided
+    into `groups` equal groups. Only the `kept_groups` groups are searched whose two best biased
+    scores have the largest sums. Ids are in order of falling biased score; ties go to the lowest
+    id. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
     scores = logits.sigmoid()
     biased = scores + bias
@@ -82,7 +82,7 @@ def moe(
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
-    like any other. The kernel takes up to `MAX_TOKENS` tokens; most: bound of a symbolic number.
+    like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
     """
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
@@ -96,7 +96,7 @@ def moe(
 def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None) -> Tensor:
     """Run `moe` for any number of tokens, in pieces that its kernel takes.
 
-    If the kernel has fixed sizes, a symbolic number of tokens is padded to its largest value with
+    If the kernel has fixed sizes, a symbolic number of tokens is padded to its upper bound with
     copies of the first token.
     """
     tokens, fixed = x.shape[0], KEPT.get().fixed_sizes

@@ -73,8 +73,8 @@ def pairs_of_tokens(
 ):  # fmt: skip
     """Return the indices of each token's pairs [TOKENS, WIDE], padded with `count`.
 
-    The kernels load the ids themselves: if this function loaded them for use in an address, the
-    compiler would assume that it writes to the pointer, and copy the tensor.
+    The kernels load the ids themselves: if this function loaded them to compute an address, PyTorch
+    would assume that it writes to them, and copy the tensor.
     """
     m, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDE)[None, :]
     p = m * CHOSEN + k
@@ -83,7 +83,7 @@ def pairs_of_tokens(
 
 @triton.jit
 def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
-    """Count an expert's pairs; return 1 if one block holds all, so that there is no loop."""
+    """Count an expert's pairs; return 1 if one block always holds them, so that there's no loop."""
     if pairs.shape[0] <= BLOCK_M:
         number: tl.constexpr = 1
     else:
@@ -93,10 +93,10 @@ def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def next_rows(pairs, count, done, BLOCK_M: tl.constexpr):
-    """Return the next BLOCK_M pairs after the first `done` ones, or `count`.
+    """Return the BLOCK_M pairs after the first `done`, padded with `count`, and marks of tokens.
 
-    pairs [TOKENS]: each token's pair with the expert, or `count`. The second result [BLOCK_M,
-    TOKENS] marks their tokens.
+    pairs [TOKENS]: each token's pair with the expert, or `count`. The marks [BLOCK_M, TOKENS] are
+    true where a returned pair is the token's.
     """
     number = tl.cumsum((pairs < count).to(tl.int32), 0) - 1
     wanted = done + tl.arange(0, BLOCK_M)
@@ -143,7 +143,7 @@ def gate_rows(
     sums, inner, rows, count,
     INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Write silu(gate) * up for the rows of some pairs; gates and ups are sums of SPLITS rows."""
+    """Write silu(gate) * up for the pairs `rows`; gates and ups are sums over SPLITS."""
     i = tl.arange(0, ROW)[None, :]
     there = (rows < count)[:, None] & (i < INNER)
     at = sums + rows[:, None] * (2 * INNER) + i

@@ -1,4 +1,4 @@
-"""rotary_rows: compute the angles and row numbers that all layers of a pass read, once."""
+"""rotary_rows: compute once the angles and row numbers that all layers of a pass read."""
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ def rotary_rows(
 
     A slot that is not active ([B] bool) is placed at `end`, and its base is 0. Returns five
     tensors: cos and sin [B, tokens, R / 2] fp32 of position * inv_freq [R / 2], times scale; base
-    [B], the number of cache rows that all tokens see; place [B], the first cache row that fresh
-    rows are written to; and first [B], the last fresh row that the first token sees (the offset).
+    [B], the number of cache rows that all tokens see; place [B], the cache row to which the first
+    fresh row is written; and first [B], the last fresh row that the first token sees (the offset).
     """
     base, place = start.clone(), start.clone()
     if active is not None:

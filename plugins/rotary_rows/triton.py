@@ -17,7 +17,7 @@ def place_token(
     cos, sin, base, place, first,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n writes the angles of token n of all slots; a slot's first also writes row numbers.
+    """Program n writes the angles of token n of all slots; a slot's first writes row numbers, too.
 
     WIDE is PAIRS rounded up to a power of two.
     """

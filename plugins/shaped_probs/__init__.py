@@ -1,1 +1,1 @@
-"""The distribution that a request samples from, and the token drawn from it by a number."""
+"""The distribution that a request samples from, and drawing a token from it."""

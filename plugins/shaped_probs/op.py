@@ -1,4 +1,4 @@
-"""shaped_probs: from logits to the distribution that a request samples from, and to a token.
+"""shaped_probs: turn logits into the distribution that a request samples from; draw a token.
 
 The reference is plain PyTorch that every target can trace. V is the size of the vocabulary.
 """
@@ -18,9 +18,9 @@ SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape 
 def shaped_probs(logits: Tensor, controls: Controls) -> Tensor:
     """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
-    top-p applies to the tokens that top-k has kept, min-p is relative to the largest probability.
-    Each filter is a threshold, so tokens that tie with the last one kept are kept, too. A greedy
-    row (temperature 0) becomes the plain softmax.
+    top-p applies to the tokens that top-k has kept; min-p is relative to the largest probability.
+    Each filter is a threshold, so tokens that tie with the last kept token are kept, too. A greedy
+    row (temperature 0) gets the plain softmax.
     """
     temperature, top_k, top_p, min_p = (controls[name][:, None, None] for name in SHAPING)
     sampled = temperature > 0
@@ -53,16 +53,16 @@ def _filter(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Ten
 
 
 def _normalise(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
-    """Normalise p as `_filter` does: a request's p must not depend on other requests' filters."""
+    """Normalise p, as `_filter` does: p must not depend on whether other requests have filters."""
     return (p / p.sum(-1, keepdim=True),)
 
 
 def draw(p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], by token id.
+    """Return the token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], and its margin.
 
-    Also returns the distance of the uniform to the border of the token's cell: with a larger
-    rounding difference another target may draw another token. p need not be normalised, but must
-    not be all zero.
+    The CDF is over token ids; each token has a cell as wide as its probability. The margin is the
+    distance of the uniform number to the border of its cell: another target may draw another token
+    if its rounding differs by more. p need not be normalised, but must not be all zero.
     """
     cdf = p.cumsum(-1)
     total = cdf[..., -1:]

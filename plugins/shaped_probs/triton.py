@@ -16,7 +16,7 @@ from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, run_launches
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
-ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
+ONE_BITS = tl.constexpr(0x3F800000)  # the float 1.0; positive floats have the order of their bits
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def weights_of(
     row, v, vocab, temperature, highest, early, bans,
     BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Return exponentials of the ids' logits relative to the largest; 0 for banned ids."""
+    """Return exp(logit / temperature - highest) of the ids v; 0 for banned ids."""
     x = tl.load(row + v, v < vocab, float("-inf"))
     if early:
         x = without(x, v, bans, BANNED)

@@ -46,8 +46,8 @@ def choose_rows_onnx(*operands: Any) -> Any:
     found, _ = op.TopK(op.Where(there, position, after_all), most, axis=-1, largest=0)
     none = op.Constant(value_int=NONE)
     found = op.Where(op.Equal(found, after_all), none, found)
-    left = op.Concat(ints(0, 0, 0, 0, 0), op.Sub(ints(count), most), axis=0)
-    return op.Pad(found, left, none)
+    padding = op.Concat(ints(0, 0, 0, 0, 0), op.Sub(ints(count), most), axis=0)
+    return op.Pad(found, padding, none)
 
 
 def slice_keys(rows: Any, size: int) -> Any:
@@ -58,7 +58,7 @@ def slice_keys(rows: Any, size: int) -> Any:
 
 
 def visible(rows: Any, every: Any, tokens: Any, base: Any, first: Any) -> Any:
-    """Return which rows each token may choose [B, T, N]: the cache's, then the fresh ones."""
+    """Return which rows of the cache, then which fresh rows, each token may choose: [B, T, N]."""
     place = count_up(every)
     old = op.Less(place, op.Unsqueeze(base, ints(1, 2)))  # [B, 1, N]
     last = op.Add(op.Unsqueeze(first, ints(1, 2)), op.Unsqueeze(count_up(tokens), ints(1)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.rope.op import rope
 
-NONE = -1  # padding, if a token sees fewer rows than it may choose
+NONE = -1  # padding for a token that sees fewer rows than it may choose
 
 
 @define(lambda a: torch.empty_like(a), Node("IndexKeys", renamed={"eps": "epsilon"}))
@@ -77,7 +77,7 @@ def sort_positions(position: Tensor, there: Tensor, count: int) -> Tensor:
 
 
 def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Tensor:
-    """Return which of the cache's rows, then of the fresh ones, are chosen: [B, T, S + F] bool.
+    """Return which rows of the cache, then which fresh rows, are chosen: [B, T, S + F] bool.
 
     chosen [B, T, k]: positions; those from base [B] on are fresh rows.
     """

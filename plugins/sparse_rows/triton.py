@@ -103,11 +103,11 @@ def best_rows(
 ):  # fmt: skip
     """Program n chooses the COUNT positions with the highest scores for token n of all slots.
 
-    `border` becomes the COUNT-th largest score; of scores equal to it the lowest positions are
-    chosen. Its bits are found two at a time: the highest ones with which at least COUNT scores
-    still reach the border. The search ends early if exactly COUNT scores reach it. The kernel calls
-    no function that computes addresses of results, since PyTorch would take all that such a
-    function reads for written.
+    The search finds `border`, the COUNT-th largest score. Each round sets its next two bits to the
+    highest values with which at least COUNT scores reach the border; the search ends early if
+    exactly COUNT scores reach it. Of scores equal to the border, those at the lowest positions are
+    chosen. No function that the kernel calls may compute addresses of results: PyTorch would assume
+    that such a function writes all that it reads.
     """
     n = tl.program_id(0).to(tl.int64)
     b, t = n // tokens, (n % tokens).to(tl.int32)

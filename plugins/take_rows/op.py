@@ -1,4 +1,4 @@
-"""take_rows: consecutive rows of each slot, from a start per slot."""
+"""take_rows: consecutive rows of each slot, from the slot's own start on."""
 
 import torch
 from torch import Tensor

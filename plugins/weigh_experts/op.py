@@ -8,10 +8,10 @@ from mtpbuild.plugins.definition import Node, define
 
 @define(lambda x: torch.empty_like(x), Node("Weigh"))
 def weigh_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: int, always: int) -> Tensor:
-    """Weight x [.., X * I], I numbers for each of X = `experts` experts, by `moe_route`'s results.
+    """Multiply each expert's I numbers of x [.., X * I] by the expert's weight; X = `experts`.
 
-    weights and int32 ids [.., k]. An expert that is not among the ids has weight 0; the last
-    `always` experts, which are shared, have weight 1.
+    weights and int32 ids [.., k] are results of `moe_route`. An expert that is not among the ids
+    has weight 0; the last `always` experts, which are shared, have weight 1.
     """
     every = weights.new_zeros(*weights.shape[:-1], experts - always)
     every = every.scatter(-1, ids.long(), weights)

@@ -2,17 +2,17 @@
 // queries.
 //
 // Positions are always split at multiples of CHUNK and SPLIT. Within a split the softmax is
-// rescaled chunk by chunk; splits are folded in ascending order. Scores are chains of fma over a
-// row's numbers, values over rows, in ascending order. Positions that a lane does not see are left
-// out, so a lane's result depends only on its own query and the rows that it sees. An infinite or
-// NaN score makes the result NaN.
+// rescaled chunk by chunk; splits are folded in ascending order. A score is a chain of fma over a
+// row's numbers, a mixed value is one over the rows, both in ascending order. Positions that a lane
+// does not see are left out, so a lane's result depends only on its own query and the rows that it
+// sees. An infinite or NaN score makes the result NaN.
 #pragma once
 #include "kernels.h"
 #include "maths.h"
 
 namespace {
 
-constexpr float LOWEST = -3.0e38f;    // before any score; finite, so that it can be subtracted
+constexpr float LOWEST = -3.0e38f;    // the maximum of no scores; finite, as it is subtracted
 constexpr float FLOOR = -73.682724f;  // log(1e-32), so that no weight is a subnormal number
 
 template <int KEYS>
@@ -27,7 +27,7 @@ void scores(const mtp::Attention& a, const float* rows, float* out) {
   for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
 }
 
-// The rows of a chunk that each lane sees. Lanes that see any position see those before `common`.
+// The rows of a chunk that each lane sees. A lane that sees any position sees all before `common`.
 struct Seen {
   int64_t count, common;
   Floats visible;
@@ -65,8 +65,8 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
   for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
 }
 
-// Returns the adjacent rows of a chunk: in the cache, among the fresh rows, or copied if the chunk
-// has both or the cache is bfloat16.
+// Returns a pointer to a chunk's rows, which are adjacent: in the cache, in the fresh rows, or in
+// `copy` if the chunk has rows of both or the cache is bfloat16.
 inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
   if (end <= a.base && a.cache) return a.cache + at * a.stride;
   if (at >= a.base) return a.fresh + (at - a.base) * a.stride;

@@ -32,7 +32,7 @@ struct Attention : Usual {
     attend(call, job, call.input(3), call.input(4), call.input(5, true), y);
   }
 
-  // Does the same with operands of another operator.
+  // Attends for another operator, with that operator's operands.
   void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
               const Tensor& base, const Tensor& first, const Tensor& chosen, float* y) const {
     attend(call, Job(*this, q, cache, fresh), base, first, chosen, y);
@@ -116,8 +116,8 @@ struct Attention : Usual {
   }
 
   // Attends in splits, with `blocks` partial results of 16 lanes each, and folds the splits in
-  // ascending order. Each of `count` jobs is a task; if they are few, each of its splits is one.
-  // Sums are the same.
+  // ascending order. Each of `count` jobs is a task; if there are few jobs, each split of a job is
+  // a task. The sums are the same.
   template <class S, class A, class F>
   void in_splits(Call& call, int64_t count, int64_t blocks, int64_t most, int64_t work,
                  const S& splits, const A& attend, const F& finish) const {

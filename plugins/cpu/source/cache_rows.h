@@ -35,7 +35,7 @@ struct Angles {
 // [B, 1, F, R], whose positions follow those of a slot's rows in the cache.
 struct Rows {
   Tensor cache, fresh;
-  int64_t stride, old, count;  // numbers of a row; rows of a slot in the cache, and fresh ones
+  int64_t stride, old, count;  // numbers in a row; a slot's rows in the cache; its fresh rows
   bool halves;                 // the cache is bfloat16
 
   Rows(const char* op, const Tensor& cache, const Tensor& fresh, int64_t slots)
@@ -63,12 +63,12 @@ struct Rows {
   }
 };
 
-// Cache rows: fresh [slots, 1, tokens, width].
+// The sizes of fresh rows [slots, 1, tokens, width].
 struct Fresh {
   int64_t slots, tokens, width;
 };
 
-// Result 2: a cache [slots, 1, S, width] with the fresh rows from row start [slots] on. It is
+// Writes result 2: a cache [slots, 1, S, width] with the fresh rows from start [slots] on. It is
 // updated in place if input and output are bound to the same memory. With a bfloat16 cache the
 // fresh rows are rounded, too, so that a step reads the same values as later steps.
 template <class C>

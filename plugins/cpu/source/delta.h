@@ -12,10 +12,10 @@ constexpr int TOGETHER = 2;
 #endif
 static_assert(mtp::COLUMNS % (16 * TOGETHER) == 0);
 
-// Runs token t for some columns: updates the state, reads it for the token's query, and puts into
-// `retrieved` what the next token's key reads. Every number has one total, to which keys add in
-// order. A token loads and stores each number of the state once, which limits its speed: the state
-// of 64 columns fills a first-level cache.
+// Runs token t for some columns: updates the state, reads it by the token's query into `out`, and
+// reads it by the next token's key into `retrieved`. Each number read is one total, to which keys
+// add in order. A token loads and stores each number of the state once, which limits its speed: the
+// state of 64 columns fills a first-level cache.
 template <bool KEEPS, bool ASKS, bool GOES_ON>
 void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t reads, float* to,
                  int64_t writes, Floats* retrieved, float* out) {

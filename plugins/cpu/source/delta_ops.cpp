@@ -78,7 +78,7 @@ struct LastInputs : Usual {
 };
 
 // The operands, as defined in plugins/delta_rule/op.py: mixed [B, T, 2 G K + H V], ba [B, T, 2 H],
-// rate [H], bias [H], state [B, H, K, V]; n [B] if tokens from n on change nothing.
+// rate [H], bias [H], state [B, H, K, V]. DeltaAdvance has n [B]: tokens from n on change nothing.
 struct DeltaJob {
   Tensor mixed, ba, rate, bias, state, n, begins;
   int64_t slots, tokens, heads, width, values, groups, each;
@@ -112,7 +112,7 @@ struct DeltaJob {
     return std::max<int64_t>(0, min(tokens, n.data<int64_t>()[slot]));
   }
 
-  // Computes normalised queries and keys, and decays and shares from a and b.
+  // Computes normalised keys, normalised queries if `asks`, decays from a, and shares from b.
   void prepare(const Kernels& k, Call& call, bool asks) {
     int64_t rows = slots * tokens, size = groups * width;
     if (asks) queries = scratch<float>(rows, size);
@@ -193,7 +193,7 @@ struct DeltaRule : Usual {
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, maybe(BOOL)};
   static constexpr Operand results[] = {FLOAT, maybe(FLOAT)};
   using Usual::Usual;
-  bool keeps = from.flag("keeps");  // whether there is the second result
+  bool keeps = from.flag("keeps");  // whether the second result exists
 
   void compute(Call& call) const override {
     DeltaJob job(name, call, false);

@@ -1,9 +1,9 @@
 // Products with fp32 weights: y[n] = fma(x[k], w[k][n], y[n]), k ascending, one total per output.
 //
 // A tile has enough totals to hide the latency of an addition: a single row uses several panels at
-// once, more rows share the loads of one or two panels. Many rows are multiplied by one stretch of
-// inputs after another, whose weights stay in the cache; the result holds the totals in between. A
-// step's few rows are bound by the weights' bytes, a prompt's by the multiplications.
+// once, more rows share the loads of one or two panels. Many rows are multiplied in stretches of
+// inputs, so that a stretch's weights stay in the cache; between stretches the totals are in the
+// result. A step's few rows are bound by the weights' bytes, a prompt's by the multiplications.
 #pragma once
 #include "products.h"
 

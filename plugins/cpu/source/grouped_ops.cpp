@@ -1,4 +1,4 @@
-// Grouped-query attention's work between its product and its attention.
+// The part of grouped-query attention between its projections and the attention itself.
 #include "cache_rows.h"
 #include "registry.h"
 

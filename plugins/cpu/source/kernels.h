@@ -38,10 +38,9 @@ struct Panel {
   int64_t blocks;
 };
 
-// An fp32 weight: 32 outputs of an input are adjacent. Panels, [inputs][32] each, are `panel`
-// numbers apart, and inputs `input` numbers: 32 * inputs and 32 if the build has packed the weight.
-// Rows [inputs][outputs] are panels, too: 32 and `outputs` numbers apart; the last panel's lines
-// may then be shorter than 32.
+// An fp32 weight in panels of 32 outputs. Two panels are `panel` numbers apart, two inputs of a
+// panel `input` numbers. These are 32 * inputs and 32 in a packed weight [panels][inputs][32]. They
+// are 32 and `outputs` in a weight [inputs][outputs], whose last panel may have fewer outputs.
 struct FloatPanels {
   const float* values;
   int64_t inputs, panel, input;
@@ -67,9 +66,9 @@ struct Partial {
   float* mixed;    // [latent][LANES]
 };
 
-// The delta rule of some tokens for COLUMNS values of a head. Queries and keys of tokens are
-// `stride` numbers apart, decays and shares `heads`, rows of `state` `reads` and of `after`
-// `writes`.
+// The delta rule of some tokens for COLUMNS values of a head. Distances, in numbers: `stride` from
+// a token's query or key to the next token's, `heads` for decays and shares, `reads` from a row of
+// `state` to the next, `writes` for rows of `after`.
 constexpr int64_t COLUMNS = 64;
 struct Delta {
   const float *queries, *keys;   // [tokens, .. width]; without queries there are no outputs
@@ -106,8 +105,8 @@ struct Kernels {
   void (*sigmoid)(const float* x, int64_t count, float* out);
   // Ties go to the lowest index; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
-  // Attends to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on. rows: scratch
-  // for CHUNK * stride floats, for chunks with both old and fresh rows, or with bfloat16 rows.
+  // Attends to positions begin .. end - 1: at most SPLIT, and begin is a multiple of SPLIT. rows:
+  // scratch of CHUNK * stride floats, for chunks with cached and fresh rows, or with bfloat16 rows.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
   // Folds a later partial softmax into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);

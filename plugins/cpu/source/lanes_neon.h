@@ -58,7 +58,7 @@ inline Floats div(Floats x, Floats y) {
 inline Floats fma(Floats x, Floats y, Floats z) {
   return each([&](int i) { return vfmaq_f32(z.v[i], x.v[i], y.v[i]); });
 }
-// If an operand is a NaN, or both are zeros, the second one is returned, as on x86 (not by FMAX).
+// max and min return the second operand if one is a NaN or both are zeros: as x86, unlike FMAX.
 inline Floats max(Floats x, Floats y) {
   return each([&](int i) { return vbslq_f32(vcgtq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); });
 }

@@ -12,8 +12,8 @@ constexpr int WIDE = 1;           // vectors of columns in a tile
 constexpr int TILE_ROWS = 4;      // rows of the largest tile
 constexpr int TILE_KEYS = 4;      // cached rows, or values, in a tile of attention
 constexpr int FLOAT_ROWS = 2;     // rows of the largest tile with fp32 weights
-constexpr int FLOAT_VECTORS = 1;  // vectors of that tile, then those of a single row's tile
-constexpr int LONE_VECTORS = 2;
+constexpr int FLOAT_VECTORS = 1;  // vectors of columns in that tile
+constexpr int LONE_VECTORS = 2;   // vectors of columns in the tile of a single row
 
 struct Floats {
   float v[16];

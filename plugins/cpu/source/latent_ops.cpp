@@ -10,7 +10,7 @@ namespace {
 
 // a [B, T, Q + latent + R] -> query input [B, T, Q], normed if there is a norm [Q]; cache rows
 // [B, 1, T, latent + R]: the normed latent, then the rotated key. If there is a cache
-// [B, 1, S, latent + R], it is the third result, with these rows from row start [B] on; it is
+// [B, 1, S, latent + R], it is the third result, with these rows written from start [B] on. It is
 // updated in place if input and output are bound to the same memory.
 template <class C>
 struct LatentRows : Usual {

@@ -71,8 +71,8 @@ void sigmoid(const float* x, int64_t count, float* out) {
 }
 
 // Finds the largest number of each stretch of a row, then its index in one stretch. Lane i sums
-// exponentials i, i + 16, ..; those below 1e-32 are raised to it. The first NaN counts as the
-// highest number.
+// exponentials i, i + 16, ..; an exponential is at least 1e-32. If there is a NaN, the first is the
+// result.
 mtp::Best best(const float* x, int64_t count, bool sum) {
   constexpr int64_t STRETCH = 512;
   constexpr float LEAST = -INFINITY;

@@ -1,12 +1,12 @@
-// Mixtures of experts: routing, and rows through experts of either kind of weights.
+// Mixtures of experts: routing, and experts with fp32 or integer weights.
 #include "registry.h"
 #include "weights.h"
 
 namespace {
 
-// The rows of a pass, grouped by their experts. x [.., E] comes with weights and ids [.., k]: a
-// token has k rows, and its result is the weighted sum of their results in that order; an id of -1
-// adds nothing.
+// The rows of a pass, grouped by their experts. A token of x [.., E] has weights and ids [.., k],
+// and so k rows, one for each expert. Its result is the weighted sum of the rows' results, in the
+// order of ids; an id of -1 adds nothing.
 struct Routed {
   struct Run {
     int64_t expert, first, count;  // at most ROWS rows
@@ -63,11 +63,11 @@ struct Routed {
   }
 };
 
-// Rows through experts: down(silu(gate(x)) * up(x)), see Routed; + sum [.., E], if there is one.
+// Runs each row through its expert, down(silu(gate(x)) * up(x)), and sums a token's rows as Routed
+// says; adds sum [.., E], if there is one.
 //
-// gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..], with their scales if they
-// are integers; I inputs of downs fill P panels. An expert's weights are read once for all of its
-// rows.
+// Weights: gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..], whose I inputs
+// fill P panels; integers have scales. An expert's weights are read once for all of its rows.
 struct Experts : Usual {
   static constexpr const char* name = "Experts";
   static constexpr Operand inputs[] = {FLOAT,          FLOAT, INT32,          ANY,

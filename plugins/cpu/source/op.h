@@ -22,7 +22,7 @@ constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications below which one thre
 constexpr int64_t ROWS = 48;        // most rows of a task
 constexpr int64_t NO_NUMBER = -2;   // stands for a chosen row if a score is NaN
 
-// A macro, so that the text is built only if it is thrown.
+// Throws unless `holds`. A macro, so that the text is built only then.
 #define NEED(holds, op, ...)                                                                    \
   do {                                                                                          \
     if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
@@ -47,11 +47,11 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
     ort::parallel(call.context, count, task);
 }
 
-// Defaults of operators; each has `name`, `inputs`, and `results` other than one of fp32.
+// The base of most operators; each declares `name`, `inputs` and any `results` but one of fp32.
 struct Usual : ort::Operator {
   static constexpr Operand results[] = {FLOAT};
   const Kernels& k;
-  const Attributes& from;  // of the members' initial values; dead when the operator computes
+  const Attributes& from;  // for initial values of members only; it is gone when compute() runs
 
   Usual(const Kernels& k, const Attributes& from) : k(k), from(from) {}
 };

@@ -1,4 +1,4 @@
-// Products with weights of either kind, and an embedding.
+// Products with fp32 or integer weights, and an embedding.
 #include "registry.h"
 #include "weights.h"
 

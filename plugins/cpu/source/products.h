@@ -10,7 +10,7 @@
 
 namespace {
 
-// Blocks with no input above it become zeros: 127 / largest would overflow.
+// A block whose largest input is not above LEAST becomes zeros: 127 / largest would overflow.
 constexpr float LEAST = 1e-30f;
 
 // A row with a NaN or an infinite input becomes NaN in all blocks, so that its products are NaN.

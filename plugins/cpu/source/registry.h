@@ -5,7 +5,7 @@
 
 namespace mtp {
 
-// An operator as chains create and check it, and as onnxruntime does.
+// An operator as chains know it, and its declaration for onnxruntime.
 struct Kind {
   const char* name;
   const ort::Operand* inputs;

@@ -24,7 +24,7 @@ struct Norm : Usual {
   }
 };
 
-// x * silu(z), or x * sigmoid(z): x and z have as many numbers; the result has z's shape.
+// x * silu(z), or x * sigmoid(z): x has as many numbers as z; the result has z's shape.
 struct Gate : Usual {
   static constexpr const char* name = "Gate";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};

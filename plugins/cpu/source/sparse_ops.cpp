@@ -54,7 +54,7 @@ struct ChooseRows : Usual {
   static constexpr Operand results[] = {INT64};
   static constexpr int64_t MOST_CHOSEN = 1 << 20;
   static constexpr int64_t PIECE = 512;       // rows of a task
-  static constexpr int64_t SCORES = 1 << 22;  // most scores in memory, unless one token has more
+  static constexpr int64_t SCORES = 1 << 22;  // most scores in memory; one token may have more
   using Usual::Usual;
   int64_t count = from.integer("count");
   bool interleaved = from.flag("interleaved");
@@ -153,7 +153,7 @@ struct ChooseRows : Usual {
     }
   }
 
-  // Ties go to the lowest position. With a NaN there is no order, so no row is chosen.
+  // Ties go to the lowest position. If a score is NaN, all choices become NO_NUMBER.
   void choose(const float* scores, int64_t seen, int64_t* to) const {
     int64_t found = 0;
     if (seen <= count) {

@@ -1,5 +1,5 @@
 // Sine and cosine of fp32 numbers, computed in fp64 with additions and multiplications only, so
-// that they are the same on every machine. Right to fp32's last digit or the one before up to 2^20.
+// that they are the same on every machine. Up to 2^20 at most fp32's last digit is wrong.
 #pragma once
 #include <cmath>
 #include <cstdint>

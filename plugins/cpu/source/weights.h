@@ -1,5 +1,4 @@
-// Weights of products, in fp32 or in integers, and what may be done to a product's rows and
-// results.
+// Weights of products, in fp32 or in integers, and the norms and sums around products.
 #pragma once
 #include <variant>
 
@@ -11,7 +10,7 @@ using mtp::FloatPanels;
 
 constexpr int64_t WIDE = 4;  // most panels in a task, about as many as one fp32 row uses at once
 constexpr int64_t INTEGERS = 4;  // integer multiplications in the time of an fp32 one; also the
-                                 // rows up to which reading the weight takes longest
+                                 // number of rows up to which reading the weight limits speed
 
 // The sizes of a weight: one or more matrices of `outputs` outputs in panels of 32.
 struct Matrices {
@@ -127,7 +126,7 @@ struct IntegerWeight : Matrices {
 
 using Weight = std::variant<FloatWeight, IntegerWeight>;
 
-// Returns the weight of an operand with `outer` axes before those of a matrix, and its scales.
+// Returns the weight of operands `values` and `scales`, with `outer` axes before a matrix's axes.
 inline Weight weight_of(const char* op, const Tensor& values, const Tensor& scales, size_t outer,
                         int64_t outputs) {
   if (values.type == ort::FLOAT) {
@@ -179,12 +178,12 @@ struct Shares {
   }
 };
 
-// Runs tile(matrix, panel, columns, some, in, out) for all pieces of products of `rows` rows by
-// matrices -> y [matrices, rows, outputs]: some rows, up to ROWS, and the panels of a task.
+// Computes y [matrices, rows, outputs], products of `rows` rows by matrices, in pieces: runs
+// tile(matrix, panel, columns, some, in, out) for up to ROWS rows and the panels of a task.
 template <class W, class F>
 void by_tiles(Call& call, const Inputs<W>& inputs, int64_t matrices, int64_t rows, int64_t outputs,
               int64_t work, float* y, const F& tile) {
-  // On one thread there are as few tasks as can be.
+  // On one thread, make as few tasks as possible.
   Shares shares(outputs, work < SMALL ? WIDE : W::share(up(outputs, PANEL)));
   int64_t pieces = up(rows, ROWS);
   tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
