@@ -1,6 +1,7 @@
 """Conversion of a request's settings to controls, the inputs of an engine's steps."""
 
 import contextlib
+import operator
 import secrets
 from dataclasses import replace
 
@@ -128,7 +129,9 @@ def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]
         )
     settings = dict(params.acceptance_settings or {})
     controls = controls_in(rule.settings)
-    places = control_shapes(manifest.build.nextn, table=controls)
+    build = manifest.build
+    sizes = build.nextn, build.capacity + manifest.window, manifest.model.vocab_size
+    places = control_shapes(*sizes, controls)
     for control in controls:
         if not fits(settings[control.name], places[control.name], control.dtype):
             raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
@@ -139,7 +142,8 @@ def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
     """Tell whether a value, which passed its rule's own check, fits a control's shape and dtype."""
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
         given = np.asarray(value)
-        if given.dtype.kind in "biuf" and given.ndim == len(place) and given.shape <= place:
+        inside = given.ndim == len(place) and all(map(operator.le, given.shape, place))
+        if given.dtype.kind in "biuf" and inside:
             stored = given.astype(dtype)
             return bool(np.isfinite(stored).all() and np.allclose(given, stored, 1e-6, 1e-30))
     return False

@@ -30,6 +30,7 @@ from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
+from mtpbuild.runtime.requests.step_controls import fits
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, http_settings
 from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import (
@@ -309,3 +310,12 @@ def test_choices_have_seeds_that_differ(seed: int) -> None:
     each = [params.seed for params in seed_choices(SamplingParams(seed=seed), 5)]
     assert each == [(seed + i) % 2**64 for i in range(5)]
     assert len({numbers(own or 0) for own in each}) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "does"),
+    [([[1, 2]], True), ([[1] * 3] * 2, True), ([[1] * 4], False), ([[1]] * 3, False), ([1], False)],
+)
+def test_a_rules_value_fits_its_place(value: list[Any], does: bool) -> None:
+    """Each size is compared: a row that is too long does not fit because there are fewer rows."""
+    assert fits(value, (2, 3), "int64") == does
