@@ -40,8 +40,8 @@ class LayersSlice:
         layer = int(found[2])
         if layer < layers and not self.first <= layer <= self.last:
             return None
-        moved = self.first if layer < layers else layers - self.count
-        return f"{found[1]}{layer - moved}{found[3]}"
+        shift = self.first if layer < layers else layers - self.count
+        return f"{found[1]}{layer - shift}{found[3]}"
 
 
 def parse_layers(text: str) -> LayersSlice:
