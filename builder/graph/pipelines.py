@@ -79,8 +79,8 @@ INDUCTOR = Pipeline(
     lowered_passes=("in_place.update_in_place",),
 )
 
-# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. Caches are
-# written by PyTorch's operators, as a kernel's operand is copied; not so that of mla_rows_write.
+# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. A kernel's
+# operands are copied, so PyTorch's operators write caches, but for mla_rows_write (`in_place`).
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (

@@ -19,8 +19,8 @@ RANK = "rank"  # the last part of a rank constant's name
 def rank_constant() -> nn.Parameter:
     """Return a constant [1] int64 for the rank, which loaders find by the name `rank`.
 
-    It is a parameter because the compiler folds other constants. The compiler also folds arithmetic
-    on this one alone (`rank * size` is 0), so use it only in comparisons or as an index.
+    It is a parameter, as the compiler folds other constants. The compiler also folds arithmetic
+    that involves nothing else (`rank * size` is 0), so use it only in comparisons or as an index.
     """
     return nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
 
@@ -34,8 +34,8 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Join all ranks' x [.., N] along the last axis: [.., ranks * N].
 
-    It sums with zeros, which is exact. AOTInductor has no call for all_gather on a CPU; its
-    substitute shows the tensor to Python, which leads to the deadlock above.
+    Each part is summed with zeros, which is exact. AOTInductor has no call for all_gather on a CPU;
+    its substitute hands the tensor to Python, which leads to the deadlock above.
     """
     own = torch.arange(ranks, device=x.device)[:, None] == rank
     return all_reduce(torch.where(own, x[..., None, :], 0.0).flatten(-2))
@@ -55,7 +55,7 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Stack all ranks' x [..] in order, [ranks, ..], by a sum with zeros as in `all_gather`."""
+    """Stack all ranks' x [..] as [ranks, ..], in order, by a sum with zeros as in `all_gather`."""
     own = torch.arange(ranks, device=x.device) == rank
     return all_reduce(torch.where(own.view(-1, *[1] * x.dim()), x, 0.0))
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: if there are few, all are computed, else only the chosen ones.
+"""Mixtures of experts: of few experts all are computed, of many only the chosen ones.
 
 Shapes: E hidden size, k chosen experts of a token, N tokens.
 """
@@ -25,7 +25,7 @@ class Gate(nn.Module):
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c
-        self.always = 0  # number of shared experts that follow the routed ones and get every token
+        self.always = 0  # number of shared experts after the routed ones, which get every token
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
@@ -35,9 +35,9 @@ class Gate(nn.Module):
         The shared experts that `always` counts come last and are not part of k.
         """
         c, logits = self.config, x.float() @ self.weight.float()
-        how = (c.n_group, c.topk_group, c.num_experts_per_tok)
-        scaled = (c.norm_topk_prob, c.routed_scaling_factor)
-        return moe_route(logits, self.e_score_correction_bias, *how, *scaled, self.always)
+        choice = (c.n_group, c.topk_group, c.num_experts_per_tok)
+        scaling = (c.norm_topk_prob, c.routed_scaling_factor)
+        return moe_route(logits, self.e_score_correction_bias, *choice, *scaling, self.always)
 
 
 class SoftmaxGate(nn.Module):
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.ranks = c, ranks
         self.gate = SoftmaxGate(c) if c.softmax_router else Gate(c)
-        self.shared_experts: MLP | None = None  # those that `routed` leaves out
+        self.shared_experts: MLP | None = None  # None if there are none, or if `routed` has them
         if ranks.ep > 1 or ranks.attention_dp:
             self.rank = rank_constant()
 
@@ -88,7 +88,7 @@ class MoE(nn.Module):
 
 
 class DenseMoE(MoE):
-    """All of few experts in two products; unchosen ones weigh 0, shared ones 1."""
+    """Few experts, all computed by two products; unchosen ones weigh 0, shared ones 1."""
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
@@ -112,7 +112,7 @@ class DenseMoE(MoE):
         # Rank r has group r % ep. Not written as `rank % ep`, which the compiler would fold.
         ep = self.ranks.ep
         groups = every.unflatten(-1, (ep, -1))
-        if self.always:  # own experts are ep times as wide as a shared one's part
+        if self.always:  # in units of a shared expert's part, of which a routed one's part has ep
             groups = groups.repeat_interleave(ep, dim=-1)
         repeated = torch.cat([groups] * (self.ranks.tp // ep), dim=-2)
         every = repeated.index_select(-2, self.rank).squeeze(-2)
@@ -125,7 +125,7 @@ class DenseMoE(MoE):
 class GatheredMoE(MoE):
     """Many experts, of which only the chosen ones are read."""
 
-    by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
+    by_kernels = ("gate_up_proj", "down_proj")  # weights that our kernels read
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
