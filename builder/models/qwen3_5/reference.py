@@ -32,10 +32,8 @@ class PlainGatedAttention(PlainGroupedAttention):
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__(c)
         E, H, D = c.hidden_size, c.num_attention_heads, c.head_dim
-        self.q_norm, self.k_norm = (
-            PlainUnitRMSNorm(D, c.rms_norm_eps),
-            PlainUnitRMSNorm(D, c.rms_norm_eps),
-        )
+        self.q_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
+        self.k_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
         self.q_proj = nn.Linear(E, 2 * H * D, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ class PlainGatedDelta(nn.Module):
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
-    """Split x [B, T, ..] into heads of `width`, repeating each for its neighbours up to `count`."""
+    """Split x [B, T, ..] into heads of `width`, and repeat each until there are `count` heads."""
     y = x.unflatten(-1, (-1, width))
     if normed:
         y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
