@@ -25,7 +25,7 @@ class Traced:
     inputs: Specs
     outputs: Specs
     plan: Plan
-    rank: int = 0  # the rank to lower it for, if the target's programs hold weights
+    rank: int = 0  # the rank to lower the program for, if programs hold weights
 
     @property
     def of_prompt(self) -> bool:
@@ -53,7 +53,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     for spec in (s for s in state_specs(plan) if s.name in program.state):
         sizes, shapes[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
         if "rows" in sizes and not program.whole:
-            sizes["rows"] = least  # an example size: at capacity it would take all caches' memory
+            sizes["rows"] = least  # an example: caches at full capacity would take much memory
             shapes[spec.name][list(sizes).index("rows")] = rows
         state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))
     slots_of = dict.fromkeys(program.arguments, slots)

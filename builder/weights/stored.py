@@ -149,7 +149,7 @@ class Checkpoint:
         return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
-        """Return the configuration with the modules' own embeddings and heads filled in."""
+        """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):
             both = {copy.name, copy.original} <= self.tensors.keys()

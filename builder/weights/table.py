@@ -140,8 +140,8 @@ def _can_stay(weight: Weight, share: Share) -> bool:
 def _in_pairs(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = (weight for weight in weights if weight.slices > 1)
-    out = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}
-    return {n: format for n, format in formats.items() if not format.packs or _module(n) not in out}
+    odd = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}
+    return {n: format for n, format in formats.items() if not format.packs or _module(n) not in odd}
 
 
 def _layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:

@@ -90,8 +90,8 @@ class LatentAttention(Attention):
     def expanded(self, q: Tensor, rows: Rows, cache: Tensor) -> Tensor:
         """Attend in the expanded form over a cache that holds the fresh rows: [B, T, H v].
 
-        Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v), for widths
-        r, n, v of latent, nope and values. It pays from T = 51 (deepseek-tiny) or 170 (V3) on.
+        With widths r, n, v of latent, nope and values, expanding S rows costs 2 S H r (n + v)
+        operations and saves 2 S T H (2 r - n - v): it pays from T = 51 (tiny) or 170 (V3) on.
         """
         c, base, chosen = self.config, rows.base, rows.choice.rows
         (B, T, _), H, S = q.shape, self.heads, cache.shape[2]
