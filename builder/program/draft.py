@@ -100,9 +100,9 @@ class Eagle(Drafter):
 class Vanilla(Drafter):
     """MTP vanilla: module k drafts token k, and recomputes the newest T = K + 1 slots.
 
-    K slots would not be exact: after a step that accepted all drafts, slots from M - (K + 1) on were
-    last computed with drafts or not at all (docs/architecture.md). `past_hidden` and `past_tokens`
-    are the hidden states and tokens of the K slots before the main model's window.
+    K slots are not exact: after a step that accepted all drafts, slots from M - (K + 1) on were
+    computed with drafts, if at all (docs/architecture.md). `past_hidden` and `past_tokens` are the
+    hidden states and tokens of the K slots before the main model's window.
     """
 
     def __init__(self, nextn: int) -> None:

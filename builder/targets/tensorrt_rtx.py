@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
 
-# GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but has no fp32 product
-# there.)
+# GPUs for which TensorRT-RTX compiles fp32 programs. It supports sm75, too, but without fp32
+# products.
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
 

@@ -1,4 +1,4 @@
-"""Lets a program for AOTInductor update its state in place."""
+"""Make a program for AOTInductor update its state in place."""
 
 import operator
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
-    """Before: state in, state and outputs out. After: state is updated in place, outputs come out.
+    """Before: the program returns state and outputs. After: outputs, and it updates state in place.
 
     A state tensor that the program passes on unchanged is not written.
     """
@@ -28,10 +28,10 @@ def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
     end = program.graph.output_node()
     for node in [node for node in program.graph.nodes if op_name(node) in IN_PLACE]:
         _write_into_operand(program, node)
-    given = pytree.tree_leaves(end.args[0])
+    results = pytree.tree_leaves(end.args[0])
     outputs: list[Node] = []
     with program.graph.inserting_before(end):
-        for spec, value in zip(traced.outputs, given, strict=True):
+        for spec, value in zip(traced.outputs, results, strict=True):
             if not spec.name.endswith(".out"):
                 outputs.append(value)
                 continue
@@ -49,7 +49,7 @@ def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
 
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:
-    """Before: an op returns an operand's new value. After: an op writes the operand in place."""
+    """Before: an op returns an operand's new value. After: another op writes it in place."""
     name, place, result = IN_PLACE[op_name(node)]
     written = node.args[place]
     assert isinstance(written, Node)
