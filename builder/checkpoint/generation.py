@@ -29,8 +29,8 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
 
     def first(key: str) -> tuple[int, ...]:
         files = (folder / "generation_config.json", folder / "config.json")
-        found = (_read_ids(file, key, config.vocab_size) for file in files)
-        return next((ids for ids in found if ids is not None), ())
+        per_file = (_read_ids(file, key, config.vocab_size) for file in files)
+        return next((ids for ids in per_file if ids is not None), ())
 
     bos, eos, added = first("bos_token_id"), first("eos_token_id"), _added_tokens(folder)
     special = special_tokens(read_object(folder / TOKENIZER_CONFIG))

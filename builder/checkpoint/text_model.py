@@ -18,12 +18,12 @@ def text_name(name: str) -> str | None:
 
 def unstacked(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
     """Yield the name and the part of each expert's weight in a stack; nothing for other tensors."""
-    found = STACK.fullmatch(name)
-    if found is None or len(shape) != 3:
+    match = STACK.fullmatch(name)
+    if match is None or len(shape) != 3:
         return
     experts, rows, _ = shape
-    kinds = ("gate", "up") if found[2] == "gate_up" else ("down",)
+    kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
     rows_each = rows // len(kinds)
     for e in range(experts):
         for i, kind in enumerate(kinds):
-            yield f"{found[1]}.{e}.{kind}_proj.weight", (e, i * rows_each, rows_each)
+            yield f"{match[1]}.{e}.{kind}_proj.weight", (e, i * rows_each, rows_each)

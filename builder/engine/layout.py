@@ -191,16 +191,16 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
 
 def publish(new: Path, out: Path) -> None:
     """Move an engine into place; ranks that were built alone join the others of their build."""
-    own = read_manifest(new)
-    ranks = ranks_here(new, own)
-    if len(ranks) == own.build.tp or not own.split:
+    manifest = read_manifest(new)
+    ranks = ranks_here(new, manifest)
+    if len(ranks) == manifest.build.tp or not manifest.split:
         replace_folder(new, out)
         return
-    with contextlib.suppress(OSError):  # fails if `out` is there, maybe made just now
+    with contextlib.suppress(OSError):  # fails if `out` is there, perhaps made just now
         new.rename(out)
         return
-    there = existing(out)
-    if there is None or there.build != own.build:
+    other = existing(out)
+    if other is None or other.build != manifest.build:
         replace_folder(new, out)
         return
     for rank in ranks:

@@ -69,7 +69,7 @@ class Format(ABC):
 
     @property
     def kept(self) -> Format:
-        """The format in which engines keep such weights."""
+        """The format in which engines keep weights of this format."""
         return self
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class Integers(Format):
         return {4: INT4, 8: INT8}[self.bits]
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cast fp32 scales to fp16; if one is not exact there, quantise the weight anew."""
+        """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
         if self is self.kept:
             return parts
         scales = parts["_scale"].half()

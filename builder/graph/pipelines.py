@@ -32,8 +32,8 @@ class Pipeline:
     @property
     def modules(self) -> list[str]:
         """The modules of the passes."""
-        found = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
-        return [f"{PASSES}.{name}" for name in dict.fromkeys(found)]
+        names = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
+        return [f"{PASSES}.{name}" for name in dict.fromkeys(names)]
 
     @property
     def facets(self) -> dict[str, str]:

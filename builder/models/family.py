@@ -107,12 +107,12 @@ class Family:
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
-        if self.modules and (found := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
-            return c.num_hidden_layers + int(found[1]), name[found.end() :]
+        if self.modules and (match := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
+            return c.num_hidden_layers + int(match[1]), name[match.end() :]
         if self.beside_modules and name.startswith(self.beside_modules):
             return c.num_hidden_layers, name.removeprefix(self.beside_modules)
-        if found := re.match(r"model\.layers\.(\d+)\.", name):
-            return int(found[1]), name[found.end() :]
+        if match := re.match(r"model\.layers\.(\d+)\.", name):
+            return int(match[1]), name[match.end() :]
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:

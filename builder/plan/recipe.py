@@ -201,8 +201,8 @@ def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
 
     name: of the folder or repository. made_from: the base models that its model card names.
     """
-    own, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
-    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == own)]
+    base_name, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
+    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == base_name)]
     if same:  # base models first, then the shortest name, as it has no format appended
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"

@@ -116,13 +116,13 @@ class Vanilla(Drafter):
         following = torch.cat([state["past_tokens"], step.tokens], dim=1)
         first = (M - T).clamp(min=0)  # first slot of the window
         offset = (first - M + step.n + K).clamp(min=0)
-        last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
+        last = (M - 1 - first).clamp(min=0)  # the newest slot's index in the window
         hidden = take_rows(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
         rows = rows_of(model, first, T, step.active, state[module_rows(0)].shape[2])
 
         drafts, caches = [], {}
-        place = torch.arange(T + K, device=M.device)
+        index = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
             module, name = model.module(k - 1), module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
@@ -134,7 +134,7 @@ class Vanilla(Drafter):
                 x, caches[name] = module.forward_last(x, state[name], rows, last)
                 newest = module.next_hidden(x)
             drafts.append(step.draft(k - 1, newest, k))
-            tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
+            tokens = torch.where(index == last[:, None] + k, drafts[-1], tokens)
         past = {
             "past_hidden": take_rows(hiddens, step.n, K),
             "past_tokens": take_rows(following, step.n, K),

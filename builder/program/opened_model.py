@@ -121,9 +121,7 @@ def open_model(
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
     model = make_model(table, style, device)
-    return OpenedModel(
-        *(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
-    )
+    return OpenedModel(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:

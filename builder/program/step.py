@@ -58,20 +58,15 @@ class StepProgram(nn.Module):
         verdict = acceptance.verify(self.model, hidden, window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
-        # 4. Draft after the newest token.
+        # 4. Draft the tokens after the newest one.
         newest = window.newest(tokens, n)
         new = updates.after(n)
         drafts = newest[:, :0]
         if self.drafter is not None:
-            drafts, updates = self.drafter(
-                self.model,
-                state,
-                AcceptedTokens(
-                    *(hidden, tokens.clamp(min=0), n, lengths, active, rows),
-                    acceptance.choose,
-                    partial(acceptance.draft, self.model),
-                ),
-            )
+            choose, draft = acceptance.choose, partial(acceptance.draft, self.model)
+            known = tokens.clamp(min=0)
+            accepted = AcceptedTokens(hidden, known, n, lengths, active, rows, choose, draft)
+            drafts, updates = self.drafter(self.model, state, accepted)
             new |= updates | acceptance.draft_probs(state)
         new |= acceptance.history(state) | {
             "lengths": lengths,
@@ -188,11 +183,11 @@ class ScoreProgram(PrefillProgram):
         """Return the new state, and the `Scores` of each token of `following` [1, T]."""
         new, hidden = self.fill(state, tokens, start, ahead)
         logprobs = self.model.logits(hidden).log_softmax(-1)
-        found = logprobs.gather(-1, following[..., None])
+        chosen = logprobs.gather(-1, following[..., None])
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
         return new, {
-            "logprobs": found[..., 0],
-            "ranks": (logprobs > found).sum(-1) + 1,
+            "logprobs": chosen[..., 0],
+            "ranks": (logprobs > chosen).sum(-1) + 1,
             "top_ids": top.indices,
             "top_logprobs": top.values,
         }

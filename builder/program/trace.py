@@ -33,8 +33,8 @@ class Traced:
         return any(spec.name == "start" for spec in self.inputs)
 
     def spec(self, file: str, temporary: int = 0) -> ProgramSpec:
-        given = {"inputs": self.inputs, "outputs": self.outputs}
-        return ProgramSpec(file=file, temporary=temporary, **given)
+        specs = {"inputs": self.inputs, "outputs": self.outputs}
+        return ProgramSpec(file=file, temporary=temporary, **specs)
 
 
 def trace(program: Program, plan: Plan) -> Traced:

@@ -86,7 +86,7 @@ def headers() -> Path:
     """Find the folder of CUDA's headers, in NVIDIA's wheels or in the toolkit at CUDA_HOME."""
     nvidia = find_spec("nvidia")
     wheels = () if nvidia is None else nvidia.submodule_search_locations or ()
-    places = [found for place in wheels for found in sorted(Path(place).glob("cu*/include"))[::-1]]
+    places = [path for wheel in wheels for path in sorted(Path(wheel).glob("cu*/include"))[::-1]]
     if "CUDA_HOME" in os.environ:
         places.append(Path(os.environ["CUDA_HOME"]) / "include")
     for place in places:
@@ -320,12 +320,12 @@ def _register_noop_guard() -> None:
     """
     if torch.backends.cuda.is_built():
         return
-    place = Path(torch.__file__).parent
+    torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
         source.write_text(GUARD)
-        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{place / 'include'}")
-        _run(*options, str(source), "-o", str(library), f"-L{place / 'lib'}", "-lc10")
+        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{torch_folder / 'include'}")
+        _run(*options, str(source), "-o", str(library), f"-L{torch_folder / 'lib'}", "-lc10")
         ctypes.CDLL(str(library))
 
 

@@ -36,10 +36,10 @@ def others(files: Iterable[Path]) -> set[str]:
     """Return the operators of the graphs that are neither ours nor in the tables above."""
     import onnx_ir as ir
 
-    found = {
+    names = {
         node.op_type
         for file in files
         for node in ir.load(file).graph.all_nodes()
         if node.domain != DOMAIN
     }
-    return found - PROBED - BY_ELEMENT
+    return names - PROBED - BY_ELEMENT

@@ -130,15 +130,15 @@ def with_remedy(error: EngineError) -> str:
 
 def check_capability(options: InductorOptions) -> None:
     """Raise UsageError for a compute capability that cross-compilation does not support."""
-    asked = options.compute_capability
-    if asked is None:
+    capability = options.compute_capability
+    if capability is None:
         return
     if options.device == "cpu":
-        raise UsageError(f"--compute-capability {asked} is for --device cuda")
-    if dotted(asked) not in GPUS:
+        raise UsageError(f"--compute-capability {capability} is for --device cuda")
+    if dotted(capability) not in GPUS:
         known = ", ".join(f"sm{architecture(capability)}" for capability in GPUS)
         raise UsageError(
-            f"--compute-capability {asked}: target inductor compiles for one of {known}"
+            f"--compute-capability {capability}: target inductor compiles for one of {known}"
         )
 
 

@@ -88,8 +88,8 @@ def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
     return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
 
 
-def known_options(asked: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if _has(known, name)}
+def known_options(wanted: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
+    return {name: value for name, value in wanted.items() if _has(known, name)}
 
 
 def _has(config: Any, name: str) -> bool:
@@ -111,8 +111,8 @@ def info(plan: Plan) -> TargetInfo:
 
 def strategy(plan: Plan) -> AllreduceStrategy | None:
     """Return the strategy that replaces NCCL for small sums between ranks; None: NCCL alone."""
-    asked = getattr(plan.options, "allreduce_strategy", None)
-    return asked if asked in get_args(AllreduceStrategy) else None
+    name = getattr(plan.options, "allreduce_strategy", None)
+    return name if name in get_args(AllreduceStrategy) else None
 
 
 def crosses(plan: Plan) -> bool:
@@ -150,10 +150,10 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         program = run_passes(plan.style.pipeline.lowered_passes, traced.exported, traced)
         exported = program.meta["exported"]
         examples = pytree.tree_leaves(exported.example_inputs)
-        asked = options(bool(plan.compute_capabilities))
+        settings = options(bool(plan.compute_capabilities))
         if crosses(plan):  # the engine's host is another machine too
-            asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
-        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
+            settings |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
+        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, settings))
     _write_constants(replace(traced, exported=exported), weights, folder, values)
     return file
 
@@ -178,7 +178,7 @@ def _pretended_group(ranks: int) -> Iterator[None]:
 
 
 def _compile(
-    program: GraphModule, examples: tuple[Any, ...], scratch: str, asked: dict[str, Any]
+    program: GraphModule, examples: tuple[Any, ...], scratch: str, settings: dict[str, Any]
 ) -> list[Any]:
     """Compile the program; return the paths of its library and metadata in `scratch`."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
@@ -187,7 +187,7 @@ def _compile(
         if kernels is not None:
             os.environ[KERNELS] = kernels  # `fresh_cache` restores the variable afterwards
         try:
-            parts = torch._inductor.aot_compile(program, examples, options=asked)
+            parts = torch._inductor.aot_compile(program, examples, options=settings)
             assert isinstance(parts, list)
         except InductorError as error:
             cause = error.inner_exception

@@ -93,8 +93,8 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     sum_op = torch.ops.tensorrt.fused_nccl_all_reduce.default
-    own = {CUMSUM: cumsum, GATHER: gather, sum_op: all_reduce}
-    for op, converter in (plugins.facets(TENSORRT.facets) | own).items():
+    converters = {CUMSUM: cumsum, GATHER: gather, sum_op: all_reduce}
+    for op, converter in (plugins.facets(TENSORRT.facets) | converters).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -178,9 +178,9 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
     shared = {value.data_ptr(): name for name, value in values.items()}
     interpreter = _interpret(exported, traced, shared)
-    network, given = interpreter.ctx.net, len(interpreter.ctx.constants.given)
+    network, weight_inputs = interpreter.ctx.net, len(interpreter.ctx.constants.given)
     for count, tensor, specs in (
-        (network.num_inputs - given, network.get_input, traced.inputs),
+        (network.num_inputs - weight_inputs, network.get_input, traced.inputs),
         (network.num_outputs, network.get_output, traced.outputs),
     ):
         assert count == len(specs), "every input and output of the program is the network's"
@@ -199,10 +199,10 @@ def settings() -> Any:
 
 def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
     """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
-    rewriting, how = lowering(), settings()
-    module = rewriting.post_lowering(exported.module(), how)
+    compilation = settings()
+    module = lowering().post_lowering(exported.module(), compilation)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
-    interpreter = _interpreter_class()(module, inputs, compilation_settings=how)
+    interpreter = _interpreter_class()(module, inputs, compilation_settings=compilation)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `all_reduce`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()

@@ -40,14 +40,14 @@ class TensorRtRtx(Target):
         known = ", ".join(GPUS.values())
         if options.compute_capability is None:
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
-        asked = options.compute_capability.split(",")
-        for text in asked:
+        capabilities = options.compute_capability.split(",")
+        for text in capabilities:
             if dotted(text) not in GPUS:
                 raise UsageError(
                     f"{FLAG} {text}: TensorRT-RTX engines are for RTX GPUs, not for data-centre "
                     f"GPUs such as Hopper; supported: {known}"
                 )
-        return tuple(name for name in GPUS if name in map(dotted, asked))
+        return tuple(name for name in GPUS if name in map(dotted, capabilities))
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)

@@ -78,10 +78,10 @@ def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str,
     with ExitStack() as opened:
         for shard in shards:
             file = opened.enter_context((folder / shard.file).open("wb"))
-            place = file.write(shard.header())
+            offset = file.write(shard.header())
             for name, entry in shard.tensors.items():
-                files[name], at[name] = file, place
-                end[name] = place = place + entry.nbytes
+                files[name], at[name] = file, offset
+                end[name] = offset = offset + entry.nbytes
         for name, rows in tensors:
             files[name].seek(at[name])
             at[name] += files[name].write(raw(rows.to(dtypes[name])))

@@ -100,9 +100,9 @@ def requantise(
         format = formats[name] = format_by(scheme, config, stored)
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
-        place = checkpoint.tensors[name]
+        source = checkpoint.tensors[name]
         for suffix, entry in entries(checkpoint, stored, format).items():
-            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, place.file, place.name)
+            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
     return Requantised(
         checkpoint.folder, tensors, checkpoint.tower, checkpoint, formats, tuple(unfit)
     )

@@ -142,10 +142,10 @@ class Checkpoint:
         raises CheckpointError.
         """
         family = family_of(config)
-        there = stored_modules(family, config, self.tensors)
+        stored_count = stored_modules(family, config, self.tensors)
         if drafts:
-            refuse_stripped(self.folder, family, config, there)
-        count = min(there, config.num_nextn_predict_layers)
+            refuse_stripped(self.folder, family, config, stored_count)
+        count = min(stored_count, config.num_nextn_predict_layers)
         return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
@@ -208,9 +208,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     if name in files:
                         raise CheckpointError(f"{path}: tensor {name} is in {files[name]} too")
-                    found, files[name] = file.get_slice(name), path
-                    shape = tuple(found.get_shape())
-                    tensors |= entries(FileEntry(found.get_dtype(), shape, path, name))
+                    tensor, files[name] = file.get_slice(name), path
+                    shape = tuple(tensor.get_shape())
+                    tensors |= entries(FileEntry(tensor.get_dtype(), shape, path, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:

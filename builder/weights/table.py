@@ -75,13 +75,13 @@ def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
-    found = {weight.name: _formats(weight, format_of) for weight in table.weights}
+    possible = {weight.name: _formats(weight, format_of) for weight in table.weights}
     may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
-    joined = _fitting(found, may_join)
+    joined = _fitting(possible, may_join)
     weights = with_shared(table.weights, joined)
     formats = dict[str, Format]()
     for weight in weights:
-        format, *others = found[weight.name]
+        format, *others = possible[weight.name]
         if format is None or others or format.name not in style.formats:
             continue
         if _can_stay(replace(weight, format=format), share):
@@ -103,14 +103,14 @@ def per_head_formats(weights: Iterable[Weight], formats: Mapping[str, Format]) -
     products of a 10B model would be a third of the bytes that a token reads.
     """
     integers = INT4 if formats.get("lm_head") is INT4 else INT8
-    found = dict[str, Format]()
+    chosen = dict[str, Format]()
     for weight in weights:
         o_proj = formats.get(f"{_module(weight.name)}.o_proj")
         if weight.wide_heads and o_proj is not None and o_proj.packs:
             _, inputs, outputs = weight.per_head
             if integers.fits((outputs, inputs)):
-                found[weight.name] = integers
-    return found
+                chosen[weight.name] = integers
+    return chosen
 
 
 def _formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:

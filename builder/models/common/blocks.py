@@ -94,8 +94,8 @@ class ExpertRows(nn.Module):
     def weighed(self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Do the same as `PackedExperts.weighed`."""
         weights = torch.where(ids == NOBODY, 0.0, weights)
-        each = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
-        y = experts(each, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
+        repeated = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
+        y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 

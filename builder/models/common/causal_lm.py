@@ -79,9 +79,9 @@ class CausalLM(nn.Module):
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]
-        own = (tokens // rows == self.rank)[..., None]
+        is_here = (tokens // rows == self.rank)[..., None]
         x = nn.functional.embedding(tokens % rows, table)
-        return all_reduce(torch.where(own, x, 0.0))
+        return all_reduce(torch.where(is_here, x, 0.0))
 
     def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, StateUpdates]:
         """Return the hidden states [B, T, E] that modules read, and new states; tokens [B, T]."""
@@ -106,11 +106,11 @@ class CausalLM(nn.Module):
         for i in layers:
             layer, name = self.layers[i], layer_rows(i)
             if isinstance(layer, RecurrentLayer):
-                held = {
-                    own: zero_new_slots(state[layer_state(own, i)], rows) for own in layer.states
+                old = {
+                    key: zero_new_slots(state[layer_state(key, i)], rows) for key in layer.states
                 }
-                x, tokens = layer(x, held, rows)
-                updates.deferred.append(partial(_advance_layer, layer, i, held, tokens))
+                x, tokens = layer(x, old, rows)
+                updates.deferred.append(partial(_advance_layer, layer, i, old, tokens))
             else:
                 x, updates.written[name] = layer(x, state[name], rows)
         return x, updates
@@ -205,7 +205,7 @@ def zero_new_slots(state: Tensor, rows: Rows) -> Tensor:
 
 
 def _advance_layer(
-    layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor, all_stay: bool
+    layer: RecurrentLayer, index: int, old: State, tokens: State, n: Tensor, all_stay: bool
 ) -> State:
-    new = (layer.advance_all if all_stay else layer.advance)(held, tokens, n)
-    return {layer_state(own, index): tensor for own, tensor in new.items()}
+    new = (layer.advance_all if all_stay else layer.advance)(old, tokens, n)
+    return {layer_state(key, index): tensor for key, tensor in new.items()}

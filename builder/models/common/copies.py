@@ -28,12 +28,12 @@ def tied_head(c: ModelConfig) -> list[Copy]:
 def copies_in_layers(c: ModelConfig) -> list[Copy]:
     """List the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
-    found = tied_head(c)
+    copies = tied_head(c)
     for j in range(c.num_nextn_predict_layers):
         layer = f"model.layers.{c.num_hidden_layers + j}"
-        found.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))
-        found.append(Copy(f"{layer}.shared_head.head.weight", head, j, head=True))
-    return found
+        copies.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))
+        copies.append(Copy(f"{layer}.shared_head.head.weight", head, j, head=True))
+    return copies
 
 
 def is_own(c: ModelConfig, copy: Copy) -> bool:

@@ -147,16 +147,16 @@ class DecoderLayer(nn.Module):
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         angles = select_token(rows.cos, at), select_token(rows.sin, at)
-        own = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
-        return self.finish(select_token(x, at), select_token(q, at), own, cache, fresh, at), cache
+        last = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
+        return self.finish(select_token(x, at), select_token(q, at), last, cache, fresh, at), cache
 
     def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """Compute one more token, x [B, 1, E], whose row the cache does not keep.
 
-        side: the rows [B, 1, k, C] of such tokens before it. Returns [B, 1, E] and the new side, to
-        which the token's row is appended.
+        side: the rows [B, 1, k, C] of the uncached tokens before it. Returns [B, 1, E] and `side`
+        with the token's row appended.
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)

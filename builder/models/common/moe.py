@@ -147,8 +147,8 @@ class GatheredMoE(MoE):
         weights, ids = self.gate(x)
         if (ep := self.ranks.ep) > 1:
             experts = self.config.n_routed_experts // ep
-            own = (self.rank - ids // experts) % ep == 0
-            ids = torch.where(own, ids % experts, NOBODY)
+            is_here = (self.rank - ids // experts) % ep == 0
+            ids = torch.where(is_here, ids % experts, NOBODY)
         return weigh_chosen(self.gate_up_proj, self.down_proj, x, weights, ids)
 
 

@@ -89,27 +89,27 @@ def stacked(*w: Tensor) -> Tensor:
 
 def with_shared(table: Iterable[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
-    named, found = {weight.name: weight for weight in table}, list[Weight]()
+    by_name, weights = {weight.name: weight for weight in table}, list[Weight]()
     joined = {f"{module}.shared_experts" for module in modules}
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
         if module in modules and leaf in STACKS:
-            stored = (*weight.stored, *named[f"{module}.shared_experts.{leaf}"].stored)
-            found.append(replace(weight, stored=stored, slices=weight.slices + 1))
+            stored = (*weight.stored, *by_name[f"{module}.shared_experts.{leaf}"].stored)
+            weights.append(replace(weight, stored=stored, slices=weight.slices + 1))
         elif module not in joined:
-            found.append(weight)
-    return found
+            weights.append(weight)
+    return weights
 
 
 def like_routed(table: Iterable[Weight], share: Share) -> set[str]:
     """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
-    named, found = {weight.name: weight for weight in table}, set[str]()
+    by_name, alike = {weight.name: weight for weight in table}, set[str]()
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
-        shared = named.get(f"{module}.shared_experts.{leaf}")
-        gated = f"{module}.shared_experts.gate" in named
+        shared = by_name.get(f"{module}.shared_experts.{leaf}")
+        gated = f"{module}.shared_experts.gate" in by_name
         if shared is None or gated or weight.slices == 1 or leaf != STACKS[0]:
             continue
         if [*map(share.shape, next(weight.groups))] == [*map(share.shape, shared.stored)]:
-            found.add(module)
-    return found
+            alike.add(module)
+    return alike

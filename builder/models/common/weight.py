@@ -176,8 +176,8 @@ class Weight:
             if self.format is not None and not self.per_head:
                 parts = [checkpoint.kept_parts(stored.name) for stored in group]
                 for name, suffix in self.tensors.items():
-                    found = [each[suffix] for each in parts]
-                    yield name, self._joined(self.format, suffix, group, found, share).contiguous()
+                    part = [each[suffix] for each in parts]
+                    yield name, self._joined(self.format, suffix, group, part, share).contiguous()
                 continue
             # Stored tensors are bound to no name, so they are freed before the slice is copied.
             join = in_turn if self.layout is Layout.ROWS else self.transform
@@ -197,7 +197,7 @@ class Weight:
         return packed_floats(pairs_of_floats(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Quantise each head's product anew: the checkpoint's blocks may not lie along its inputs.
+        """Quantise each head's product: the checkpoint's blocks may not lie along its inputs.
 
         heads: fp32 [H, in, out].
         """

@@ -171,15 +171,15 @@ def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
 
 
 def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
-    found = attention_splits(c, ranks)
+    splits = attention_splits(c, ranks)
     if any(c.delta_layers):
-        found.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
-        found.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
+        splits.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
+        splits.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
     shared = c.shared_expert_intermediate_size
     if c.n_routed_experts and shared:
         name = "shared_expert_intermediate_size"
-        found.append(Split(name, shared, ranks.parts, "shared experts"))
-    return [*found, *expert_splits(c, ranks)]
+        splits.append(Split(name, shared, ranks.parts, "shared experts"))
+    return [*splits, *expert_splits(c, ranks)]
 
 
 def costs(c: Qwen35Config, ranks: Ranks) -> Costs:

@@ -76,9 +76,9 @@ class PlainGatedDelta(nn.Module):
         if not self.config.packed:
             return [self.project(name, x) for name in ("qkv", "z", "b", "a")]
         c = self.config
-        each = c.linear_num_value_heads // c.linear_num_key_heads
+        group = c.linear_num_value_heads // c.linear_num_key_heads
         K, V, heads = c.linear_key_head_dim, c.linear_value_head_dim, (c.linear_num_key_heads, -1)
-        qkvz = self.project("qkvz", x).unflatten(-1, heads).split([K, K, each * V, each * V], -1)
+        qkvz = self.project("qkvz", x).unflatten(-1, heads).split([K, K, group * V, group * V], -1)
         b, a = self.project("ba", x).unflatten(-1, heads).chunk(2, dim=-1)
         q, k, v, z, b, a = (part.flatten(-2) for part in (*qkvz, b, a))
         return [torch.cat([q, k, v], -1), z, b, a]
@@ -92,14 +92,14 @@ class PlainGatedDelta(nn.Module):
         q, k = (heads(each, K, H) for each in (q, k))
         q = q / K**0.5
         v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        S, found = x.new_zeros(x.shape[0], H, K, V), []
+        S, outputs = x.new_zeros(x.shape[0], H, K, V), []
         for t in range(T):
             S = S * decay[:, t].exp()[..., None, None]
             error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
             step = b[:, t].sigmoid()[..., None] * error
             S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], step)
-            found.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-        o = self.norm(torch.stack(found, dim=1)) * F.silu(z.unflatten(-1, (H, V)))
+            outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        o = self.norm(torch.stack(outputs, dim=1)) * F.silu(z.unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
 

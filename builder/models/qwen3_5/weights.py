@@ -85,8 +85,8 @@ def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
         both = Stored(f"{at}.in_proj_qkvz.weight", (rows, E), axis=0)
         yield product(f"{to}.in_proj", both, rows=lambda w: by_kind(w, packed_sizes(c)))
         decay = Stored(f"{at}.in_proj_ba.weight", (heads, E), axis=0)
-        each = H // c.linear_num_key_heads
-        yield product(f"{to}.in_proj_ba", decay, rows=lambda w: by_kind(w, (each, each)))
+        size = H // c.linear_num_key_heads
+        yield product(f"{to}.in_proj_ba", decay, rows=lambda w: by_kind(w, (size, size)))
     else:
         qkv = Stored(f"{at}.in_proj_qkv.weight", (c.channels, E), axis=0, sections=parts)
         yield product(f"{to}.in_proj", qkv, Stored(f"{at}.in_proj_z.weight", (values, E), axis=0))

@@ -182,8 +182,8 @@ def _addable(own: ir.Value, other: ir.Value) -> bool:
     product = own.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:
         return False
-    place = SUM[product.op_type]
-    taken = len(product.inputs) > place and product.inputs[place] is not None
+    index = SUM[product.op_type]
+    taken = len(product.inputs) > index and product.inputs[index] is not None
     read_once = len([*own.uses()]) == 1 and not own.is_graph_output()
     known = own.shape is not None and None not in [*map(_size, own.shape)]
     may_be_bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
@@ -195,8 +195,8 @@ def _size(size: int | ir.SymbolicDim) -> int | str | None:
     return size if isinstance(size, int) else size.value
 
 
-def _set_input(node: ir.Node, place: int, value: ir.Value | None) -> None:
+def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
     """Set the input at index `place`, which the node may lack so far."""
-    if len(node.inputs) <= place:
-        node.resize_inputs(place + 1)
-    node.replace_input_with(place, value)
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)

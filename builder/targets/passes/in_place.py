@@ -50,8 +50,8 @@ def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:
     """Before: an op returns an operand's new value. After: another op writes it in place."""
-    name, place, result = IN_PLACE[op_name(node)]
-    written = node.args[place]
+    name, operand, result = IN_PLACE[op_name(node)]
+    written = node.args[operand]
     assert isinstance(written, Node)
     readers = [user for user in written.users if isinstance(user.meta.get("val"), torch.Tensor)]
     assert readers in ([], [node]), "nobody reads what stood there before, but for its sizes"

@@ -22,22 +22,22 @@ def _reshape(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     operand, sizes = node.args[0], [*node.meta["val"].shape]
     assert isinstance(operand, Node)
-    own = [*operand.meta["val"].shape]
+    operand_sizes = [*operand.meta["val"].shape]
     varying = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
     given = dict[int, Node]()
     if node.target is aten.unflatten.int:
         _, first, parts = node.args
         assert isinstance(first, int)
         assert isinstance(parts, list)
-        places = enumerate(parts, first % len(own))
+        places = enumerate(parts, first % len(operand_sizes))
         given = {axis: size for axis, size in places if isinstance(size, Node)}
     for axis in varying[:-1]:
         if axis in given:
             sizes[axis] = given[axis]
             continue
         with node.graph.inserting_before(node):
-            place = operand, own.index(sizes[axis])
-            size = node.graph.call_function(aten.sym_size.int, place)
+            operands = operand, operand_sizes.index(sizes[axis])
+            size = node.graph.call_function(aten.sym_size.int, operands)
         size.meta["val"], sizes[axis] = sizes[axis], size
     for axis in varying[-1:]:
         sizes[axis] = -1
@@ -49,12 +49,12 @@ def _all_in_order(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     ONNX's TopK is stable: among equal values it takes the lowest index first.
     """
-    (operand,), asked = node.args, {"dim": -1, "descending": False, **node.kwargs}
+    (operand,), settings = node.args, {"dim": -1, "descending": False, **node.kwargs}
     assert isinstance(operand, Node)
     size = operand.meta["val"].shape[-1]
     assert isinstance(size, int)
-    assert asked["dim"] in (-1, operand.meta["val"].dim() - 1)
-    return (operand, size, -1, asked["descending"], True), {}
+    assert settings["dim"] in (-1, operand.meta["val"].dim() - 1)
+    return (operand, size, -1, settings["descending"], True), {}
 
 
 # Operators that torch.onnx supports only decomposed, or exports badly -> our replacements.
