@@ -3,7 +3,7 @@
 AOTInductor compiles them to calls of torch.distributed. The graph is the same for all ranks; it
 reads its rank from a constant that the loader sets. A program must never return the tensor that a
 collective wrote: gloo's thread needs Python's lock to release a tensor that Python refers to, and
-the program's caller holds that lock while it waits for the thread: a deadlock. On GPUs the collectives
+the program's caller holds that lock while it waits for the thread: a deadlock. On GPUs collectives
 are NCCL's, and only the GPU waits.
 """
 
