@@ -75,9 +75,9 @@ def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
-    possible = {weight.name: _formats(weight, format_of) for weight in table.weights}
+    possible = {weight.name: _kept_formats(weight, format_of) for weight in table.weights}
     may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
-    joined = _fitting(possible, may_join)
+    joined = _same_formats(possible, may_join)
     weights = with_shared(table.weights, joined)
     formats = dict[str, Format]()
     for weight in weights:
@@ -86,7 +86,7 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
             continue
         if _can_stay(replace(weight, format=format), share):
             formats[weight.name] = format
-    formats = _in_pairs(weights, formats)
+    formats = _drop_unpaired(weights, formats)
     if style.packs_weights:
         formats |= per_head_formats(weights, formats)
     held = (
@@ -113,13 +113,13 @@ def per_head_formats(weights: Iterable[Weight], formats: Mapping[str, Format]) -
     return chosen
 
 
-def _formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
-    """Return the formats in which engines could keep a weight: more than one if parts differ."""
+def _kept_formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
+    """Return the formats in which engines keep the tensors that a weight is made from."""
     formats = set(map(format_of, weight.stored))
     return {None if format is None else format.kept for format in formats}
 
 
-def _fitting(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
+def _same_formats(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
     """Return the MoE modules whose shared expert has the same formats as all their routed ones."""
 
     def fits(module: str) -> bool:
@@ -137,7 +137,7 @@ def _can_stay(weight: Weight, share: Share) -> bool:
     return fits and format.can_split(share.ranks.tp, weight.scale_group(share))
 
 
-def _in_pairs(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
+def _drop_unpaired(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = (weight for weight in weights if weight.slices > 1)
     odd = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}

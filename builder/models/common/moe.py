@@ -106,20 +106,20 @@ class DenseMoE(MoE):
             count = c.n_routed_experts + self.always
             inner = weigh_experts(inner, weights, ids, count, self.always)
             return inner @ self.experts.down_proj
-        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
+        dense = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
             -1, ids.long(), weights
         )
         # Rank r has group r % ep. Not written as `rank % ep`, which the compiler would fold.
         ep = self.ranks.ep
-        groups = every.unflatten(-1, (ep, -1))
-        if self.always:  # in units of a shared expert's part, of which a routed one's part has ep
+        groups = dense.unflatten(-1, (ep, -1))
+        if self.always:  # a routed expert's part is as wide as ep parts of a shared one
             groups = groups.repeat_interleave(ep, dim=-1)
         repeated = torch.cat([groups] * (self.ranks.tp // ep), dim=-2)
-        every = repeated.index_select(-2, self.rank).squeeze(-2)
+        own = repeated.index_select(-2, self.rank).squeeze(-2)
         if self.always:
-            every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
-        inner = inner.unflatten(-1, (every.shape[-1], -1))
-        return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
+            own = torch.cat([own, own.new_ones(*x.shape[:-1], self.always)], dim=-1)
+        inner = inner.unflatten(-1, (own.shape[-1], -1))
+        return cast(inner * own[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
 class GatheredMoE(MoE):
@@ -139,8 +139,8 @@ class GatheredMoE(MoE):
         """Make the shared expert the last one of the stack, which every token chooses."""
         for name in ("gate_up_proj", "down_proj"):
             experts, *shape = self.get_parameter(name).shape
-            held = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
-            setattr(self, name, held)
+            longer = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
+            setattr(self, name, longer)
         self.shared_experts, self.gate.always = None, 1
 
     def routed(self, x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def moe_table(
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights of router and experts, in the form of `DenseMoE` or `GatheredMoE`."""
     dense = c.n_routed_experts <= DENSE_EXPERTS
-    apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
+    separate = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
@@ -64,9 +64,9 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
         for proj in PROJECTIONS
     ]
-    if c.n_shared_experts and not apart:  # one MLP for all shared experts, after the routed ones
-        for proj, found in zip(PROJECTIONS, stored, strict=True):
-            found.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
+    if c.n_shared_experts and not separate:  # one MLP for all shared experts, after the routed ones
+        for proj, routed in zip(PROJECTIONS, stored, strict=True):
+            routed.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
     gates, ups, downs = stored
     if dense:
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
@@ -75,7 +75,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
         yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gates), joined=0)
         yield Weight(f"{to}.down_proj", tuple(downs), stacked, slices=len(downs), joined=0)
-    if apart:
+    if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
