@@ -72,7 +72,7 @@ class Reader:
                 raise CheckpointError(f"{found} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
-        """Construct a `kind` from the given fields; read the others as their declarations do."""
+        """Construct a `kind` from the given fields; read the others by their declared readers."""
         rest = (each for each in fields(kind) if each.name not in given)  # type: ignore[arg-type]
         return kind(**given, **{each.name: each.metadata["read"](self, each.name) for each in rest})
 

@@ -69,7 +69,7 @@ class StagedEngine:
     def prune(self) -> None:
         """Remove all files that belong to no finished part."""
         kept = {self.folder / name for part in self.finished.values() for name in part.files}
-        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder's files before it
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # files before their folder
             if path.is_symlink() or not path.is_dir():
                 if path not in kept:
                     path.unlink()

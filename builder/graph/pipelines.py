@@ -80,7 +80,7 @@ INDUCTOR = Pipeline(
 )
 
 # Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. A kernel's
-# operands are copied, so PyTorch's operators write caches, but for mla_rows_write (`in_place`).
+# operands are copied, so PyTorch's operators write caches; `in_place` exempts mla_rows_write.
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (

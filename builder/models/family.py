@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.common.weight import Share, Weight
 
 
-# Parts of names of a layer's weights -> the kind of weight; the first one in a name decides.
+# Text in the name of a layer's weight -> its kind; the first entry that matches decides.
 KINDS = {
     "norm": "router, norms",
     "embed_tokens": "embedding",  # a module's own embedding

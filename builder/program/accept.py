@@ -176,7 +176,7 @@ class KernelAcceptance(MixedAcceptance):
         return torch.where(samples, draw(q, number)[0], best)
 
     def core(self) -> dict[str, Tensor]:
-        """Return the controls that the ops take; those of other packages' rules are not theirs."""
+        """Return the controls that the ops take, without those of other packages' rules."""
         return {control.name: self.controls[control.name] for control in CORE_CONTROLS}
 
     def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:

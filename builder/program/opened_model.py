@@ -90,7 +90,7 @@ class OpenedModel:
 
     @property
     def may_halve_caches(self) -> bool:
-        """Return whether caches may be bfloat16, as in engines whose CPU kernels read integers."""
+        """Return whether caches may be bfloat16: only if the CPU's kernels read integer weights."""
         return self.style.packs_weights and self.block_size is not None
 
 

@@ -27,7 +27,7 @@ def join_chains(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
 
 
 def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
-    """Yield runs of our operators; between two runs all other operators that are ready go."""
+    """Yield runs of our operators; the others that are ready are scheduled between two runs."""
     waiting, done, own = [*graph], set[ir.Node](), False
     needs = {node: {*_producers(node, graph)} for node in waiting}
     while waiting:

@@ -196,7 +196,7 @@ def _size(size: int | ir.SymbolicDim) -> int | str | None:
 
 
 def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
-    """Set the input at index `place`, which the node may lack so far."""
+    """Set the input at this index, which the node may lack so far."""
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)

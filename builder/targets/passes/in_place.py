@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
-    """Before: the program returns state and outputs. After: outputs, and it updates state in place.
+    """Before: state and outputs are returned. After: outputs are, and state is updated in place.
 
     A state tensor that the program passes on unchanged is not written.
     """
