@@ -89,8 +89,7 @@ def number(default: float, above: float = -math.inf) -> Any:
 
 
 def flag(default: bool) -> Any:
-    read = {"read": lambda reader, key: reader.flag(key, default)}
-    return field(default=default, metadata=read)
+    return field(default=default, metadata={"read": lambda reader, key: reader.flag(key, default)})
 
 
 @dataclass(frozen=True)
