@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """The positions per slot that tokens, drafts and the random numbers for them may have."""
+        """The number of positions per slot, of tokens, drafts and the numbers that draw them."""
         return self.capacity + self.window
 
     @property

@@ -169,8 +169,8 @@ def weigh_chosen(
 ) -> Tensor:
     """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k]."""
     if isinstance(gate_up, PackedExperts | ExpertRows):
-        how: Callable[..., Tensor] = gate_up.weighed
-        return how(down, x, weights, ids)
+        weighed: Callable[..., Tensor] = gate_up.weighed
+        return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | Scaled)
     flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = map(parts_of, (gate_up, down))
