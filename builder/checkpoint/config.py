@@ -13,30 +13,30 @@ from typing import Any, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
 
-SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
+SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules or experts
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of typed values; an error names the key whose value is missing or invalid."""
+    """Typed access to the values of a configuration; errors name the missing or invalid key."""
 
     raw: Mapping[str, Any]
 
-    def get(self, key: str, default: Any, good: Callable[[Any], bool], what: str) -> Any:
-        """Return the key's value, or the default if there is none; raise unless it is `good`."""
+    def get(self, key: str, default: Any, valid: Callable[[Any], bool], expected: str) -> Any:
+        """Return the key's value, or the default if it is null or missing; raise unless `valid`."""
         value = self.raw.get(key)
-        if value is not None and not good(value):
-            raise CheckpointError(f"{key} must be {what}, not {reprlib.repr(value)}")
+        if value is not None and not valid(value):
+            raise CheckpointError(f"{key} must be {expected}, not {reprlib.repr(value)}")
         return default if value is None else value
 
     def integer(
         self, key: str, least: int, default: int | None = None, most: int = SIZE_LIMIT
     ) -> int:
-        def good(value: Any) -> bool:
+        def valid(value: Any) -> bool:
             return type(value) is int and least <= value <= most
 
-        value = self.get(key, default, good, f"an integer of {least}..{most}")
+        value = self.get(key, default, valid, f"an integer of {least}..{most}")
         if value is None:
             raise CheckpointError(f"{key} is missing")
         return value
@@ -44,37 +44,37 @@ class Reader:
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
         """Read a finite number above the bound, or equal to the default."""
 
-        def good(value: Any) -> bool:
+        def valid(value: Any) -> bool:
             real = type(value) in (int, float)
             return real and (value == default or above < value <= sys.float_info.max)
 
         bound = "" if above == -math.inf else f" above {above:g}"
-        return float(self.get(key, default, good, f"a number{bound}"))
+        return float(self.get(key, default, valid, f"a number{bound}"))
 
     def flag(self, key: str, default: bool) -> bool:
         return self.get(key, default, lambda value: type(value) is bool, "true or false")
 
     def kinds(self, key: str, count: int) -> list[bool]:
-        """Read whether each of `count` layers is sparse; return [] if the list is missing."""
+        """Read a list of `count` layers, True for sparse ones; return [] if it is missing."""
 
-        def good(value: Any) -> bool:
+        def valid(value: Any) -> bool:
             known = isinstance(value, list) and set(map(str, value)) <= {"dense", "sparse"}
             return known and len(value) == count
 
-        what = f"a list of {count} names, dense or sparse"
-        return [kind == "sparse" for kind in self.get(key, [], good, what)]
+        expected = f"a list of {count} names, dense or sparse"
+        return [kind == "sparse" for kind in self.get(key, [], valid, expected)]
 
     def only(self, **supported: Any) -> None:
-        """Raise CheckpointError if a key has another value than the supported one."""
+        """Raise CheckpointError if a key is present with another value than the given one."""
         for key, value in supported.items():
             if self.raw.get(key, value) != value:
                 found = f"{key} {self.raw[key]!r}"
                 raise CheckpointError(f"{found} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
-        """Make a configuration of class `kind` from the given fields, and read its other fields."""
-        own = (each for each in fields(kind) if each.name not in given)  # type: ignore[arg-type]
-        return kind(**given, **{each.name: each.metadata["read"](self, each.name) for each in own})
+        """Construct a `kind` from the given fields; read the others by their declared readers."""
+        rest = (each for each in fields(kind) if each.name not in given)  # type: ignore[arg-type]
+        return kind(**given, **{each.name: each.metadata["read"](self, each.name) for each in rest})
 
 
 def integer(least: int = 1, default: int | None = None, most: int = SIZE_LIMIT) -> Any:
@@ -89,7 +89,7 @@ def number(default: float, above: float = -math.inf) -> Any:
 
 
 def flag(default: bool) -> Any:
-    return field(default=default, metadata={"read": lambda read, key: read.flag(key, default)})
+    return field(default=default, metadata={"read": lambda reader, key: reader.flag(key, default)})
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class RopeConfig:
 
 
 def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
-    """Read the rotary embedding in both spellings.
+    """Read the rotary embedding in the old or the new spelling of `config.json`.
 
-    The old one has rope_theta at the top and the rest in rope_scaling; the new one has everything
-    in rope_parameters.
+    The old spelling has rope_theta at the top level and the rest in rope_scaling. The new one has
+    everything in rope_parameters.
     """
     raw = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(raw, dict):
@@ -124,35 +124,35 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     theta = rope if raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     original = rope.integer("original_max_position_embeddings", 1, default=limit)
-    given = raw.get("attention_factor") is not None
+    has_factor = raw.get("attention_factor") is not None
     return rope.fill(
         RopeConfig,
         theta=theta.number("rope_theta", 10000.0, above=1),
         kind=kind,
         factor=rope.number("factor", limit / original if kind == "yarn" else 1.0, above=0),
         original_max_position_embeddings=original,
-        attention_factor=rope.number("attention_factor", 1.0, above=0) if given else None,
+        attention_factor=rope.number("attention_factor", 1.0, above=0) if has_factor else None,
     )
 
 
 def fixed(value: Any) -> Any:
-    """Declare a field that `config.json` lacks; the family or the checkpoint's tensors set it."""
+    """Declare a field that is not in `config.json`: family or checkpoint's tensors set it."""
     return field(default=value, metadata={"read": lambda reader, key: value})
 
 
 @dataclass(frozen=True)
 class MTPRules:
-    """The inputs of MTP modules on which published engines disagree; each family chooses.
+    """Choices about the inputs of MTP modules, on which published engines disagree.
 
-    The defaults follow DeepSeek-V3's report and transformers' `MtpModel`. For DeepSeek and GLM,
-    SGLang also passes normalised hidden states, the trunk's and a module's own. When GLM-5's were
-    not normalised, acceptance collapsed after the first draft (vLLM PRs #46075, #47448).
+    Each family makes its own. The defaults follow DeepSeek-V3's report and transformers'
+    `MtpModel`. SGLang, too, normalises hidden states of trunk and modules for DeepSeek and GLM.
+    Without the norm, GLM-5's acceptance collapsed after draft 1 (vLLM PRs #46075, #47448).
     """
 
     hidden_first: bool = False  # the joined input is [hidden ; embedding], not [embedding ; hidden]
     trunk_normed: bool = True  # modules read the trunk's hidden state after its final norm
     recycles_normed: bool = True  # the next draft reads a module's hidden state after its norm
-    shares_choice: bool = False  # later drafts attend to the rows that a step's first one chose
+    shares_choice: bool = False  # later drafts attend to the rows chosen for the first one (DSA)
 
 
 DEEPSEEK = MTPRules()
@@ -160,7 +160,7 @@ DEEPSEEK = MTPRules()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The values that the compiler needs of any model, under the checkpoints' own names."""
+    """The values that the compiler needs of every model, under their names in `config.json`."""
 
     vocab_size: int = integer()
     hidden_size: int = integer()
@@ -172,19 +172,19 @@ class ModelConfig:
     n_routed_experts: int = integer(0, 0, COUNT_LIMIT)
     rope: RopeConfig = field(metadata={"read": parse_rope})
     mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it returns a field
-    # MTP modules, from 0, whose embedding or head in the checkpoint differs from the trunk's.
+    # Numbers of the MTP modules, from 0, whose stored embedding or head differs from the trunk's.
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
 
     def sliced(self, first: int, count: int) -> Self:
-        """Return the values of `count` main layers from `first` on; may raise UsageError."""
+        """Return the configuration of `count` main layers from `first` on; may raise UsageError."""
         return replace(self, num_hidden_layers=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """The values of a model with routed experts, which some dense layers may precede."""
+    """The values of a model in which all or some layers have routed experts."""
 
     intermediate_size: int = integer()
     moe_intermediate_size: int = integer(1, 1)
@@ -195,11 +195,11 @@ class MoEConfig(ModelConfig):
     routed_scaling_factor: float = number(1.0)
     norm_topk_prob: bool = flag(True)
     moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
-    # Scores are a softmax's, and there is no bias for selection.
+    # Experts are scored by a softmax, and no bias is added to select them.
     softmax_router: bool = fixed(False)
 
     def is_moe(self, layer: int) -> bool:
-        """Return whether a layer has routed experts; MTP module j is num_hidden_layers + j."""
+        """Return whether a layer has routed experts; modules are layers after the trunk's."""
         return self.n_routed_experts > 0 and self.moe_layers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -229,14 +229,14 @@ class MoEConfig(ModelConfig):
 def moe_layers(read: Reader) -> tuple[bool, ...]:
     """Read which layers have routed experts: the trunk's layers, then the MTP modules.
 
-    `first_k_dense_replace` and `moe_layer_freq` decide by a layer's number, and a module's number
-    follows the trunk's. If given, `mlp_layer_types` names each layer of the trunk instead, and
-    `mtp_mlp_layer_types` each module.
+    `first_k_dense_replace` and `moe_layer_freq` decide by a layer's number; modules count on from
+    the trunk's last layer. Where given, `mlp_layer_types` decides for the trunk instead, and
+    `mtp_mlp_layer_types` for the modules.
     """
     first = read.integer("first_k_dense_replace", 0, 0)
     every = read.integer("moe_layer_freq", 1, 1)
     layers = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     modules = read.integer("num_nextn_predict_layers", 0, 0, COUNT_LIMIT)
-    ruled = [i >= first and i % every == 0 for i in range(layers + modules)]
-    trunk = read.kinds("mlp_layer_types", layers) or ruled[:layers]
-    return (*trunk, *(read.kinds("mtp_mlp_layer_types", modules) or ruled[layers:]))
+    by_number = [i >= first and i % every == 0 for i in range(layers + modules)]
+    trunk = read.kinds("mlp_layer_types", layers) or by_number[:layers]
+    return (*trunk, *(read.kinds("mtp_mlp_layer_types", modules) or by_number[layers:]))

@@ -1,4 +1,4 @@
-"""Find the token ids that begin and end a text, in the files beside a checkpoint's weights."""
+"""Find the token ids that begin and end texts and thoughts, in files beside the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,26 +21,25 @@ class GenerationIds:
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
-    """Read the ids; raise CheckpointError for wrong ones.
+    """Read the ids of a checkpoint folder; raise CheckpointError for invalid ones.
 
-    The first file that has an id wins. The tokenizer's EOS ends a text, too: Qwen3.5's config.json
-    names another token, but a chat's turns end with the tokenizer's.
+    generation_config.json wins over config.json. The tokenizer's EOS is added to the list, since
+    Qwen3.5's config.json names another token than the one that ends the turns of its chats.
     """
 
     def first(key: str) -> tuple[int, ...]:
         files = (folder / "generation_config.json", folder / "config.json")
-        found = (_ids(file, key, config.vocab_size) for file in files)
-        return next((ids for ids in found if ids is not None), ())
+        per_file = (_read_ids(file, key, config.vocab_size) for file in files)
+        return next((ids for ids in per_file if ids is not None), ())
 
     bos, eos, added = first("bos_token_id"), first("eos_token_id"), _added_tokens(folder)
-    named = special_tokens(read_object(folder / TOKENIZER_CONFIG))
-    end = added.get(named.get("eos_token", ""))
-    if end is not None and end < config.vocab_size:
-        eos = tuple(dict.fromkeys((*eos, end)))
-    thinking = {"<think>", "</think>"} <= added.keys()
-    return GenerationIds(
-        next(iter(bos), None), eos, (added["<think>"], added["</think>"]) if thinking else None
-    )
+    special = special_tokens(read_object(folder / TOKENIZER_CONFIG))
+    tokenizer_eos = added.get(special.get("eos_token", ""))
+    if tokenizer_eos is not None and tokenizer_eos < config.vocab_size:
+        eos = tuple(dict.fromkeys((*eos, tokenizer_eos)))
+    thinks = {"<think>", "</think>"} <= added.keys()
+    thinking = (added["<think>"], added["</think>"]) if thinks else None
+    return GenerationIds(next(iter(bos), None), eos, thinking)
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
@@ -52,7 +51,8 @@ def _added_tokens(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
+def _read_ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
+    """Return the ids under a key of a file, or None if file or key is missing."""
     if not path.exists():
         return None
     try:

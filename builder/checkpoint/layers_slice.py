@@ -34,19 +34,19 @@ class LayersSlice:
 
         layers: the number of main layers of the checkpoint.
         """
-        found = LAYER.fullmatch(name)
-        if found is None:
+        match = LAYER.fullmatch(name)
+        if match is None:
             return name
-        layer = int(found[2])
+        layer = int(match[2])
         if layer < layers and not self.first <= layer <= self.last:
             return None
-        moved = self.first if layer < layers else layers - self.count
-        return f"{found[1]}{layer - moved}{found[3]}"
+        shift = self.first if layer < layers else layers - self.count
+        return f"{match[1]}{layer - shift}{match[3]}"
 
 
 def parse_layers(text: str) -> LayersSlice:
     """Parse a range such as `0-3`; raise UsageError for anything else."""
-    found = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text)
+    if match is None:
         raise UsageError(f"--layers {text!r} is not a range such as 0-3")
-    return LayersSlice(int(found[1]), int(found[2]))
+    return LayersSlice(int(match[1]), int(match[2]))

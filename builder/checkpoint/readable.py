@@ -1,6 +1,6 @@
-"""Refuse checkpoints that a build can't read, by the names of their files and config.json.
+"""Refuse checkpoints that a build can't read, from their file names and config.json alone.
 
-A repository can be refused before it is downloaded, with the same messages as a folder.
+So a repository is refused before it is downloaded, with the same messages as a folder.
 """
 
 import os
@@ -24,8 +24,8 @@ SUPPORTED = (
 def refuse_folder(folder: Path, instead: str = "") -> None:
     """Raise CheckpointError for a folder whose weights a build can't read.
 
-    A folder that can't be listed passes: the code that reads it reports that. instead: the end of
-    the message, which may name another model to build.
+    A folder that can't be listed passes, as reading it fails later with its own message. instead:
+    the end of the message, which may name another model to build.
     """
     try:
         names = os.listdir(folder)
@@ -45,17 +45,17 @@ def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
     """Raise CheckpointError if config.json or ModelOpt's file names an unsupported format."""
-    quantised = _quantised(folder)
-    method = quantised.get("quant_method")
-    if (method is None and not quantised) or method == "mtpbuild":
+    settings = _quantisation(folder)
+    method = settings.get("quant_method")
+    if (method is None and not settings) or method == "mtpbuild":
         return
     format = str(method)
     if method == "modelopt":
-        if (algorithm := quantised.get("quant_algo")) == "NVFP4":
+        if (algorithm := settings.get("quant_algo")) == "NVFP4":
             return
         format = f"modelopt {algorithm}"
     elif method == "fp8":
-        if (blocks := quantised.get("weight_block_size")) == [128, 128]:
+        if (blocks := settings.get("weight_block_size")) == [128, 128]:
             return
         format = f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
     raise CheckpointError(
@@ -64,10 +64,10 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
 
 
 def stored_as(folder: Path) -> str:
-    """Return the layout of weights that `refuse_quantised` accepts, by its name in recipes."""
-    quantised = _quantised(folder)
-    method = quantised.get("quant_method", "bf16")
-    return {"modelopt": "nvfp4", "mtpbuild": str(quantised.get("fmt"))}.get(method, method)
+    """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
+    settings = _quantisation(folder)
+    method = settings.get("quant_method", "bf16")
+    return {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}.get(method, method)
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
@@ -80,18 +80,18 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
         )
 
 
-def _quantised(folder: Path) -> Mapping[str, Any]:
+def _quantisation(folder: Path) -> Mapping[str, Any]:
     """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
     raw = read_object(folder / CONFIG).get("quantization_config")
-    quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
+    settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
-        return {"quant_method": "modelopt", **modelopt, **quantised}
-    return quantised
+        return {"quant_method": "modelopt", **modelopt, **settings}
+    return settings
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if the file is missing or has none."""
+    """Return the JSON object in a file, or {} if the file is missing or holds anything else."""
     try:
         raw = read_json(path)
     except (OSError, ValueError):

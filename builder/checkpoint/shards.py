@@ -24,10 +24,10 @@ class Index:
 
     def check(self, files: Mapping[str, Path]) -> None:
         """Check that each tensor is in the shard that the index names; files: tensor -> file."""
-        gone = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
-        if gone:
-            first, names = min(gone), f"names tensor {min(gone)}{more(len(gone) - 1)}"
-            raise CheckpointError(f"{self.path}: {names}, which {self.shards[first]} doesn't hold")
+        wrong = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
+        if wrong:
+            named, shard = f"tensor {min(wrong)}{more(len(wrong) - 1)}", self.shards[min(wrong)]
+            raise CheckpointError(f"{self.path}: names {named}, which {shard} doesn't hold")
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
@@ -56,7 +56,7 @@ def stored_names(folder: Path) -> set[str]:
         try:
             found = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
-            return set()  # not there yet, or unreadable: the reader of the tensors reports it
+            return set()  # if it is missing or unreadable, opening the tensors reports it
     return {name for name in map(text_name, found) if name is not None}
 
 
@@ -86,26 +86,26 @@ def _read_index(folder: Path) -> Index | None:
 def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
     """Raise CheckpointError if shards are missing or truncated.
 
-    The error names the first one and counts all missing bytes.
+    The error names the first such shard and counts all missing bytes.
     """
-    missing = [path for path in shards if not os.path.isfile(path)]  # never raises: odd names
-    there = {path: _measure(path) for path in shards if path not in missing}
-    lacking = {path: lack for path, (_, lack) in there.items() if lack > 0}
+    missing = [path for path in shards if not os.path.isfile(path)]  # Path.is_file may raise
+    measured = {path: _measure(path) for path in shards if path not in missing}
+    truncated = {path: short for path, (_, short) in measured.items() if short > 0}
     faults = [f"shard {path.name} named by {INDEX} is missing" for path in missing]
-    faults += [f"{path.name} is {lack:,} bytes short" for path, lack in lacking.items()]
+    faults += [f"{path.name} is {short:,} bytes short" for path, short in truncated.items()]
     if not faults:
         return
-    gone = sum(lacking.values())
+    lost = sum(truncated.values())
     if missing and total_size is not None:
-        gone += max(0, total_size - sum(size for size, _ in there.values()))
-    total = f"; {gone:,} bytes lack in all" if gone and (missing or len(faults) > 1) else ""
+        lost += max(0, total_size - sum(size for size, _ in measured.values()))
+    total = f"; {lost:,} bytes lack in all" if lost and (missing or len(faults) > 1) else ""
     raise CheckpointError(
         f"{folder}: {faults[0]}{more(len(faults) - 1)}{total}; resume the download"
     )
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Return the bytes of tensors that the header promises, and how many the file lacks."""
+    """Return a shard's bytes of tensors by its header, and how many of them the file lacks."""
     with path.open("rb") as file:
         first = file.read(8)
     if POINTER.startswith(first) and len(first) == 8:
@@ -114,7 +114,7 @@ def _measure(path: Path) -> tuple[int, int]:
         header, _, start = read_header(path)
         data = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return 0, 0  # unreadable: the reader of the tensors reports it
+        return 0, 0  # opening the tensors reports an unreadable header
     return data, start + data - path.stat().st_size
 
 

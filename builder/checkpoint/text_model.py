@@ -1,4 +1,4 @@
-"""Find a text model's tensors in checkpoints that wrap it, or that stack its experts."""
+"""Find a text model's tensors in checkpoints with a vision tower or with stacked experts."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ def text_name(name: str) -> str | None:
 
 
 def unstacked(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
-    """Yield the weight of each expert in a stack, and where it is; nothing if it is no stack."""
-    found = STACK.fullmatch(name)
-    if found is None or len(shape) != 3:
+    """Yield the name and the part of each expert's weight in a stack; nothing for other tensors."""
+    match = STACK.fullmatch(name)
+    if match is None or len(shape) != 3:
         return
     experts, rows, _ = shape
-    kinds = ("gate", "up") if found[2] == "gate_up" else ("down",)
-    each = rows // len(kinds)
+    kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    rows_each = rows // len(kinds)
     for e in range(experts):
         for i, kind in enumerate(kinds):
-            yield f"{found[1]}.{e}.{kind}_proj.weight", (e, i * each, each)
+            yield f"{match[1]}.{e}.{kind}_proj.weight", (e, i * rows_each, rows_each)

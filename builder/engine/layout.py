@@ -55,7 +55,7 @@ def changed_engine(
 ) -> Iterator[Path]:
     """Make a folder that replaces the engine if the block succeeds.
 
-    kept: the engine's files that it has, too. modes: of new files, if not the engine's.
+    kept: files to take over from the engine. modes: of files whose mode is not the engine's.
     """
     with staged_folder(engine) as staged:
         link_files(engine, staged.folder, kept)
@@ -83,24 +83,24 @@ def keep_access(engine: Path, folder: Path) -> None:
 
 def copy_access(old: Path, new: Path) -> None:
     """Copy the mode of a file or folder to another, and the owner where this user may set it."""
-    there = old.stat()
+    access = old.stat()
     with contextlib.suppress(OSError):  # the owner first, as chown may clear mode bits
-        os.chown(new, there.st_uid, there.st_gid)
-    new.chmod(there.st_mode & 0o7777)
+        os.chown(new, access.st_uid, access.st_gid)
+    new.chmod(access.st_mode & 0o7777)
 
 
 def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool:
     """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one.
 
-    Returns whether `path` is such a link now. inner: the name of the rank's folder with the file,
-    the same in both engines; "" for an engine of one rank.
+    Returns whether there was one. inner: the name of the rank's folder, the same in both engines;
+    "" for an engine of one rank.
     """
     for folder in sorted(siblings.glob(f"*/{inner}")):
         manifest = existing(folder)
         spec = manifest.files.get(path.name) if manifest is not None else None
         other = folder / path.name
-        wanted = spec is not None and spec.sha256 == sha256 and other.is_file()
-        if wanted and hash_file(other) == sha256:  # never spread a damaged file
+        listed = spec is not None and spec.sha256 == sha256 and other.is_file()
+        if listed and hash_file(other) == sha256:  # never spread a damaged file
             path.unlink(missing_ok=True)
             link(other, path)
             return True
@@ -138,7 +138,7 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
 
 
 def model_of(out: Path) -> str | None:
-    """Return the model's name of the engine at `out`, whatever the manifest's format version."""
+    """Return the name of the model at `out`, whatever the manifest's format version."""
     try:
         name = read_json(out / MANIFEST)["model"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -191,21 +191,21 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
 
 def publish(new: Path, out: Path) -> None:
     """Move an engine into place; ranks that were built alone join the others of their build."""
-    own = read_manifest(new)
-    ranks = ranks_here(new, own)
-    if len(ranks) == own.build.tp or not own.split:
+    manifest = read_manifest(new)
+    ranks = ranks_here(new, manifest)
+    if len(ranks) == manifest.build.tp or not manifest.split:
         replace_folder(new, out)
         return
-    with contextlib.suppress(OSError):  # it fails if something is there, perhaps since a moment ago
+    with contextlib.suppress(OSError):  # fails if `out` is there, perhaps made just now
         new.rename(out)
         return
-    there = existing(out)
-    if there is None or there.build != own.build:
+    other = existing(out)
+    if other is None or other.build != manifest.build:
         replace_folder(new, out)
         return
     for rank in ranks:
         name = rank_name(rank)
-        shutil.rmtree(out / name, ignore_errors=True)  # damaged, or not wanted
+        shutil.rmtree(out / name, ignore_errors=True)  # damaged, or to be replaced
         (new / name).rename(out / name)
     for file in (path for path in new.iterdir() if path.is_file()):
         file.replace(out / file.name)

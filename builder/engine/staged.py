@@ -33,7 +33,7 @@ class FinishedPart(BaseModel):
 
 
 class StagedEngine:
-    """An unfinished engine: `folder` becomes the engine, `finished` has the parts so far."""
+    """An unfinished engine: `folder` becomes the engine, `finished` lists the parts so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,8 +42,8 @@ class StagedEngine:
 
     def resume(self, inputs: str, *, discard_parts: bool) -> None:
         """Keep the intact parts of an earlier build of the same inputs, and remove all else."""
-        before, *lines = _read(self._journal).splitlines() or [""]
-        found = _parse(lines) if before == inputs and not discard_parts else []
+        earlier_inputs, *lines = _read(self._journal).splitlines() or [""]
+        found = _parse(lines) if earlier_inputs == inputs and not discard_parts else []
         self.finished = {part.name: part for part in found if self._is_intact(part)}
         lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
         self._journal.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -69,7 +69,7 @@ class StagedEngine:
     def prune(self) -> None:
         """Remove all files that belong to no finished part."""
         kept = {self.folder / name for part in self.finished.values() for name in part.files}
-        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder after its files
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # files before their folder
             if path.is_symlink() or not path.is_dir():
                 if path not in kept:
                     path.unlink()
@@ -88,7 +88,7 @@ def _read(journal: Path) -> str:
 
 
 def _parse(lines: list[str]) -> list[FinishedPart]:
-    """Parse a journal up to the first line that is incomplete."""
+    """Parse a journal's parts up to the first incomplete line."""
     parts = []
     with contextlib.suppress(ValidationError):
         for line in lines:
@@ -98,7 +98,7 @@ def _parse(lines: list[str]) -> list[FinishedPart]:
 
 def replace_folder(new: Path, out: Path) -> None:
     """Move a folder to `out` in place of an older one, which is restored if that fails."""
-    old = _old(out)
+    old = _backup(out)
     if out.exists():
         out.rename(old)
     try:
@@ -122,7 +122,7 @@ def is_taken(out: Path, mark: str, what: str) -> bool:
     return True
 
 
-def _old(out: Path) -> Path:
+def _backup(out: Path) -> Path:
     return out.parent / f".{out.name}.old"
 
 
@@ -139,7 +139,7 @@ def staged_folder(
     """Make a folder beside `out`, and move it to `out` if the block succeeds.
 
     If the block fails, its finished parts stay for the next build of the same inputs, unless that
-    one has `discard_parts`. rank: the only rank that is built, if any; builds of other ranks may
+    build has `discard_parts`. rank: the only rank that is built, if any; builds of other ranks may
     run at the same time. put: moves the folder into place. Raises BuildError if the folder can't be
     written, or if another process builds the same engine.
     """
@@ -163,9 +163,9 @@ def staged_folder(
 
 
 def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> None:
-    """Remove the parts that an interrupted build left, as the finished engine is there now.
+    """Remove the parts that an interrupted build of a now finished engine left.
 
-    The parts of other inputs stay, and so do the parts of a running build.
+    Parts of other inputs stay, and so do those of a running build.
     """
     place = out.resolve()
     home = _staging_home(place, rank)
@@ -194,7 +194,7 @@ def _locked(home: Path, out: Path) -> Iterator[None]:
         except Timeout:
             raise BuildError(f"{out}: another build of it is at work") from None
         except FileNotFoundError:
-            continue  # another build has just ended, and removed its folder
+            continue  # another build has just ended and removed the folder
         except OSError:
             break  # a file system without locks
     try:
@@ -205,7 +205,7 @@ def _locked(home: Path, out: Path) -> Iterator[None]:
 
 def _restore_replaced(out: Path) -> None:
     """Restore the engine that a killed build had moved aside, if nothing has taken its place."""
-    old = _old(out)
+    old = _backup(out)
     if old.exists() and not out.exists():
         old.rename(out)
     shutil.rmtree(old, ignore_errors=True)

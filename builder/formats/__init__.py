@@ -1,7 +1,4 @@
-"""Number formats of weights, a module each: how one stores values, and how it is recognised.
-
-Each module of this folder with a tuple `FORMATS` adds its formats.
-"""
+"""Number formats of weights, from the tuples `FORMATS` of this folder's modules."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,6 +13,7 @@ from mtpbuild.builder.formats.format import refuse_too_large as refuse_too_large
 
 _modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
 ALL: tuple[Format, ...] = tuple(f for each in _modules for f in getattr(each, "FORMATS", ()))
+# Formats that engines keep; the others are older variants of the same names.
 FORMATS = {format.name: format for format in ALL if format.kept is format}
 _shown = (f"{name} with weight{format.suffixes[1]}" for name, format in FORMATS.items())
 SUPPORTED = ", ".join((*DTYPES, *_shown))
@@ -24,6 +22,6 @@ SUPPORTED = ", ".join((*DTYPES, *_shown))
 def stored_format(name: str, entries: Mapping[str, Entry]) -> Format | None:
     """Return the format of weight `name`; None if it is not quantised, or in an unknown format.
 
-    The dtype of its scale decides, as lists of excluded modules are not reliable.
+    The weight's tensors decide, as checkpoints' lists of excluded modules are not reliable.
     """
     return next((format for format in ALL if format.stores(name, entries)), None)

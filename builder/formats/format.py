@@ -1,4 +1,4 @@
-"""What a number format is, and the tensors that store a weight in one."""
+"""The interface of number formats, and descriptions of the tensors that store weights."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
-LEAST_GROUP = 16  # inputs that must share a scale after ranks have cut a weight
+LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
 SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element
 NAMES = {  # torch dtype -> its name in safetensors
     "float8_e4m3fn": "F8_E4M3",
@@ -59,7 +59,7 @@ class Format(ABC):
     bits: int  # of a value
     block: int  # columns that share a scale
     suffixes: tuple[str, ...]  # the first part, "", holds the values
-    needs_amax = False  # whether `encode` needs the largest magnitude
+    needs_amax = False  # whether `encode` needs `amax`
     packs = False  # whether engines hold it in the layout of the CPU's kernels
     looks_up = False  # whether an engine's embedding may have it
 
@@ -69,7 +69,7 @@ class Format(ABC):
 
     @property
     def kept(self) -> Format:
-        """The format in which engines keep such weights."""
+        """The format in which engines keep weights of this format."""
         return self
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,18 +106,18 @@ class Format(ABC):
         return group >= LEAST_GROUP
 
     def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
-        """Return a part of a weight of this shape as [out, ..], to be cut and joined by outputs.
+        """Return a part of a weight of this shape as [out, ..], which ranks cut and then join.
 
         group: the number of inputs that share a scale in the engine.
         """
         return part.view(torch.uint8)
 
     def finish(self, suffix: str, part: Tensor, joined: int | None) -> Tensor:
-        """Return the engine's tensor [.., in, out] of parts that were joined along this axis."""
+        """Return the engine's tensor [.., in, out] from parts joined along axis `joined`."""
         return part
 
     def pack(self, suffix: str, part: Tensor) -> Tensor:
-        """Return a part [.., out, ..] in the layout of the CPU's kernels, which read the format."""
+        """Return a part [.., out, ..] in the layout of the CPU's kernels, if `packs`."""
         raise NotImplementedError
 
     def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
@@ -128,7 +128,7 @@ class Format(ABC):
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
     """Raise CheckpointError if a weight has values that are too large for the format's scales."""
     if weight.is_meta or not weight.numel():
-        return  # a dry run knows no values
+        return  # a dry run has no values
     largest = weight.abs().max().item()
     if largest > format.most:
         raise CheckpointError(

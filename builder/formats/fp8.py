@@ -18,8 +18,7 @@ LARGEST = 448.0  # largest e4m3 value
 class Fp8(Format):
     """DeepSeek's FP8: e4m3 values, and one fp32 scale for each block of 128 x 128.
 
-    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; blocks at the edges may be
-    smaller.
+    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; the last blocks may be smaller.
     """
 
     name, bits, block = "fp8", 8, BLOCK

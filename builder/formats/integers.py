@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 32  # columns that share a scale
-FINE = 2.0**-21  # rounding to fp16 changes a smaller scale by up to an eighth, or more
+FINEST = 2.0**-21  # below it, rounding to fp16 may change a scale by an eighth or more
 
 
 class Integers(Format):
     """int8 or int4 with one scale per block of 32 columns.
 
-    W = (value - 2 ** (bits - 1)) * weight_scale; in int4 the low nibble comes first. Scales are
-    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight. A scale that is subnormal in
-    fp16 is rounded away from zero, so that no value is clipped. Our older checkpoints have fp32
-    scales, which engines do not keep.
+    W = (value - zero) * weight_scale, with zero = 2 ** (bits - 1); in int4 the low nibble comes
+    first. Scales are fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight. Scales that
+    are subnormal in fp16 are rounded away from zero, so that no value is clipped. Our older
+    checkpoints have fp32 scales, which engines do not keep.
     """
 
     block = BLOCK
@@ -33,7 +33,7 @@ class Integers(Format):
         self.looks_up = bits == 8
 
     def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        """Return whether a weight of bytes has blocks of this size and such scales."""
+        """Return whether a uint8 weight has this format's bits, by its shape, and its scales."""
         weight, scale = entries[name], entries.get(f"{name}_scale")
         if weight.dtype != "U8" or scale is None or scale.dtype == "F8_E4M3":
             return False
@@ -45,7 +45,7 @@ class Integers(Format):
         return {4: INT4, 8: INT8}[self.bits]
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cast fp32 scales to fp16; if one is not exact there, quantise the weight anew."""
+        """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
         if self is self.kept:
             return parts
         scales = parts["_scale"].half()
@@ -99,10 +99,10 @@ class Integers(Format):
 
     def _rounded(self, scales: Tensor) -> Tensor:
         """Round scales to the nearest value of their type; round subnormal ones away from zero."""
-        kind = torch.finfo(self.scales)
-        step = kind.smallest_normal * kind.eps
+        info = torch.finfo(self.scales)
+        step = info.smallest_normal * info.eps  # between subnormal numbers
         away = (scales.abs() / step).ceil().mul(step).copysign(scales)
-        return torch.where(scales.abs() < kind.smallest_normal, away, scales).to(self.scales)
+        return torch.where(scales.abs() < info.smallest_normal, away, scales).to(self.scales)
 
 
 INT8, INT4 = Integers(8), Integers(4)
@@ -114,7 +114,7 @@ def coarse_blocks(scales: Tensor) -> int:
     """Count the blocks of integers that lose accuracy because their scale is too small for fp16."""
     if scales.dtype != torch.float16:
         return 0
-    return int(((scales != 0) & (scales.abs() < FINE)).sum())
+    return int(((scales != 0) & (scales.abs() < FINEST)).sum())
 
 
 def coarse_note(blocks: int) -> str:

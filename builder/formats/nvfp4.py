@@ -59,13 +59,13 @@ class Nvfp4(Format):
         return {"": pack(values), "_scale": scales, "_scale_2": second}
 
     def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
-        """Return values and scales as bytes, the weight's scale repeated for each scale."""
+        """Return values and scales as bytes, and the second scale once for each scale."""
         if suffix == "_scale_2":
             return part.expand(shape[0], shape[1] // GROUP)
         return part.view(torch.uint8)
 
     def finish(self, suffix: str, part: Tensor, joined: int | None) -> Tensor:
-        """Keep one second scale for each output, or for each group of inputs."""
+        """Keep one second scale per group of inputs if inputs were joined, else per output."""
         if suffix != "_scale_2":
             return part
         return part[..., :1] if joined == 1 else part[..., :1, :]

@@ -14,26 +14,26 @@ PASSES = "mtpbuild.builder.targets.passes"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The ops that graphs keep, and the passes that rewrite them, each in order.
+    """The ops that graphs keep, and the passes that rewrite the graphs, in order.
 
     A pass is `module.function` in `builder/targets/passes`.
     """
 
     ops: Mapping[str, str] = field(default_factory=dict)  # op -> file of its facet (plugins.facet)
-    step_ops: Mapping[str, str] = field(default_factory=dict)  # those that only steps keep
-    passes: tuple[str, ...] = ()  # of the traced program
-    lowered_passes: tuple[str, ...] = ()  # of the graph that the lowering makes of it
+    step_ops: Mapping[str, str] = field(default_factory=dict)  # ops that only steps keep
+    passes: tuple[str, ...] = ()  # over the traced program
+    lowered_passes: tuple[str, ...] = ()  # over the graph that the lowering makes
     cpu_library: bool = False  # ops with an operator in the CPU's library are kept, too
-    # Attention of a prompt's chunk computes keys and values of all rows first, which is faster for
+    # Latent attention of prompts first expands all rows to keys and values, which is faster for
     # many tokens. The CPU's library has kernels for latents alone.
     expands_prompts: bool = True
-    fixed_sizes: bool = False  # kernels are plugins of TensorRT, whose sizes are no symbols
+    fixed_sizes: bool = False  # TensorRT's plugins get sizes as numbers, not as symbols
 
     @property
     def modules(self) -> list[str]:
         """The modules of the passes."""
-        found = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
-        return [f"{PASSES}.{name}" for name in dict.fromkeys(found)]
+        names = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
+        return [f"{PASSES}.{name}" for name in dict.fromkeys(names)]
 
     @property
     def facets(self) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Pipeline:
         return {**self.ops, **self.step_ops}
 
 
-# Another package's target, unless it says otherwise: PyTorch's operators alone.
+# The default, also for other packages' targets: PyTorch's operators alone.
 PLAIN = Pipeline()
 
 # Target onnxruntime with --portable, and tensorrt-rtx: standard operators of ONNX.
@@ -79,8 +79,8 @@ INDUCTOR = Pipeline(
     lowered_passes=("in_place.update_in_place",),
 )
 
-# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. Ops that
-# write a cache are PyTorch's, as the operand of a kernel would be copied.
+# Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. A kernel's
+# operands are copied, so PyTorch's operators write caches; `in_place` exempts mla_rows_write.
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (

@@ -26,8 +26,8 @@ class GraphStyle:
     sizes: Sizes = Sizes.IN_USE
     pipeline: Pipeline = PLAIN
     overlap: bool = False  # a step is launched before the tokens of the previous one are read
-    formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
-    dtype: "FloatType" = "float32"  # of other weights, caches and hidden states
+    formats: tuple[str, ...] = ()  # number formats whose weights are not dequantised
+    dtype: "FloatType" = "float32"  # of other weights, of caches and hidden states
     cache_dtype: "FloatType | None" = None  # of caches, if it differs from dtype
 
     @property

@@ -1,4 +1,4 @@
-"""Figures of a model that only its family knows: sizes that ranks split, and costs of a step."""
+"""Figures that each family computes: sizes that ranks split, and the costs of a step."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,23 +19,23 @@ class Split:
     name: str
     size: int
     parts: int
-    weights: str = ""  # the class of weights that it cuts, whose format's blocks must stay whole
+    weights: str = ""  # the kind of weights that are cut; no block of their format may be cut
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a step on one rank that only the family can compute."""
+    """The costs of a step on one rank that depend on the family."""
 
     row_operations: float  # operations of one token on one cached row of one layer
-    activations: float  # most values of a token that exist at once
+    activations: float  # most values per token in memory at once
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # routed experts that each token chooses
     # Values that a prompt's attention holds for each pair of token and visible row.
     scores: float = 0.0
-    expanded: float = 0.0  # the same for each row
+    expanded: float = 0.0  # values that it holds for each row
     most_rows: int | None = None  # most rows that a token attends to; None: all
     attended: int = 0  # values of a row that attention reads; 0: all
-    scoring: float = 0.0  # operations of one token on a row's other values, to choose rows
+    scoring: float = 0.0  # operations of one token on a row's other values, which choose rows
 
     def rows(self, context: int, tokens: int) -> int:
         """Return the most rows of a context that `tokens` tokens attend to."""

@@ -1,4 +1,4 @@
-"""The interface of a model architecture: everything that other code needs to know of one."""
+"""The interface of a model architecture: all that the rest of the builder needs from it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.common.weight import Share, Weight
 
 
-# The kinds of a layer's weights: the first text that a name contains decides.
+# Text in the name of a layer's weight -> its kind; the first entry that matches decides.
 KINDS = {
     "norm": "router, norms",
     "embed_tokens": "embedding",  # a module's own embedding
@@ -39,7 +39,7 @@ def import_lazily(module: str, name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A state of a main layer that its tokens advance, instead of cache rows."""
+    """A recurrent state of a main layer, which the layer has in place of cache rows."""
 
     name: str  # the layer's name for it
     layer: int
@@ -47,7 +47,7 @@ class Recurrent:
     dtype: FloatType = "float32"
 
     def spec(self, batch: int) -> StateSpec:
-        """Return the state of all slots; it can be copied at a token, but not cut back to one."""
+        """Return the spec for all slots; the state can be copied, but not cut back to a token."""
         return StateSpec(
             name=layer_state(self.name, self.layer),
             role="recurrent",
@@ -60,9 +60,9 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Family:
-    """A model architecture; its functions take its own subclass of ModelConfig.
+    """A model architecture; its functions take the architecture's subclass of ModelConfig.
 
-    The record needs no torch: functions that do are imported lazily (`import_lazily`).
+    Records are made without torch; functions that need it are imported lazily (`import_lazily`).
     """
 
     name: str  # the architecture that engines report
@@ -73,14 +73,14 @@ class Family:
     make_model: "Callable[[Any, Ranks], CausalLM]"  # parameters without values
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head
-    # C of each layer, then of each MTP module; 0 for a layer without cache rows.
+    # The width C of cache rows of each layer, then of each MTP module; 0: no cache rows.
     cache_specs: Callable[[Any, Ranks], list[int]]
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], PlainLM]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
-    modules: str = ""  # prefix of MTP modules, which count from 0; without it, modules are layers
-    modules_key: str = "num_nextn_predict_layers"  # the number of MTP modules in config.json
+    modules: str = ""  # prefix of module names before the number; "": layers after the trunk's
+    modules_key: str = "num_nextn_predict_layers"  # key in config.json: the number of modules
     beside_modules: str = ""  # prefix of a module's tensors outside its layer, if there are any
     attention: Attends = Attends.GROUPED
     # The weights of a layer that may be quantised, as a regular expression: they multiply hidden
@@ -90,16 +90,16 @@ class Family:
     join: str = "eh_proj"  # the weight of an MTP module that joins an embedding and a hidden state
 
     def kind_of(self, name: str) -> str:
-        """Return the kind of weight that a name in a layer is of, for tables."""
+        """Return the kind of a layer's weight, by its name in the layer, for tables."""
         kinds = {**self.own_kinds, **KINDS}
         return next((kind for text, kind in kinds.items() if text in name), "eh_proj")
 
     def duplicates(self, c: Any) -> dict[str, str]:
-        """Map tensors that a checkpoint may have besides the table's to those that they repeat."""
+        """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
         return repeated(c, self.copies(c))
 
     def module_name(self, c: ModelConfig, j: int) -> str:
-        """Return a checkpoint's name of MTP module j, from 0."""
+        """Return the name of MTP module j, from 0, in a checkpoint."""
         return f"{self.modules}{j}" if self.modules else f"model.layers.{c.num_hidden_layers + j}"
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
@@ -107,19 +107,19 @@ class Family:
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
-        if self.modules and (found := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
-            return c.num_hidden_layers + int(found[1]), name[found.end() :]
+        if self.modules and (match := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
+            return c.num_hidden_layers + int(match[1]), name[match.end() :]
         if self.beside_modules and name.startswith(self.beside_modules):
             return c.num_hidden_layers, name.removeprefix(self.beside_modules)
-        if found := re.match(r"model\.layers\.(\d+)\.", name):
-            return int(found[1]), name[found.end() :]
+        if match := re.match(r"model\.layers\.(\d+)\.", name):
+            return int(match[1]), name[match.end() :]
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:
         """Return the layer of a weight that may be quantised, or None."""
-        place = self.place(c, name)
-        found = place is not None and re.fullmatch(rf"({self.products})\.weight", place[1])
-        return place[0] if place is not None and found else None
+        if (place := self.place(c, name)) is None:
+            return None
+        return place[0] if re.fullmatch(rf"({self.products})\.weight", place[1]) else None
 
     def joins(self, c: ModelConfig, name: str) -> bool:
         """Return whether a weight joins an MTP module's inputs; only drafts depend on it."""

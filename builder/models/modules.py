@@ -22,7 +22,7 @@ def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
 def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Return config.json's values with the number of MTP modules, which some files leave out.
 
-    transformers assumes one module then; we count the modules that have tensors.
+    In that case transformers assumes one module; we count the modules that have tensors.
     """
     if raw.get(KEY) is not None:
         return raw

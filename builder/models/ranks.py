@@ -14,9 +14,9 @@ def check_ranks(
     formats: Mapping[str, str] | None = None,
     most: int = MAX_RANKS,
 ) -> None:
-    """Raise UsageError, which lists the possible numbers, unless the ranks can share the model.
+    """Raise UsageError, which lists the possible numbers of ranks, if these can't share the model.
 
-    formats: the format of each class of weights, whose blocks must stay whole. most: the largest
+    formats: the format of each kind of weights, whose blocks must stay whole. most: the largest
     number to list.
     """
     ranks.check(config.n_routed_experts)
@@ -30,7 +30,7 @@ def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> 
     """Describe the first size that does not split into its parts; "" if all do."""
     for split in family_of(config).split_sizes(config, ranks):
         format = FORMATS.get(formats.get(split.weights, "")) if split.parts > 1 else None
-        block = 1 if format is None else format.block  # a split must not cut one
+        block = 1 if format is None else format.block  # a split must not cut blocks
         if split.size % (block * split.parts):
             into = f" (into tp / ep = {split.parts})" if split.parts not in (1, ranks.tp) else ""
             blocks = f" into blocks of {block}" if block > 1 else ""

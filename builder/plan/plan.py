@@ -26,7 +26,7 @@ from mtpbuild.runtime.ranks import Ranks
 Nextn = int | Literal["auto"]  # as given on the command line
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
-DrafterName = str  # of a record that `find_drafter` finds
+DrafterName = str  # of a registered drafter (`find_drafter`)
 # Inputs of programs besides state and controls.
 INPUTS = ("active", "tokens", "start", "ahead", "following")
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
@@ -44,9 +44,9 @@ class Plan:
     prefill_chunk: int
     style: GraphStyle = field(default_factory=GraphStyle)
     ranks: Ranks = field(default_factory=Ranks)
-    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; empty: a CPU
-    options: Any = None  # the target's own
-    adaptive: bool = False  # nextn is the maximum: the runtime chooses it for each step
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs to compile for; empty: a CPU
+    options: Any = None  # the target's `Options`
+    adaptive: bool = False  # nextn is a maximum: the runtime chooses the number for each step
     scheme: Scheme | None = None  # by which the build quantises weights, if it does
     rules: tuple[str, ...] = ()  # acceptance rules of other packages
     score: bool = False  # whether prompts may have log-probabilities
@@ -80,7 +80,7 @@ class Plan:
         """S, the number of cache rows per slot.
 
         A live slot's window starts below max_seq_len and takes T rows. Where steps overlap, a slot
-        that has ended in the step before may move T rows on.
+        whose request ended in the last step runs once more, T rows further on.
         """
         rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
@@ -90,13 +90,13 @@ class Plan:
         """Return whether steps take masks of the tokens that a grammar allows.
 
         The host writes masks between two steps, after it has read the window. Programs for a GPU
-        take none, as their kernels and CUDA graphs have no place for them; neither do ranks.
+        take none, since their kernels and CUDA graphs can't read them; nor do several ranks.
         """
         return not self.style.for_gpu and self.ranks.tp == 1
 
     @property
     def positions(self) -> int:
-        """The number of places for a slot's tokens and drafts, and for numbers that draw them."""
+        """The number of positions per slot, of tokens, drafts and the numbers that draw them."""
         return self.capacity + self.window
 
     @property
@@ -106,14 +106,14 @@ class Plan:
 
 
 def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
-    """Return each value once: the numbers in rising order, then "auto"."""
+    """Return each value once: numbers in rising order, then "auto"."""
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
-    """Return the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
+    """Return the drafter asked for; by default vanilla if each draft has a module, else Eagle.
 
     Raises UsageError or BuildError if the checkpoint lacks modules for it.
     """
@@ -158,7 +158,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     widths = family.cache_specs(c, plan.ranks)
     specs = [
         rows_spec(name, owner, plan.style.cache_dtype or plan.dtype, (B, 1, plan.capacity, width))
-        for (name, owner), width in zip(owners, widths, strict=False)  # all modules are in `widths`
+        for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules
         if width
     ]
     specs += [state.spec(B) for state in family.recurrent(c, plan.ranks)]
@@ -178,9 +178,9 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
 def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
     """Return the states that the drafter carries besides the rows of its modules.
 
-    others: the names of the engine's other states. Raises BuildError if the drafter's record
-    declares a state that is no carry with the batch first, or whose name is taken; or if the
-    drafter has modules or states, but no lookahead.
+    others: the names of the engine's other states. Raises BuildError for a state that is no carry
+    with the batch first, or whose name is taken, and for a drafter with modules or states but no
+    lookahead.
     """
     if plan.drafter is None:
         return ()

@@ -40,8 +40,8 @@ class Recipe(BaseModel):
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # on Hugging Face
     download: int | None = None  # GB that a build reads of it
-    copies: bool = False  # its MTP layers hold embedding and head again
-    made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
+    copies: bool = False  # its MTP layers repeat embedding and head
+    made_from: str | None = None  # the recipe of the model that `mtpbuild quantize` reads
 
     @property
     def config_folder(self) -> Path:
@@ -49,7 +49,7 @@ class Recipe(BaseModel):
 
     @property
     def summary(self) -> str:
-        """The description, and how much a build downloads."""
+        """The description, with the size of a build's download."""
         size = "" if self.download is None else f"; {self.download} GB"
         return self.description + size
 
@@ -67,8 +67,8 @@ class FoundModel:
 class Model:
     """A model that `--model` names, whether its weights are on this machine or not.
 
-    It is a recipe, a folder or a repository. A recipe without a repository is made from another
-    recipe.
+    It is a recipe, a folder or a repository. The weights of a recipe without a repository are
+    quantised from another recipe's.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Model:
     def find_weights(self, revision: str | None = None) -> Path | None:
         """Return the checkpoint's folder, or None if it is not on this machine.
 
-        With a revision only the repository's download counts.
+        With a revision only a download of the repository counts.
         """
         if self.folder is not None:
             return self.folder
@@ -136,8 +136,8 @@ def find_model(
 ) -> FoundModel:
     """Find a model and its weights, in `checkpoint` if given; download nothing.
 
-    Raises UnknownRecipeError, which lists the recipes, or MissingWeightsError, which says what to
-    do.
+    Raises UnknownRecipeError, which lists the recipes, or MissingWeightsError, which says how to
+    get the weights.
     """
     named = name_model(model)
     if checkpoint is not None and named.folder is not None:
@@ -164,7 +164,7 @@ def name_model(model: str) -> Model:
     if recipe is not None:
         return Model(recipe.name, recipe.engine, recipe=recipe, repository=recipe.repository)
     folder = Path(model)
-    if os.path.isdir(folder):  # never raises, however odd the name
+    if os.path.isdir(folder):  # unlike Path.is_dir, it never raises
         name = folder.resolve().name
         return Model(name, name, folder=folder)
     if folder.suffix == ".gguf":
@@ -197,13 +197,13 @@ def default_target(model: str) -> str:
 
 
 def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
-    """Return the end of a message that refuses a format: it names another model, if one is known.
+    """Return the end of a message that refuses a format: another model to build, or "".
 
-    name: the folder's or the repository's; made_from: the base models that its card names.
+    name: of the folder or repository. made_from: the base models that its model card names.
     """
-    own, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
-    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == own)]
-    if same:  # base models first, then the shortest name, which names no format
+    base_name, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
+    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == base_name)]
+    if same:  # base models first, then the shortest name, as it has no format appended
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"
     return f"; it was made from --model {made_from[0]}" if made_from else ""

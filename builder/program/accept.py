@@ -28,9 +28,9 @@ from mtpbuild.runtime.contract.rules import Rule
 
 
 class Acceptance:
-    """Strict, greedy acceptance and drafting in all slots, so that no step pays for sampling.
+    """Strict, greedy acceptance and drafting in all slots, without the cost of sampling.
 
-    State that is only passed on is cloned, as one tensor can't be both input and output of a graph.
+    State that is only passed on is cloned, as a graph's input can't be its output too.
     """
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
@@ -63,7 +63,7 @@ class Acceptance:
 class RanksAcceptance(Acceptance):
     """Strict, greedy acceptance where ranks split a vocabulary: they exchange their best logits.
 
-    All logits would be a third of the bytes that a step of DeepSeek-R1 sums over its ranks.
+    Whole logits would be a third of the bytes that a step of DeepSeek-R1 sums over its ranks.
     """
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
@@ -79,8 +79,8 @@ class RanksAcceptance(Acceptance):
 class MixedAcceptance(Acceptance):
     """Acceptance and drafting in each slot as its request asks.
 
-    Drafts are sampled from their distribution where `sampled_drafts` is set and the target's tokens
-    are sampled as well. Drafting ignores grammars; the host corrects drafts before the next step.
+    Where `sampled_drafts` is set and temperature is above 0, drafts are sampled from the drafter's
+    distribution. Drafting ignores grammars; the host corrects drafts before the next step.
     Penalties apply if the state has a history.
     """
 
@@ -90,15 +90,15 @@ class MixedAcceptance(Acceptance):
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
-        """Take the inputs that requests set.
+        """Take a step's inputs.
 
-        controls: their values [B, ..]. grammar: the inputs of `CONSTRAINTS`, if any.
-        rules: those of other packages, whose inputs are among `controls`.
+        controls: the requests' settings [B, ..]. grammar: the inputs of `CONSTRAINTS`, if any.
+        rules: acceptance rules of other packages, whose settings are among `controls`.
         """
         self.controls, self.grammar, self.rules = controls, grammar or {}, rules
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
-        self._history: Tensor | None = None  # includes the window
+        self._history: Tensor | None = None  # all tokens so far, with the window's
         self._ahead: list[Tensor] = []  # the newest token, then the drafts chosen so far
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
@@ -114,10 +114,10 @@ class MixedAcceptance(Acceptance):
         return verdict
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Sample by the inverse CDF, at the number that strict acceptance uses for that position.
+        """Sample by the inverse CDF, with the number that will draw the target's token there.
 
-        Where the distributions of draft and target agree, the draft is then mostly the target's
-        token. It is accepted more often than an argmax, or than a draft sampled at a number of its
+        Where the distributions of draft and target agree, both draws mostly give the same token. So
+        the draft is accepted more often than an argmax, or than a draft drawn by a number of its
         own.
 
         Penalties change the drafts' logits as they will change the target's. The text is correct
@@ -126,13 +126,13 @@ class MixedAcceptance(Acceptance):
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.controls, self.lengths, k)
         shaping = {name: self.controls[name] for name in SHAPING}
-        special = self.controls["temperature"] > 0
+        not_greedy = self.controls["temperature"] > 0
         operands: tuple[Any, ...] = (logits, number, self.controls["sampled_drafts"], shaping)
         if self._history is not None:
-            special = special | self.controls["penalised"]
+            not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in READ}
             operands += (self._history, self.lengths, tuple(self._ahead), edits)
-        draft, probs = when(special.any(), _sampled_draft, _greedy_draft, operands)
+        draft, probs = when(not_greedy.any(), _sampled_draft, _greedy_draft, operands)
         self.probs.append(probs)
         self._ahead.append(draft)
         return draft
@@ -168,19 +168,19 @@ class KernelAcceptance(MixedAcceptance):
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.controls, self.lengths, k)
-        chosen = (self.controls["sampled_drafts"] & (self.controls["temperature"] > 0))[:, None]
+        samples = (self.controls["sampled_drafts"] & (self.controls["temperature"] > 0))[:, None]
         best = logits.argmax(-1)
         q = shaped_probs_op(logits, list_controls(self.core()))
         point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
-        self.probs.append(torch.where(chosen[..., None], q, point))
-        return torch.where(chosen, draw(q, number)[0], best)
+        self.probs.append(torch.where(samples[..., None], q, point))
+        return torch.where(samples, draw(q, number)[0], best)
 
     def core(self) -> dict[str, Tensor]:
-        """Return the controls that the ops take; rules have operators of their own."""
+        """Return the controls that the ops take, without those of other packages' rules."""
         return {control.name: self.controls[control.name] for control in CORE_CONTROLS}
 
     def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:
-        """Return rates [B, T] of acceptance for the op: 1 or 0, as the slot's rule decides.
+        """Return rates [B, T] for the op's synthetic acceptance: 1 or 0, as a slot's rule decides.
 
         The op accepts a draft by chance, at this rate. A slot without a rule keeps its own rates.
         """
@@ -190,30 +190,30 @@ class KernelAcceptance(MixedAcceptance):
         judged = judge_of(p, window, draft_probs, at, state["thinking"], self.controls)
         for rule in self.rules:
             assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
-            stands = rule.kernel(judged) & (judged.p_draft > 0)
-            rates = torch.where(self.controls[rule.name][:, None], stands.to(rates.dtype), rates)
+            accepts = rule.kernel(judged) & (judged.p_draft > 0)
+            rates = torch.where(self.controls[rule.name][:, None], accepts.to(rates.dtype), rates)
         return rates
 
 
 def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the operands of acceptance that each slot has, in their order."""
+    """Return the per-slot operands of acceptance, in the order of the ops."""
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
 def _sampled_draft(
-    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Controls, *counted: Any
+    logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls, *penalties: Any
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 
-    counted: the further arguments of `penalised`, if there are penalties.
+    penalties: the further arguments of `penalised`, if there are any.
     """
-    if counted:
-        logits = penalised(logits, *counted)
-    best, chosen = logits.argmax(-1), drawn & (shaping["temperature"] > 0)
+    if penalties:
+        logits = penalised(logits, *penalties)
+    best, samples = logits.argmax(-1), sampled_drafts & (shaping["temperature"] > 0)
     q = shaped_probs(logits, shaping)
     point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
-    draft = torch.where(chosen[:, None], draw(q, number)[0], best)
-    return draft, torch.where(chosen[:, None, None], q, point)
+    draft = torch.where(samples[:, None], draw(q, number)[0], best)
+    return draft, torch.where(samples[:, None, None], q, point)
 
 
 def _greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:

@@ -30,15 +30,15 @@ class AcceptedTokens:
     lengths: Tensor  # [B] M, after this step: t_M is the newest token
     active: Tensor  # [B] bool
     rows: Rows  # positions of the window
-    choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
-    draft: Callable[[int, Tensor, int], Tensor]  # the same by module j's hidden: j, hidden, k
+    choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V], k from 1 -> draft k [B, 1]
+    draft: Callable[[int, Tensor, int], Tensor]  # j, hidden [B, 1, E] of module j, k -> draft k
 
 
 class Drafter:
-    """A way to draft K = nextn tokens per step; its record declares what it needs.
+    """A way to draft K = nextn tokens per step; its record declares its modules and states.
 
     Records are in runtime/contract/drafters.py. `state` has the engine's states by name. A drafter
-    returns all new states of its modules and all those that its record declares.
+    returns the new rows of all its modules and all the states that its record declares.
     """
 
     def __init__(self, nextn: int) -> None:
@@ -67,16 +67,16 @@ class Eagle(Drafter):
 
     def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         module = model.module(0)
-        # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
-        # stay in the cache; the window of the next step covers the slots of the passes below.
+        # Slot p of the window joins the main hidden h_p and the emitted token t_{p+1}. Only these
+        # rows stay in the cache; the next step's window covers the slots of the passes below.
         at = (step.n - 1).clamp(min=0)
         x = model.draft_input(0, step.tokens, step.hidden, step.rows)
         if self.nextn == 0:
             cache = module.fill(x, state[module_rows(0)], step.rows)
             return step.tokens[:, :0], {module_rows(0): cache}
-        own = replace(step.rows, choice=Choice())  # not the trunk's choice
-        x, cache = module.forward_last(x, state[module_rows(0)], own, at)
-        choice = replace(own.choice, stays=model.config.mtp.shares_choice)
+        rows = replace(step.rows, choice=Choice())  # not the trunk's choice
+        x, cache = module.forward_last(x, state[module_rows(0)], rows, at)
+        choice = replace(rows.choice, stays=model.config.mtp.shares_choice)
         hidden = module.next_hidden(x)
         drafts = [step.draft(0, hidden, 1)]
         side = None
@@ -100,10 +100,9 @@ class Eagle(Drafter):
 class Vanilla(Drafter):
     """MTP vanilla: module k drafts token k, and recomputes the newest T = K + 1 slots.
 
-    With T slots the drafts are exact, with K they are not: after a step that accepted all drafts,
-    slots from M - (K + 1) on were last computed with drafts or not at all (docs/architecture.md).
-    `past_hidden` and `past_tokens` are the hidden states and tokens of the K slots before the main
-    model's window.
+    K slots are not exact: after a step that accepted all drafts, slots from M - (K + 1) on were
+    computed with drafts, if at all (docs/architecture.md). `past_hidden` and `past_tokens` are the
+    hidden states and tokens of the K slots before the main model's window.
     """
 
     def __init__(self, nextn: int) -> None:
@@ -112,18 +111,18 @@ class Vanilla(Drafter):
 
     def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
-        # Slots (M - n) - K .. (M - n) + K, and for each the token that follows it.
+        # Slots (M - n) - K .. (M - n) + K: the hidden state of each, and the token after it.
         hiddens = torch.cat([state["past_hidden"], step.hidden], dim=1)
         following = torch.cat([state["past_tokens"], step.tokens], dim=1)
         first = (M - T).clamp(min=0)  # first slot of the window
         offset = (first - M + step.n + K).clamp(min=0)
-        last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
+        last = (M - 1 - first).clamp(min=0)  # the newest slot's index in the window
         hidden = take_rows(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
         rows = rows_of(model, first, T, step.active, state[module_rows(0)].shape[2])
 
         drafts, caches = [], {}
-        place = torch.arange(T + K, device=M.device)
+        index = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
             module, name = model.module(k - 1), module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
@@ -131,11 +130,11 @@ class Vanilla(Drafter):
                 x, caches[name] = module(x, state[name], rows)
                 hidden = module.next_hidden(x)
                 newest = select_token(hidden, last)
-            else:  # of the last module only the newest slot is read
+            else:  # only the newest slot of the last module is read
                 x, caches[name] = module.forward_last(x, state[name], rows, last)
                 newest = module.next_hidden(x)
             drafts.append(step.draft(k - 1, newest, k))
-            tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
+            tokens = torch.where(index == last[:, None] + k, drafts[-1], tokens)
         past = {
             "past_hidden": take_rows(hiddens, step.n, K),
             "past_tokens": take_rows(following, step.n, K),
@@ -161,7 +160,7 @@ class Vanilla(Drafter):
 
 
 class IdleDrafter(Drafter):
-    """A drafter that runs no module, to measure the cost of verification alone in benchmarks.
+    """A drafter that runs no module, with which benchmarks measure verification alone.
 
     Its logits are all zero, so that greedy drafts are token 0.
     """
@@ -217,8 +216,8 @@ class CheckedDrafter(Drafter):
 
     def _checked(self, new: State) -> State:
         for name in sorted(self.names ^ new.keys()):
-            wrong = "leaves out" if name in self.names else "does not declare"
-            raise BuildError(f"drafter {self.name}: its program {wrong} state {name}")
+            fault = "leaves out" if name in self.names else "does not declare"
+            raise BuildError(f"drafter {self.name}: its program {fault} state {name}")
         for name, spec in self.states.items():
             dtype = getattr(torch, spec.dtype)
             self._compare(f"state {name}", new[name], dtype, spec.shape[1:])

@@ -56,16 +56,16 @@ class EngineWeights:
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
             tensors = made(self.model.checkpoint, table, Share(ranks, rank))
-            tensors = self._told(tensors, sum(prod(each.shape) for each in entries.values()))
+            tensors = self._reported(tensors, sum(prod(each.shape) for each in entries.values()))
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             shared(done.sha256)
         self.written[rank] = done
         return done
 
-    def _told(
+    def _reported(
         self, tensors: Iterable[tuple[str, Tensor]], total: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Report progress as tensors pass, then log how many blocks have lost accuracy."""
+        """Yield the tensors and report progress; then log how many blocks have lost accuracy."""
         done = coarse = 0
         for name, tensor in tensors:
             yield name, tensor

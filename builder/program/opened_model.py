@@ -1,7 +1,7 @@
 """Open a checkpoint: check its tensors, and make the model to compile.
 
-This takes four stages, each of which reads the result of the one before: the checkpoint's tensors,
-the configuration that they confirm, the formats that weights stay in, and the model.
+There are four stages, and each reads the results of those before it: the checkpoint's tensors, the
+configuration that they confirm, the formats that weights stay in, and the model.
 """
 
 from collections import Counter
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checked checkpoint with its model.
+    """A checked checkpoint with its model, whose weights have no values.
 
-    Weights go to disk one by one; graphs need no weights in memory.
+    Weights are written to disk one by one, and graphs need no values.
     """
 
     source: "FoundModel"
     ids: GenerationIds
-    ranks: Ranks  # `model` is the part of one of them; all have the same graph
+    ranks: Ranks  # `model` is one rank's part; all ranks have the same graph
     scheme: Scheme | None  # how the build quantises weights; None: they stay as stored
     style: GraphStyle
     stored: Checkpoint
@@ -58,7 +58,7 @@ class OpenedModel:
         return family_of(self.config)
 
     def quantised(self) -> Iterator[tuple[Format, Format | None]]:
-        """Yield the format of each quantised weight of the checkpoint, and that in the engine."""
+        """Yield the formats of each quantised weight, in the checkpoint and in the engine."""
         for name, held in self.table.stored_formats.items():
             if (format := self.checkpoint.format(name)) is not None:
                 yield format, held
@@ -90,7 +90,7 @@ class OpenedModel:
 
     @property
     def may_halve_caches(self) -> bool:
-        """Return whether caches may be bfloat16: the CPU's library multiplies integers."""
+        """Return whether caches may be bfloat16: only if the CPU's kernels read integer weights."""
         return self.style.packs_weights and self.block_size is not None
 
 
@@ -110,8 +110,8 @@ def open_model(
     """Check a checkpoint and make its model, whose weights have no values yet.
 
     layers: the slice that `config` describes, if any. drafts: whether MTP modules are needed.
-    draft_ids: the tokens that drafts are chosen from, () for all. device: "meta" if values are
-    never read. Raises CheckpointError.
+    draft_ids: the tokens that drafts are chosen from, () for all. device: "meta" if no weight's
+    value will be read. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers)
@@ -121,15 +121,13 @@ def open_model(
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
     model = make_model(table, style, device)
-    return OpenedModel(
-        *(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
-    )
+    return OpenedModel(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
     path = folder / TOKENIZER
     if not path.exists():
-        return  # such an engine runs token ids only
+        return  # an engine without a tokenizer runs on token ids
     try:
         size = read_backend(path).get_vocab_size()
     except ValueError as error:

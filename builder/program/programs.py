@@ -30,12 +30,12 @@ from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, SCORE, Sco
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.state import module_rows
 
-EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
+EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # arbitrary, but no other dimension has these sizes
 
 
 @dataclass(frozen=True)
 class Program:
-    """A graph to trace: its module, and example arguments whose named sizes vary at run time."""
+    """A graph to trace: its module, its states, and example arguments."""
 
     name: str
     module: nn.Module
@@ -43,7 +43,7 @@ class Program:
     arguments: dict[str, Tensor]
     results: tuple[str, ...] = ()  # names of the outputs after the new state
     batch: int = 1  # slots of the example
-    whole: bool = False  # takes the caches whole, not just the rows in use
+    whole: bool = False  # takes all rows of the caches, not just those in use
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def most_tokens(plan: Plan) -> int:
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
     """Return the plan's drafter for steps of nextn drafts; None if the plan does not draft.
 
-    The drafter raises BuildError for states that its record does not declare.
+    While it is traced, it raises BuildError for states that its record does not declare.
     """
     if plan.drafter is None:
         return None
@@ -67,7 +67,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
     return CheckedDrafter(record.name, record.make(nextn), nextn, rows, drafter_states(plan))
 
 
-# States that only the host and the step use; prefill fills all others.
+# States that only steps and the host use; prefill fills all others.
 STEP_STATES = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 SCORES = tuple(field.name for field in fields(Scores))
@@ -77,9 +77,8 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Make prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    If prompts may have log-probabilities, there is also score, a prefill that reports them.
-
-    An adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
+    If prompts may have log-probabilities, there is also score, a prefill that reports them. An
+    adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
     """
     style = plan.style
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
@@ -91,14 +90,14 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
 
 def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
     filled = tuple(name for name in state if name not in STEP_STATES)
-    prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
+    inputs = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
     style, whole = plan.style, plan.style.fixed
     parts = model, make_drafter(plan, plan.nextn), style.pipeline.expands_prompts
-    yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, prompt | ahead, whole=whole)
+    yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, inputs | ahead, whole=whole)
     if plan.score:
-        asked = prompt | {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
-        yield Program(SCORE, ScoreProgram(*parts).eval(), filled, asked, SCORES, whole=whole)
+        inputs |= {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
+        yield Program(SCORE, ScoreProgram(*parts).eval(), filled, inputs, SCORES, whole=whole)
 
 
 def _steps(
@@ -115,12 +114,12 @@ def _steps(
     masks = CONSTRAINTS if plan.constrained else ()
     mixed = MixedStepProgram(model, drafter, nextn, acceptance, table, masks, rules)
     controls = _example_controls(plan, (*table, *masks), B)
-    for kind, module, asked, outputs in (
+    for kind, module, inputs, outputs in (
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
         name = program_name(kind, nextn, plan.nextn)
-        yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches)
+        yield Program(name, module.eval(), state, inputs, outputs, B, style.whole_caches)
 
 
 def _example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:

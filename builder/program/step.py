@@ -1,6 +1,6 @@
 """The decode step as one graph: verify, accept, rewind and draft.
 
-The dimensions: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's known
+Dimensions: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's known
 tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 
@@ -29,10 +29,10 @@ def signature(*controls: Control) -> Signature:
 
 
 class StepProgram(nn.Module):
-    """One decode step of all active slots: it judges nextn drafts and makes as many new ones.
+    """One decode step of all active slots: it judges nextn drafts and makes nextn new ones.
 
-    It takes the state and returns a new one; whether to write it in place is up to the target. The
-    state may have places for more drafts (`window.py`).
+    It takes the state and returns a new one; targets decide whether to write it in place. The state
+    may have places for more drafts (`window.py`).
     """
 
     def __init__(self, model: CausalLM, drafter: Drafter | None, nextn: int) -> None:
@@ -44,8 +44,8 @@ class StepProgram(nn.Module):
 
         Returns the new state and the outputs, by their names.
         """
-        alone = self.model.ranks.parts == 1
-        return self.step(state, active, Acceptance() if alone else RanksAcceptance())
+        split = self.model.ranks.parts > 1
+        return self.step(state, active, RanksAcceptance() if split else Acceptance())
 
     def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts.
@@ -58,20 +58,15 @@ class StepProgram(nn.Module):
         verdict = acceptance.verify(self.model, hidden, window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
-        # 4. Draft after the newest token.
+        # 4. Draft the tokens after the newest one.
         newest = window.newest(tokens, n)
         new = updates.after(n)
         drafts = newest[:, :0]
         if self.drafter is not None:
-            drafts, updates = self.drafter(
-                self.model,
-                state,
-                AcceptedTokens(
-                    *(hidden, tokens.clamp(min=0), n, lengths, active, rows),
-                    acceptance.choose,
-                    partial(acceptance.draft, self.model),
-                ),
-            )
+            choose, draft = acceptance.choose, partial(acceptance.draft, self.model)
+            known = tokens.clamp(min=0)
+            accepted = AcceptedTokens(hidden, known, n, lengths, active, rows, choose, draft)
+            drafts, updates = self.drafter(self.model, state, accepted)
             new |= updates | acceptance.draft_probs(state)
         new |= acceptance.history(state) | {
             "lengths": lengths,
@@ -95,9 +90,9 @@ class StepProgram(nn.Module):
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, or whose acceptance is not strict.
 
-    The host picks one of the two programs for each step. controls: the options that requests may
-    set. constraints: the inputs that follow the controls, if slots may be held to a grammar. rules:
-    the rules of other packages, whose controls are among `controls`.
+    The host picks one of the two programs for each step. controls: the inputs that requests may
+    set. constraints: the inputs after them, if grammars may mask tokens. rules: acceptance rules of
+    other packages, whose controls are among `controls`.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class MixedStepProgram(StepProgram):
         """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
         inputs = name_controls(given, table)
-        for control in table:  # the input may have places for more drafts
+        for control in table:  # inputs may have places for more drafts
             if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
                 inputs[control.name] = inputs[control.name][:, : self.nextn + 1]
         grammar = {control.name: inputs.pop(control.name) for control in self.constraints}
@@ -136,7 +131,7 @@ class PrefillProgram(nn.Module):
     """A prefill of one slot's caches with a chunk of the prompt; it neither samples nor drafts."""
 
     def __init__(self, model: CausalLM, drafter: Drafter | None, expand: bool = True) -> None:
-        """Take a model. expand: whether attention expands latents to keys and values."""
+        """Take the parts. expand: whether attention expands latents to keys and values."""
         super().__init__()
         self.model, self.drafter, self.expand = model, drafter, expand
 
@@ -149,7 +144,7 @@ class PrefillProgram(nn.Module):
     ) -> State:
         """Return the new state after tokens [1, T] at positions from start [1] on.
 
-        ahead [1, lookahead]: the tokens after these, where a drafter reads them.
+        ahead [1, lookahead]: the tokens after the chunk, if the drafter reads them.
         """
         if self.drafter is not None and ahead is not None:
             return self.fill(state, tokens, start, ahead)[0]
@@ -188,11 +183,11 @@ class ScoreProgram(PrefillProgram):
         """Return the new state, and the `Scores` of each token of `following` [1, T]."""
         new, hidden = self.fill(state, tokens, start, ahead)
         logprobs = self.model.logits(hidden).log_softmax(-1)
-        found = logprobs.gather(-1, following[..., None])
+        chosen = logprobs.gather(-1, following[..., None])
         top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
         return new, {
-            "logprobs": found[..., 0],
-            "ranks": (logprobs > found).sum(-1) + 1,
+            "logprobs": chosen[..., 0],
+            "ranks": (logprobs > chosen).sum(-1) + 1,
             "top_ids": top.indices,
             "top_logprobs": top.values,
         }

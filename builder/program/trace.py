@@ -25,7 +25,7 @@ class Traced:
     inputs: Specs
     outputs: Specs
     plan: Plan
-    rank: int = 0  # the rank to lower it for, if the target's programs hold weights
+    rank: int = 0  # the rank to lower the program for, if programs hold weights
 
     @property
     def of_prompt(self) -> bool:
@@ -33,8 +33,8 @@ class Traced:
         return any(spec.name == "start" for spec in self.inputs)
 
     def spec(self, file: str, temporary: int = 0) -> ProgramSpec:
-        given = {"inputs": self.inputs, "outputs": self.outputs}
-        return ProgramSpec(file=file, temporary=temporary, **given)
+        specs = {"inputs": self.inputs, "outputs": self.outputs}
+        return ProgramSpec(file=file, temporary=temporary, **specs)
 
 
 def trace(program: Program, plan: Plan) -> Traced:
@@ -49,16 +49,16 @@ def trace(program: Program, plan: Plan) -> Traced:
     chunk = Dim("chunk", min=1, max=most_tokens(plan))
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
     slots = {0: batch} if program.batch > 1 and not plan.style.fixed else {}
-    state, shapes = {}, {}
+    state, state_dims = {}, {}
     for spec in (s for s in state_specs(plan) if s.name in program.state):
-        sizes, shapes[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
+        sizes, state_dims[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
         if "rows" in sizes and not program.whole:
-            sizes["rows"] = least  # an example size: at capacity it would take all caches' memory
-            shapes[spec.name][list(sizes).index("rows")] = rows
+            sizes["rows"] = least  # an example: caches at full capacity would take much memory
+            state_dims[spec.name][list(sizes).index("rows")] = rows
         state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))
-    slots_of = dict.fromkeys(program.arguments, slots)
+    argument_dims = dict.fromkeys(program.arguments, slots)
     if "start" in program.arguments:
-        slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
+        argument_dims |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
     pipeline = plan.style.pipeline
     kept = {*(pipeline.ops if "start" in program.arguments else pipeline.facets)}
     if pipeline.cpu_library:
@@ -67,7 +67,7 @@ def trace(program: Program, plan: Plan) -> Traced:
         exported = torch.export.export(
             program.module,
             (state, *program.arguments.values()),
-            dynamic_shapes=(shapes, *(slots_of[name] for name in program.arguments)),
+            dynamic_shapes=(state_dims, *(argument_dims[name] for name in program.arguments)),
         )
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     signature, names = exported.graph_signature, (*program.state, *program.arguments)

@@ -19,8 +19,8 @@ from mtpbuild.plugins import take_rows
 def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
     """Return the positions of `tokens` tokens of each active slot, from start [B] on.
 
-    An inactive slot computes too: it reads no rows, and its own go to the end of the `bound` rows,
-    which no occupied slot has reached. active [B] bool.
+    An inactive slot computes too: it reads no rows, and writes its rows at the end of the `bound`
+    rows, which no occupied slot has reached. active [B] bool.
     """
     return model.rope(start, tokens, active, bound - tokens)
 
@@ -29,12 +29,12 @@ def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: 
 class Window:
     """The newest token of each slot and the nextn drafts after it; T = nextn + 1.
 
-    An adaptive engine's state has places for more drafts than a program of a smaller nextn judges.
-    The values there are passed on unread, as `num_drafts` does not count them.
+    In an adaptive engine the state has places for more drafts than a program of smaller nextn
+    judges. The values there are passed on unread, as `num_drafts` does not count them.
     """
 
-    state: State  # the state without places for drafts that this program doesn't judge
-    unused: tuple[Tensor, ...] = ()  # one tensor [B, those places], if there are any
+    state: State  # cut to the places that this program judges
+    unused: tuple[Tensor, ...] = ()  # the window's other places [B, ..], if there are any
 
     @classmethod
     def of(cls, state: State, nextn: int) -> "Window":

@@ -1,4 +1,4 @@
-"""The targets: each has a torch-free module for options and checks, and one for lowering."""
+"""The targets: each has a module for options and checks, without torch, and one for lowering."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module

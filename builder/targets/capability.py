@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 def dotted(text: str) -> str:
-    """Turn sm120 into 12.0; leave text of any other form as it is."""
+    """Turn sm120 into 12.0; return other text stripped, but unchanged."""
     name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
     return f"{name[1]}.{name[2]}" if name else text.strip()
 
@@ -33,9 +33,9 @@ class CudaGpu:
         return f"{self.name} ({self.multiprocessors} multiprocessors, {kilobytes} KB per block)"
 
 
-# Keys are compute capabilities. Sources: NVIDIA's tuning guides and data sheets. The capability
-# fixes the instructions. GPUs of one capability differ in the number of multiprocessors, which
-# decides how work is split.
+# By compute capability, from NVIDIA's tuning guides and data sheets. The capability determines the
+# instructions. GPUs of one capability differ in the number of multiprocessors, which determines
+# how work is split.
 GPUS = {
     "8.0": CudaGpu("A100", 108, 163 << 10, 164 << 10, 2048, 40 << 20, 80 << 30),
     "9.0": CudaGpu("H200", 132, 227 << 10, 228 << 10, 2048, 50 << 20, 141 << 30),

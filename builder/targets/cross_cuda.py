@@ -1,10 +1,10 @@
 """AOTInductor compilation for a GPU that this machine lacks.
 
-Code generation asks for a GPU's properties and its current device, but needs no GPU to make code.
-`without_gpu` patches three things while it is active: PyTorch's questions, Triton's driver, and the
-compile-time run of each kernel, which then only compiles. Weights and examples are fake tensors
-(`without_values`). The library is linked against stubs of NVIDIA's driver and of PyTorch's CUDA
-library. The stubs define the names that their headers declare, without code.
+Code generation reads a GPU's properties and its current device, but needs no GPU to make code.
+`without_gpu` patches three things while it is active: PyTorch's queries of the GPU, Triton's driver
+and the compile-time run of each kernel, which then only compiles. Weights and examples are fake
+tensors (`without_values`). The library is linked against stubs of NVIDIA's driver and of PyTorch's
+CUDA library, which define the names that the headers declare, without code.
 
 Tested with torch 2.13 and Triton 3.9. The patched names also exist in the sources of PyTorch 2.11,
 2.12 and 2.14, which were not run.
@@ -55,8 +55,7 @@ GUARD = """
 using NoGuard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
 C10_REGISTER_GUARD_IMPL(CUDA, NoGuard);
 """
-# The stub libraries to link with: the file name of each, and the headers that declare its
-# functions.
+# The stub libraries to link with: file -> soname, and patterns of names in the headers.
 AOTI = "torch/csrc/inductor/aoti_torch"
 STAND_INS = {
     "libcuda.so": ("libcuda.so.1", {"cuda.h": r"\bcu[A-Z]\w+"}),
@@ -87,7 +86,7 @@ def headers() -> Path:
     """Find the folder of CUDA's headers, in NVIDIA's wheels or in the toolkit at CUDA_HOME."""
     nvidia = find_spec("nvidia")
     wheels = () if nvidia is None else nvidia.submodule_search_locations or ()
-    places = [found for place in wheels for found in sorted(Path(place).glob("cu*/include"))[::-1]]
+    places = [path for wheel in wheels for path in sorted(Path(wheel).glob("cu*/include"))[::-1]]
     if "CUDA_HOME" in os.environ:
         places.append(Path(os.environ["CUDA_HOME"]) / "include")
     for place in places:
@@ -117,15 +116,15 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
     """Let AOTInductor compile for a GPU of this compute capability; undo everything on exit.
 
     scratch: a folder for headers and stub libraries, which must outlive the compilation. Raises
-    BuildError if the compiler fails, as it may when another version asks a GPU other questions.
+    BuildError if the compiler fails, as another version may query the GPU in other ways.
     """
     gpu = GPUS[capability]
     with contextlib.ExitStack() as undo:
-        _no_device_guard()
-        undo.callback(_forget_answers)
+        _register_noop_guard()
+        undo.callback(_clear_caches)
         for owner, name, value in _answers(gpu, capability, _cuda_home(scratch)):
             _replace(undo, owner, name, value)
-        _forget_answers()
+        _clear_caches()
         try:
             yield
         except MtpbuildError:
@@ -139,9 +138,9 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `undo` closes; `vars` returns static methods unbound, as they were."""
+    """Set an attribute until `undo` closes."""
     missing = object()
-    before = vars(owner).get(name, missing)
+    before = vars(owner).get(name, missing)  # unlike getattr, it keeps static methods unbound
     setattr(owner, name, value)
     if before is missing:
         undo.callback(delattr, owner, name)
@@ -157,8 +156,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     from torch.utils import cpp_extension
     from triton.runtime import driver
 
-    questions = _questions(gpu, capability)
-    for name, answer in questions.items():
+    for name, answer in _cuda_functions(gpu, capability).items():
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, answer
         if name in vars(device_interface.CudaInterface):
@@ -181,8 +179,8 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     yield cpp_extension, "CUDA_HOME", str(cuda_home)
 
 
-def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
-    """Map the functions of `torch.cuda` that the compiler calls to their answers."""
+def _cuda_functions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
+    """Return replacements of the functions of `torch.cuda` that the compiler calls, by name."""
     major, minor = map(int, capability.split("."))
     properties = SimpleNamespace(
         name=f"NVIDIA {gpu.name}",
@@ -200,7 +198,7 @@ def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
         L2_cache_size=gpu.cache,
         gcnArchName="",  # only AMD GPUs have one, but the compiler reads it on all
     )
-    answers: dict[str, Any] = {
+    results: dict[str, Any] = {
         "is_available": True,
         "_is_compiled": True,
         "is_bf16_supported": True,
@@ -218,7 +216,7 @@ def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
         "set_rng_state": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
-    return {name: functools.partial(_answer, value) for name, value in answers.items()}
+    return {name: functools.partial(_answer, value) for name, value in results.items()}
 
 
 def _answer(value: Any, *asked: Any, **more: Any) -> Any:
@@ -269,7 +267,7 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
         "warpSize": 32,
     }
 
-    class Absent(CudaDriver):  # type: ignore[misc]
+    class AbsentGpuDriver(CudaDriver):  # type: ignore[misc]
         def __init__(self) -> None:  # the base constructor opens libcuda
             # Triton expects: module (None, so it unloads none), function, registers, spills,
             # threads.
@@ -278,7 +276,7 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
                 get_device_properties=lambda device: properties,
                 load_binary=lambda *kernel: loaded,
             )
-            self.launcher_cls = lambda source, metadata: _never
+            self.launcher_cls = lambda source, metadata: _refuse_launch
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", architecture, 32)
@@ -292,15 +290,15 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    return Absent()
+    return AbsentGpuDriver()
 
 
-def _never(*operands: Any) -> None:
+def _refuse_launch(*operands: Any) -> None:
     raise AssertionError("a kernel is launched, but its GPU is not here")
 
 
-def _forget_answers() -> None:
-    """Clear the caches of answers about a GPU, so none enters or leaves the compilation."""
+def _clear_caches() -> None:
+    """Clear caches of a GPU's properties, so that none enters or leaves the compilation."""
     from torch._dynamo import device_interface
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -314,25 +312,25 @@ def _forget_answers() -> None:
 
 
 @functools.cache
-def _no_device_guard() -> None:
-    """Register a no-op device guard, with which operators on fake CUDA tensors switch device.
+def _register_noop_guard() -> None:
+    """Register a no-op device guard, which operators on fake CUDA tensors need.
 
     It stays registered for the process. PyTorch built with CUDA has a guard that works without a
     GPU.
     """
     if torch.backends.cuda.is_built():
         return
-    place = Path(torch.__file__).parent
+    torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as scratch:
         source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
         source.write_text(GUARD)
-        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{place / 'include'}")
-        _run(*options, str(source), "-o", str(library), f"-L{place / 'lib'}", "-lc10")
+        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{torch_folder / 'include'}")
+        _run(*options, str(source), "-o", str(library), f"-L{torch_folder / 'lib'}", "-lc10")
         ctypes.CDLL(str(library))
 
 
 def _cuda_home(scratch: Path) -> Path:
-    """Make a folder like the CUDA toolkit's, of its headers and of the stub libraries."""
+    """Make a folder laid out like the CUDA toolkit's, with its headers and the stub libraries."""
     home = scratch / "cuda"
     (home / "lib64").mkdir(parents=True)
     (home / "include").symlink_to(headers(), target_is_directory=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mtpbuild.runtime.cpu_library import DOMAIN
 
-# Operators of onnxruntime that sum or compute a function. tests/plugins/test_stock_rows.py checks
-# that a row has the same bits alone and beside others.
+# Operators that sum or compute a function. tests/plugins/test_stock_rows.py checks that onnxruntime
+# computes a row to the same bits alone and beside others.
 PROBED = frozenset(
     (
         "CumSum",
@@ -33,13 +33,13 @@ BY_ELEMENT = frozenset(NAMES.split())
 
 
 def others(files: Iterable[Path]) -> set[str]:
-    """Return the graphs' operators that are neither ours nor in the tables above."""
+    """Return the operators of the graphs that are neither ours nor in the tables above."""
     import onnx_ir as ir
 
-    found = {
+    names = {
         node.op_type
         for file in files
         for node in ir.load(file).graph.all_nodes()
         if node.domain != DOMAIN
     }
-    return found - PROBED - BY_ELEMENT
+    return names - PROBED - BY_ELEMENT

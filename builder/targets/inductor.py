@@ -73,7 +73,7 @@ class Inductor(Target):
     ) -> tuple[str, ...]:
         """Return the capability that the user gave, or that of this machine's GPU.
 
-        A dry run without a GPU assumes one, and `lacks` reports that it is missing.
+        A dry run without a GPU assumes one, and `lacks` reports the missing GPU.
         """
         if options.device == "cpu":
             return ()
@@ -84,14 +84,14 @@ class Inductor(Target):
         except EngineError as error:
             if request.dry_run:
                 return (ASSUMED,)
-            raise BuildError(without(error)) from None
+            raise BuildError(with_remedy(error)) from None
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
         if plan.options.device == "cuda" and plan.options.compute_capability is None:
             try:
                 this_gpu()
             except EngineError as error:
-                yield without(error)
+                yield with_remedy(error)
         yield from super().lacks(plan)
 
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
@@ -123,22 +123,22 @@ def this_gpu() -> "Gpu":
     return torch_cuda.Gpu()
 
 
-def without(error: EngineError) -> str:
-    """Add to the error how to build without a GPU."""
+def with_remedy(error: EngineError) -> str:
+    """Append to the error's message how to build without a GPU."""
     return f"{error}; --compute-capability sm90 (or another one) builds without a GPU"
 
 
 def check_capability(options: InductorOptions) -> None:
-    """Raise UsageError for a compute capability that can't be compiled for without its GPU."""
-    asked = options.compute_capability
-    if asked is None:
+    """Raise UsageError for a compute capability that cross-compilation does not support."""
+    capability = options.compute_capability
+    if capability is None:
         return
     if options.device == "cpu":
-        raise UsageError(f"--compute-capability {asked} is for --device cuda")
-    if dotted(asked) not in GPUS:
+        raise UsageError(f"--compute-capability {capability} is for --device cuda")
+    if dotted(capability) not in GPUS:
         known = ", ".join(f"sm{architecture(capability)}" for capability in GPUS)
         raise UsageError(
-            f"--compute-capability {asked}: target inductor compiles for one of {known}"
+            f"--compute-capability {capability}: target inductor compiles for one of {known}"
         )
 
 

@@ -1,4 +1,4 @@
-"""ExportedProgram -> AOTInductor package, which updates state in place and holds no weights."""
+"""ExportedProgram -> AOTInductor package that updates state in place and holds no weights."""
 
 import contextlib
 import logging
@@ -34,11 +34,7 @@ from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import run_passes
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import facets
-from mtpbuild.runtime.contract.manifest import (
-    CONSTANTS,
-    AllreduceStrategy,
-    TargetInfo,
-)
+from mtpbuild.runtime.contract.manifest import CONSTANTS, AllreduceStrategy, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
@@ -46,9 +42,9 @@ from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,  # weights are in the engine's weights file
-    "always_keep_tensor_constants": True,  # small weights too, as weights have no values yet
-    "aot_inductor.enable_line_tables": False,  # line tables would contain the build machine's paths
-    "aot_inductor.precompile_headers": False,  # the header would stay in the temporary folder
+    "always_keep_tensor_constants": True,  # even small ones: no weight has values yet
+    "aot_inductor.enable_line_tables": False,  # they would contain paths of the build machine
+    "aot_inductor.precompile_headers": False,  # they would stay in the temporary folder
     "compile_threads": 1,  # one C++ file per program, so nothing runs in parallel
 }
 MARCH = "cpp.march"
@@ -88,12 +84,12 @@ def check(plan: Plan) -> None:
 
 
 def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
-    """Return AOTInductor's options, without those that this version of torch does not know."""
+    """Return AOTInductor's options, without those that this version of torch lacks."""
     return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
 
 
-def known_options(asked: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if _has(known, name)}
+def known_options(wanted: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
+    return {name: value for name, value in wanted.items() if _has(known, name)}
 
 
 def _has(config: Any, name: str) -> bool:
@@ -114,13 +110,13 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def strategy(plan: Plan) -> AllreduceStrategy | None:
-    """Return the strategy that replaces NCCL for small sums between ranks; None if none does."""
-    asked = getattr(plan.options, "allreduce_strategy", None)
-    return asked if asked in get_args(AllreduceStrategy) else None
+    """Return the strategy that replaces NCCL for small sums between ranks; None: NCCL alone."""
+    name = getattr(plan.options, "allreduce_strategy", None)
+    return name if name in get_args(AllreduceStrategy) else None
 
 
 def crosses(plan: Plan) -> bool:
-    """Return whether the plan is for a compute capability that the user gave."""
+    """Return whether the plan is compiled for a GPU that need not be here."""
     return getattr(plan.options, "compute_capability", None) is not None
 
 
@@ -142,9 +138,8 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
-        tempfile.TemporaryDirectory(
-            dir=folder
-        ) as scratch,  # removed with the leftovers of an aborted build
+        # In `folder`, so that it is removed with the leftovers of an aborted build.
+        tempfile.TemporaryDirectory(dir=folder) as scratch,
         _machine(plan, scratch),
         _pretended_group(plan.ranks.tp),
         # Ignore torch's warnings about the graphs that it copies.
@@ -155,16 +150,16 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         program = run_passes(plan.style.pipeline.lowered_passes, traced.exported, traced)
         exported = program.meta["exported"]
         examples = pytree.tree_leaves(exported.example_inputs)
-        asked = options(bool(plan.compute_capabilities))
-        if crosses(plan):  # the engine's host is not this machine either
-            asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
-        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
+        settings = options(bool(plan.compute_capabilities))
+        if crosses(plan):  # the engine's host is another machine too
+            settings |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
+        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, settings))
     _write_constants(replace(traced, exported=exported), weights, folder, values)
     return file
 
 
 def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which to compile: `without_gpu`, or none if the GPU or CPU is here."""
+    """Return the context in which to compile: `without_gpu` for a GPU that is not here."""
     if not crosses(plan):
         return contextlib.nullcontext()
     return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
@@ -172,10 +167,9 @@ def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _pretended_group(ranks: int) -> Iterator[None]:
-    """Register a process group of this size, as the compiler asks the collectives' group for it."""
-    group = c10d.ProcessGroup(
-        c10d.HashStore(), 0, ranks
-    )  # torch's registry holds no reference to the group
+    """Register a process group of this size, which the compiler looks up for collectives."""
+    # Bound to a name, as torch's registry holds no reference to the group.
+    group = c10d.ProcessGroup(c10d.HashStore(), 0, ranks)
     c10d._register_process_group(GroupName(GROUP), group)
     try:
         yield
@@ -184,7 +178,7 @@ def _pretended_group(ranks: int) -> Iterator[None]:
 
 
 def _compile(
-    program: GraphModule, examples: tuple[Any, ...], scratch: str, asked: dict[str, Any]
+    program: GraphModule, examples: tuple[Any, ...], scratch: str, settings: dict[str, Any]
 ) -> list[Any]:
     """Compile the program; return the paths of its library and metadata in `scratch`."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
@@ -193,7 +187,7 @@ def _compile(
         if kernels is not None:
             os.environ[KERNELS] = kernels  # `fresh_cache` restores the variable afterwards
         try:
-            parts = torch._inductor.aot_compile(program, examples, options=asked)
+            parts = torch._inductor.aot_compile(program, examples, options=settings)
             assert isinstance(parts, list)
         except InductorError as error:
             cause = error.inner_exception
@@ -212,14 +206,14 @@ def _write_constants(
 ) -> None:
     """Write the constants that no checkpoint holds, such as the rotary frequencies.
 
-    values: the constants before the program was moved to its device, if it was moved.
+    values: the constants as they were on the CPU, if the program was moved to another device.
     """
     values = values or {}
     exported = traced.exported
-    own = {
+    found = {
         name: values.get(name, value)
         for name, value in {**exported.constants, **exported.state_dict}.items()
         if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
     }
-    assert not any(isinstance(value, FakeTensor) for value in own.values()), "they have values"
-    (folder / CONSTANTS.format(traced.name)).write_bytes(save(own))
+    assert not any(isinstance(value, FakeTensor) for value in found.values()), "they have values"
+    (folder / CONSTANTS.format(traced.name)).write_bytes(save(found))

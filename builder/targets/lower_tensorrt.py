@@ -33,10 +33,9 @@ from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
-COLLECTIVES = (
-    "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 needs it for collectives; 11 has them by default
-)
-# Ops whose kernels read weights in the format in which they are stored.
+# The preview feature that TensorRT 10 needs for collectives; TensorRT 11 has them by default.
+COLLECTIVES = "MULTIDEVICE_RUNTIME_10_16"
+# Ops whose kernels read weights as they are stored.
 READERS = {
     op._opoverload
     for op in (
@@ -56,9 +55,8 @@ def missing(plan: Plan) -> Iterator[str]:
     """Yield a line for each thing that this machine lacks to compile the plan, except the GPU."""
     (capability,) = plan.compute_capabilities
     if float(capability) < 8:
-        yield (
-            "kernels are for GPUs of compute capability 8.0 and later, this one has " + capability
-        )
+        needed = "kernels are for GPUs of compute capability 8.0 and later"
+        yield f"{needed}, this one has {capability}"
     if find_spec("triton") is None:
         yield _needs("triton")
     try:
@@ -74,11 +72,12 @@ def info(plan: Plan) -> TargetInfo:
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     """Write the engine and the names of its weight inputs; return the engine's file name."""
-    engine, missing, given = compile_program(traced, load_file(folder / WEIGHTS))  # memory-mapped
+    values = load_file(folder / WEIGHTS)  # memory-mapped
+    engine, stripped, shared = compile_program(traced, values)
     if traced.plan.options.strip_weights:
-        save_file(missing, folder / CONSTANTS.format(traced.name))
-    if given:
-        (folder / SHARED.format(traced.name)).write_text(json.dumps(given), encoding="utf-8")
+        save_file(stripped, folder / CONSTANTS.format(traced.name))
+    if shared:
+        (folder / SHARED.format(traced.name)).write_text(json.dumps(shared), encoding="utf-8")
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(engine)
     return file
@@ -93,8 +92,9 @@ def torch_tensorrt() -> ModuleType:
         raise MissingDependencyError(_needs((error.name or "").partition(".")[0])) from None
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
-    own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (plugins.facets(TENSORRT.facets) | own).items():
+    sum_op = torch.ops.tensorrt.fused_nccl_all_reduce.default
+    converters = {CUMSUM: cumsum, GATHER: gather, sum_op: all_reduce}
+    for op, converter in (plugins.facets(TENSORRT.facets) | converters).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -110,10 +110,9 @@ def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     values, axis = args
     last = torch.tensor(axis % len(values.shape), dtype=torch.int32)
-    # Kept alive until the network is compiled.
-    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")
-    total = trt.CumulativeOperation.SUM
-    return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
+    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")  # `ctx` keeps it alive
+    how = trt.CumulativeOperation.SUM
+    return ctx.net.add_cumulative(values, constant, how, False, False).get_output(0)
 
 
 def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -124,12 +123,12 @@ def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     return layer.get_output(0)
 
 
-def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+def all_reduce(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Convert an all-reduce, which Torch-TensorRT's lowering has fused with its wait."""
     trt = tensorrt_api(NAME)
     what, how = trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM
-    everyone = torch.arange(ctx.ranks).numpy()
-    layer = ctx.net.add_dist_collective(args[0], what, how, -1, everyone)
+    ranks = torch.arange(ctx.ranks).numpy()
+    layer = ctx.net.add_dist_collective(args[0], what, how, -1, ranks)
     layer.num_ranks = ctx.ranks
     return layer.get_output(0)
 
@@ -137,10 +136,10 @@ def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 def compile_program(
     traced: Traced, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
-    """Compile an engine; return its bytes, the stripped constants and the weights it has as inputs.
+    """Compile an engine; return its bytes, the stripped constants and its weight inputs.
 
-    The second value maps the names of the constants that stripping took out of the engine to their
-    values. The third lists names of weights. values: see `convert`. Raises BuildError.
+    The second result has the constants that stripping took out of the engine, by name; the third
+    lists the weights that are inputs. values: see `convert`. Raises BuildError.
     """
     trt = tensorrt_api(NAME)
     with _quiet(trt):
@@ -157,31 +156,31 @@ def compile_program(
         # Detailed, for users of TensorRT's engine inspector.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         constants = interpreter.ctx.constants
-        missing = dict[str, torch.Tensor]()
+        stripped = dict[str, torch.Tensor]()
         if plan.options.strip_weights:
-            missing = trt_compile.strip(trt, network, config, values, constants.by_layer)
+            stripped = trt_compile.strip(trt, network, config, values, constants.by_layer)
         with trt_compile.timing_cache(trt, config, plan.compute_capabilities[0]):
             engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
-        return engine, missing, sorted(constants.given)
+        return engine, stripped, sorted(constants.given)
 
 
 def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     """Convert a program; return Torch-TensorRT's interpreter with builder, network and constants.
 
-    The network's tensors have the manifest's names; the weights that our kernels read are inputs
-    after the manifest's. values: the model's parameters, which were traced without values. The
-    rank's number comes from the trace.
+    The network's tensors have the manifest's names. The weights that our kernels read are further
+    inputs. values: the model's parameters, which were traced without values; the rank's number
+    comes from the trace.
     """
     exported = run_passes(traced.plan.style.pipeline.lowered_passes, traced.exported, traced)
     for name in exported.state_dict:
-        own = name.rpartition(".")[2] == RANK
-        value = torch.tensor([traced.rank]) if own else values[name.removeprefix("model.")]
+        is_rank = name.rpartition(".")[2] == RANK
+        value = torch.tensor([traced.rank]) if is_rank else values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
     shared = {value.data_ptr(): name for name, value in values.items()}
     interpreter = _interpret(exported, traced, shared)
-    network, given = interpreter.ctx.net, len(interpreter.ctx.constants.given)
+    network, weight_inputs = interpreter.ctx.net, len(interpreter.ctx.constants.given)
     for count, tensor, specs in (
-        (network.num_inputs - given, network.get_input, traced.inputs),
+        (network.num_inputs - weight_inputs, network.get_input, traced.inputs),
         (network.num_outputs, network.get_output, traced.outputs),
     ):
         assert count == len(specs), "every input and output of the program is the network's"
@@ -200,11 +199,11 @@ def settings() -> Any:
 
 def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
     """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
-    rewriting, how = lowering(), settings()
-    module = rewriting.post_lowering(exported.module(), how)
+    compilation = settings()
+    module = lowering().post_lowering(exported.module(), compilation)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
-    interpreter = _interpreter_class()(module, inputs, compilation_settings=how)
-    interpreter.ctx.ranks = traced.plan.ranks.tp  # for `total`
+    interpreter = _interpreter_class()(module, inputs, compilation_settings=compilation)
+    interpreter.ctx.ranks = traced.plan.ranks.tp  # for `all_reduce`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()
     return interpreter
@@ -217,9 +216,9 @@ def _interpreter_class() -> Any:
     class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
         """An interpreter that keeps PyTorch's dtypes.
 
-        The converters of where, amax, argmax and others return int32 or float for int64 (exact, as
-        ids and rows stay below 2**24). Constants in bfloat16 stay bfloat16: Torch-TensorRT makes
-        them fp32, and each step would cast them.
+        The converters of where, amax, argmax and others return int32 or float for int64, which is
+        exact, as ids and rows stay below 2**24. Torch-TensorRT turns constants in bfloat16 into
+        fp32, and each step would cast them back.
         """
 
         def run_node(self, n: torch.fx.Node) -> Any:
@@ -240,7 +239,8 @@ def _interpreter_class() -> Any:
 
 def _input(spec: TensorSpec, chunk: int) -> Any:
     least, most = (
-        tuple(size if isinstance(size, int) else n for size in spec.shape) for n in (1, chunk)
+        tuple(size if isinstance(size, int) else tokens for size in spec.shape)
+        for tokens in (1, chunk)
     )
     shapes = {"min_shape": least, "opt_shape": most, "max_shape": most}
     fixed = not any(isinstance(size, str) for size in spec.shape)
@@ -255,7 +255,7 @@ def _quiet(trt: ModuleType) -> Iterator[None]:
     level, errors = compiler.level, errors_of(trt).errors
 
     def keep(record: logging.LogRecord) -> bool:
-        """Keep TensorRT's errors, and show none of its messages from Torch-TensorRT's logger."""
+        """Collect TensorRT's errors, and show no message of Torch-TensorRT's logger."""
         if record.levelno >= logging.ERROR:
             errors.append(record.getMessage())
         return False

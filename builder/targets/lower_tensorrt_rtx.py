@@ -13,7 +13,7 @@ from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt-rtx"
-SORTED = 3840  # the most values that TopK sorts; the filters of decode_mixed sort the vocabulary
+SORTED = 3840  # most values that TopK sorts; decode_mixed's top-k and top-p sort the vocabulary
 
 
 def check(plan: Plan) -> None:

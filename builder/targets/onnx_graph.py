@@ -38,7 +38,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 
 def _export(traced: Traced) -> ir.Model:
-    # They warn of missing torchvision and of detached weights.
+    # These loggers warn of a missing torchvision and of detached weights.
     for noisy in ("torch.onnx", "onnx_ir"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -42,8 +42,8 @@ class OnnxRuntime(Target):
     may_be_exact = True
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
-        if (said := options.cache_dtype) not in CACHES:
-            raise UsageError(f"--cache-dtype {said} is unknown; supported: {', '.join(CACHES)}")
+        if (dtype := options.cache_dtype) not in CACHES:
+            raise UsageError(f"--cache-dtype {dtype} is unknown; supported: {', '.join(CACHES)}")
         if options.portable and request.exact:
             raise UsageError("--exact: onnxruntime's products are not: leave out --portable")
         if options.portable and request.scheme is not None:
@@ -53,7 +53,7 @@ class OnnxRuntime(Target):
             )
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise MissingDependencyError for kernels without their library, which probes engines."""
+        """Raise MissingDependencyError if the library of CPU kernels is needed, but not built."""
         if plan.style.packs_weights and find_library() is None:
             raise MissingDependencyError(
                 f"target {self.name}: the library of CPU kernels is not built here: {REMEDY}; "
@@ -75,7 +75,7 @@ class OnnxRuntime(Target):
         )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Refuse half caches beside products in fp32."""
+        """Refuse bfloat16 caches in an engine whose products are in fp32."""
         if plan.style.cache_dtype is not None and not model.may_halve_caches:
             raise UsageError(
                 f"--cache-dtype bfloat16 is for engines of int8 or int4 weights: "

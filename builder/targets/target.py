@@ -1,4 +1,4 @@
-"""The compiler's interface to a target; nothing else in the builder knows a target by name."""
+"""The interface of targets; outside of targets/ the builder depends on no target's name."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,17 +30,16 @@ class Target:
     """A target; each is a subclass, and its module has an instance called TARGET.
 
     The command line reads the options of all targets, so a target's module does not import torch.
-    The module named by `lowering` compiles: it has `lower`, `info` and, if needed, `check`.
+    The module that `lowering` names compiles; it has `lower`, `info` and, if needed, `check`.
     """
 
     name: str
     lowering: str
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
-    packages: tuple[str, ...] = (
-        "torch",
-    )  # packages that build engines; the fingerprint includes their versions
+    # Packages that build engines; a build's fingerprint includes their versions.
+    packages: tuple[str, ...] = ("torch",)
     formats: tuple[str, ...] = ()  # the quantised formats that engines keep
-    may_be_exact = False  # whether results of some engines depend on tokens and weights alone
+    may_be_exact = False  # whether --exact is possible: results by tokens and weights alone
     several_ranks = False  # whether it builds with --tp, --ep, --attention-dp
     gpu_attention: tuple[Attends, ...] = ()  # the kinds of attention with kernels on GPUs
     ranks_share_programs = True  # whether all ranks run the same lowered program
@@ -56,6 +55,7 @@ class Target:
         return ()
 
     def style(self, options: Any, config: "ModelConfig") -> GraphStyle:
+        """Return the form in which to trace the programs."""
         return GraphStyle()
 
     def embeds_weights(self, options: Any) -> bool:
@@ -67,16 +67,16 @@ class Target:
         return not self.embeds_weights(options)
 
     def held_bytes(self, model: "OpenedModel", options: Any) -> int:
-        """Count the bytes of weights that all programs of an engine hold at run time."""
+        """Count the bytes of weights that an engine's programs hold together at run time."""
         return sum(p.numel() * p.element_size() for p in model.model.parameters())
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise BuildError if the target, or this machine, can't compile the plan."""
+        """Raise BuildError if the target can't compile the plan, or not on this machine."""
         if check := getattr(import_module(self.lowering), "check", None):
             check(plan)
 
     def inexact(self, files: Iterable[Path]) -> str | None:
-        """Return why the results may depend on more than tokens and weights, or None."""
+        """Return why an engine's results may depend on more than tokens and weights, or None."""
         return f"nobody has probed the operators of target {self.name}"
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
@@ -87,7 +87,7 @@ class Target:
         return needs("build", *(name.replace("-", "_") for name in self.packages))
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
-        """Yield a line for each thing that this machine lacks to build; a dry run continues."""
+        """Yield a line for each thing that a build on this machine lacks, for a dry run to list."""
         try:
             self.check_machine(plan)
         except MissingDependencyError as error:
@@ -109,7 +109,7 @@ class Target:
         return file
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Surround the lowering of an engine's programs with what they share."""
+        """Return a context around the lowering of all programs of an engine."""
         return nullcontext()
 
     def info(self, plan: "Plan") -> "TargetInfo":

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
 
-ASSUMED = "10.0"  # without a GPU; graphs and sizes are the same for all
+ASSUMED = "10.0"  # capability without a GPU; graphs and sizes do not depend on it
 DTYPES = ("bfloat16", "float32")  # the first one is the default
-PROGRAMS = 3  # prefill, decode, decode_mixed: each holds what TensorRT's own layers read
+PROGRAMS = 3  # prefill, decode, decode_mixed; each holds the weights of TensorRT's own layers
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TensorRt(Target):
     formats = ("fp8", "nvfp4")
     several_ranks = True
     gpu_attention = (Attends.LATENT,)
-    ranks_share_programs = False  # a network has its rank's weights, stripped or not
+    ranks_share_programs = False  # a network is built with its rank's weights, even if stripped
 
     def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
         if options.dtype not in DTYPES:
@@ -85,19 +85,19 @@ class TensorRt(Target):
         return options.strip_weights or any(folder.glob(SHARED.format("*")))
 
     def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:
-        """Count once the weights that kernels of ours read, and all others once for each program.
+        """Count the weights that our kernels read once, and all others once for each program.
 
-        Weights that only the kernels of a step read count twice, as prefill has them as constants.
+        Weights that only kernels of steps read count twice, as prefill has them as constants.
         """
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
             for weights in (model.model.kernel_weights(), model.model.step_weights())
         )
-        every = super().held_bytes(model, options)
-        return PROGRAMS * every - (PROGRAMS - 1) * always - in_steps
+        total = super().held_bytes(model, options)
+        return PROGRAMS * total - (PROGRAMS - 1) * always - in_steps
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Raise BuildError if the engine could not be loaded by the GPU that compiles it."""
+        """Raise BuildError if the engine would not fit into the memory of this GPU."""
         from mtpbuild.builder.plan.plan import size_of, state_specs
         from mtpbuild.runtime.gpu.cuda import Device
 
@@ -115,7 +115,7 @@ class TensorRt(Target):
             )
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise BuildError, which lists all that is missing and what was checked nevertheless."""
+        """Raise BuildError, which lists all that is missing, and what was checked all the same."""
         if missing := list(self.lacks(plan)):
             ranks, drafts = plan.ranks, f"nextn {plan.nextn}"
             split = f"{ranks.tp} ranks" + (f" in {ranks.ep} groups" if ranks.ep > 1 else "")

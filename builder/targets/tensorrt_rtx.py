@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
 
-# GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but has no fp32 product
-# there.)
+# GPUs for which TensorRT-RTX compiles fp32 programs. It supports sm75, too, but without fp32
+# products.
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
 
@@ -40,14 +40,14 @@ class TensorRtRtx(Target):
         known = ", ".join(GPUS.values())
         if options.compute_capability is None:
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
-        asked = options.compute_capability.split(",")
-        for text in asked:
+        capabilities = options.compute_capability.split(",")
+        for text in capabilities:
             if dotted(text) not in GPUS:
                 raise UsageError(
                     f"{FLAG} {text}: TensorRT-RTX engines are for RTX GPUs, not for data-centre "
                     f"GPUs such as Hopper; supported: {known}"
                 )
-        return tuple(name for name in GPUS if name in map(dotted, asked))
+        return tuple(name for name in GPUS if name in map(dotted, capabilities))
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)

@@ -1,6 +1,6 @@
-"""Compilation of TensorRT networks for both TensorRT and TensorRT-RTX.
+"""Compile networks by TensorRT or TensorRT-RTX.
 
-It also strips weights from engines, and keeps TensorRT's timings in a file for later builds.
+This includes stripping weights from engines, and keeping TensorRT's timings for later builds.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def new_config(
 ) -> Any:
     """Return the compiler's settings; with `fast` it tries fewer kernels."""
     config = builder.create_builder_config()
-    # No TF32: with it, a window of four tokens could give other tokens than four steps.
+    # With TF32 a window of four tokens could give other tokens than four steps.
     config.clear_flag(trt.BuilderFlag.TF32)
     if fast:
         config.builder_optimization_level = FAST
@@ -75,10 +75,9 @@ def strip(
 ) -> dict[str, Tensor]:
     """Leave the weights out of the engine; return those that are not among `values`, by name.
 
-    Each weight gets a name, by which loading puts it back into the engine.
-
-    values: the weights file's tensors by name, in memory that the network shares. constants: the
-    quantised weights, by the names of their layers.
+    Each weight gets a name, by which it is put back when the engine is loaded. values: the weights
+    file's tensors by name, in memory that the network shares. constants: weights in types that
+    NumPy lacks, by the names of their layers.
     """
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
     config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # TensorRT may optimise for these very values
@@ -90,7 +89,7 @@ def strip(
             continue
         layer.__class__ = trt.IConstantLayer  # its true class; the network returns the base class
         weights = layer.weights
-        if isinstance(weights, trt.Weights):  # NumPy lacks this dtype, so the layer gives no array
+        if isinstance(weights, trt.Weights):  # no array, as NumPy lacks the dtype
             held = constants[layer.name]
             weights = trt.Weights(weights.dtype, held.data_ptr(), weights.size)
         else:
@@ -104,7 +103,7 @@ def strip(
 
 
 def place(version: str, capability: str) -> Path:
-    """Return the cache's path, below XDG_CACHE_HOME or ~/.cache, by version and capability."""
+    """Return the path of the timing cache, below XDG_CACHE_HOME or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mtpbuild" / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 

@@ -1,1 +1,1 @@
-"""Weights: read from a checkpoint (`stored`), converted (`made`), written to files (`placed`)."""
+"""Weights: those of a checkpoint (`stored`), of an engine (`table`), and in files (`placed`)."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.formats import Entry
 from mtpbuild.runtime.safetensors_header import encode_header, make_header, read_header
-
-if TYPE_CHECKING:
-    pass
 
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors in a file
 
@@ -37,7 +34,7 @@ class Shard:
     metadata: bool = True
 
     def header(self) -> bytes:
-        """Return the bytes before the file's data, which has the order of `tensors`."""
+        """Return the bytes before the data, in which tensors lie in the order of `tensors`."""
         tensors = ((n, e.dtype, e.shape, e.nbytes) for n, e in self.tensors.items())
         return encode_header(make_header(tensors), {"format": "pt"} if self.metadata else None)
 
@@ -81,10 +78,10 @@ def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str,
     with ExitStack() as opened:
         for shard in shards:
             file = opened.enter_context((folder / shard.file).open("wb"))
-            place = file.write(shard.header())
+            offset = file.write(shard.header())
             for name, entry in shard.tensors.items():
-                files[name], at[name] = file, place
-                end[name] = place = place + entry.nbytes
+                files[name], at[name] = file, offset
+                end[name] = offset = offset + entry.nbytes
         for name, rows in tensors:
             files[name].seek(at[name])
             at[name] += files[name].write(raw(rows.to(dtypes[name])))

@@ -21,7 +21,7 @@ Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 
 @dataclass(frozen=True)
 class Requantised(Checkpoint):
-    """The checkpoint that `mtpbuild quantize` would write, without a byte of it on disk.
+    """The checkpoint that `mtpbuild quantize` would write, without writing it.
 
     Each read of a weight encodes it again, some rows at a time.
     """
@@ -41,7 +41,7 @@ class Requantised(Checkpoint):
         return weight if self.source.format(name) is None else weight.bfloat16().float()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a weight that is not quantised; if it was in the source, it is rounded to bf16."""
+        """Return a weight that is not quantised here; a quantised source is rounded to bf16."""
         weight = self.source.read(name)
         return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
@@ -49,7 +49,7 @@ class Requantised(Checkpoint):
         return self.collect(name, (parts for _, parts in self.encoded(name)))
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
-        """Join the parts of a weight's rows; a scale of the whole weight is the same in all pieces.
+        """Join the parts of pieces of a weight's rows.
 
         Pieces are copied into place at once: keeping them fragments the heap, and joining them at
         the end takes twice the memory.
@@ -58,7 +58,7 @@ class Requantised(Checkpoint):
         at = dict[str, int]()
         for piece in pieces:
             for suffix, rows in piece.items():
-                if rows.dim() == 0:
+                if rows.dim() == 0:  # a scale of the whole weight, the same in all pieces
                     whole[suffix] = rows
                     continue
                 if suffix not in whole:
@@ -78,7 +78,7 @@ class Requantised(Checkpoint):
             yield rows, format.encode(rows, amax)
 
     def group_amax(self, name: str) -> float:
-        """Return a weight's largest magnitude; gate and up share one, as ModelOpt joins them."""
+        """Return a weight's largest magnitude; gate and up share theirs, as ModelOpt joins them."""
         for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
             if name.endswith(f"{one}.weight"):
                 return max(self._amax(name), self._amax(name.replace(one, other)))
@@ -100,9 +100,9 @@ def requantise(
         format = formats[name] = format_by(scheme, config, stored)
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
-        place = checkpoint.tensors[name]
+        source = checkpoint.tensors[name]
         for suffix, entry in entries(checkpoint, stored, format).items():
-            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, place.file, place.name)
+            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
     return Requantised(
         checkpoint.folder, tensors, checkpoint.tower, checkpoint, formats, tuple(unfit)
     )
@@ -116,7 +116,7 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | N
 
 
 def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
-    """Return the tensors that store a weight, by suffix; a dequantised weight becomes bf16."""
+    """Return the tensors that store a weight, by suffix; a weight that is dequantised is bf16."""
     if format is not None:
         return format.parts(stored.shape)
     dtype = "BF16" if checkpoint.format(stored.name) else checkpoint.tensors[stored.name].dtype

@@ -13,7 +13,7 @@ from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
 
-# How the command line, recipes and reports spell "no format".
+# How the command line, recipes and reports spell the absence of a format.
 UNQUANTISED, AS_STORED = "bf16", "none"
 # Globs over module names, as in ModelOpt's `exclude_modules`.
 EXCLUDED: Mapping[str, tuple[str, ...]] = {
@@ -48,14 +48,14 @@ class Scheme:
     join: str | None = None
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
-        """Return the format for a weight of the checkpoint; the caller checks that blocks fit."""
-        names = f"{weight_role(config, name)} {module_of(config, name)}"
-        return next((format for glob, format in self.rules() if fnmatchcase(names, glob)), None)
+        """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
+        subject = f"{weight_role(config, name)} {module_of(config, name)}"
+        return next((format for glob, format in self.rules() if fnmatchcase(subject, glob)), None)
 
     def rules(self) -> Iterator[tuple[str, str | None]]:
-        """Yield globs over roles and modules, each with a format; the first that matches wins.
+        """Yield globs over a role and a module, each with a format; the first that matches wins.
 
-        One is "main model.layers.*.self_attn.kv_b_proj": None, as attention absorbs this weight.
+        In int8 "main model.layers.*.self_attn.kv_b_proj" has None: attention absorbs this weight.
         """
         roles = {
             # Beside an int4 head the embedding is int8, since a step reads only a few of its rows.
@@ -84,7 +84,7 @@ class Scheme:
 
 
 def weight_role(config: ModelConfig, name: str) -> str:
-    """Return what a weight is to a scheme; "" for one that is never quantised."""
+    """Return a weight's role in `Scheme.rules`; "" if it is never quantised."""
     family = family_of(config)
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
@@ -97,7 +97,7 @@ def weight_role(config: ModelConfig, name: str) -> str:
 
 
 def module_of(config: ModelConfig, name: str) -> str:
-    """Return the module of a weight; those of MTP modules are in layers after the trunk's."""
+    """Return the name of a weight's module, with MTP modules as layers after the trunk's."""
     place = family_of(config).place(config, name)
     name = name if place is None else f"model.layers.{place[0]}.{place[1]}"
     return name.removesuffix(".weight")
@@ -122,12 +122,12 @@ def make_scheme(
     Raises UsageError, which lists the choices, for an unknown format.
     """
     choices = (UNQUANTISED, *EXCLUDED)
-    main = format_said("--to", to, choices)
-    module = SCHEMES[to].mtp if mtp is None else format_said("--mtp", mtp, choices)
-    ends = None if head is None else format_said("--head", head, _heads())
-    if {main, module, ends} == {None}:
+    main = parse_format("--to", to, choices)
+    module = SCHEMES[to].mtp if mtp is None else parse_format("--mtp", mtp, choices)
+    head_format = None if head is None else parse_format("--head", head, _head_choices())
+    if {main, module, head_format} == {None}:
         raise UsageError(f"--to {to} quantises nothing; choose --mtp, --head or another --to")
-    return Scheme(main, module, exclude, ends)
+    return Scheme(main, module, exclude, head_format)
 
 
 def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
@@ -142,10 +142,10 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
             raise UsageError(f"--head-weights {head} goes with --weights: say {names}")
         return None
-    main = format_said("--weights", weights, choices)
+    main = parse_format("--weights", weights, choices)
     if head is None:
         return engine_scheme(main, USUAL_HEADS.get(weights))
-    return engine_scheme(main, format_said("--head-weights", head, _heads()))
+    return engine_scheme(main, parse_format("--head-weights", head, _head_choices()))
 
 
 def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
@@ -155,12 +155,12 @@ def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
     return replace(SCHEMES[weights], head=head, join=JOINS.get(weights))
 
 
-def format_said(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
-    """Return the format that a flag names; raise UsageError, which lists the choices."""
+def parse_format(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
+    """Return the format that a flag names; None for bf16 and none. Raises UsageError."""
     if value not in choices:
         raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
     return None if value in (UNQUANTISED, AS_STORED) else value
 
 
-def _heads() -> tuple[str, ...]:
+def _head_choices() -> tuple[str, ...]:
     return (*get_args(HeadType), AS_STORED)

@@ -27,8 +27,8 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIECE = 2048  # rows of a large weight in memory at once; blocks of all formats divide it
-# Suffixes of tensors that other programs store. Ours ignore them: our caches are not quantised.
+PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
+# Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
 UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
@@ -38,7 +38,7 @@ class FileEntry(Entry):
 
     file: Path
     name: str  # in the file
-    part: Part | None = None  # the part of a stack of experts, if it is one
+    part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Checkpoint:
             raise CheckpointError(f"{entry.file}: can't read {name} ({error})") from None
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
-        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # NaN gives NaN
             raise self._wrong(name, "holds NaN or Inf")
 
     def _wrong(self, name: str, what: str) -> CheckpointError:
@@ -122,15 +122,15 @@ class Checkpoint:
         config: the result of `settle`. Raises CheckpointError, which names the first missing,
         left-over or wrong-shaped tensor.
         """
-        table, same = family_table(config, ranks), family_of(config).duplicates(config)
+        table, copies = family_table(config, ranks), family_of(config).duplicates(config)
         wanted = table.stored
         self._refuse(set(wanted) - set(self.tensors), "missing tensor")
-        known = set(wanted) | set(same)
+        known = set(wanted) | set(copies)
         for stored in wanted.values():
             known |= self._check_weight(stored)
-        for name in set(same) & set(self.tensors) - set(wanted):
-            if self.format(name) is not None and same[name] in wanted:
-                known |= self._check_weight(replace(wanted[same[name]], name=name))
+        for name in set(copies) & set(self.tensors) - set(wanted):
+            if self.format(name) is not None and copies[name] in wanted:
+                known |= self._check_weight(replace(wanted[copies[name]], name=name))
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
         return table
@@ -138,22 +138,22 @@ class Checkpoint:
     def settle(self, config: Config, drafts: bool = False) -> Config:
         """Return the configuration with the MTP modules that this checkpoint really holds.
 
-        Quantised and fine-tuned copies of models often lack them; with `drafts` that raises
-        CheckpointError.
+        Quantised and fine-tuned copies of models often lack modules; with `drafts` a missing one
+        raises CheckpointError.
         """
         family = family_of(config)
-        there = stored_modules(family, config, self.tensors)
+        stored_count = stored_modules(family, config, self.tensors)
         if drafts:
-            refuse_stripped(self.folder, family, config, there)
-        count = min(there, config.num_nextn_predict_layers)
+            refuse_stripped(self.folder, family, config, stored_count)
+        count = min(stored_count, config.num_nextn_predict_layers)
         return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
-        """Return the configuration with the MTP modules that have their own embedding or head."""
+        """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):
-            there = {copy.name, copy.original} <= self.tensors.keys()
-            if not there or self._equal(copy.name, copy.original):
+            both = {copy.name, copy.original} <= self.tensors.keys()
+            if not both or self._equal(copy.name, copy.original):
                 continue
             if copy.module is None:
                 raise CheckpointError(
@@ -164,7 +164,7 @@ class Checkpoint:
         return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
     def _equal(self, name: str, other: str) -> bool:
-        """Compare two weights some rows at a time, as they may be as large as a vocabulary."""
+        """Compare two weights some rows at a time, as an embedding may be large."""
         pairs = zip_longest(self.rows(name), self.rows(other), fillvalue=torch.empty(0))
         return all(torch.equal(one, two) for one, two in pairs)
 
@@ -208,9 +208,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     if name in files:
                         raise CheckpointError(f"{path}: tensor {name} is in {files[name]} too")
-                    found, files[name] = file.get_slice(name), path
-                    shape = tuple(found.get_shape())
-                    tensors |= entries(FileEntry(found.get_dtype(), shape, path, name))
+                    tensor, files[name] = file.get_slice(name), path
+                    shape = tuple(tensor.get_shape())
+                    tensors |= entries(FileEntry(tensor.get_dtype(), shape, path, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:
@@ -219,7 +219,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:
-    """Return the text model's weights that a file's tensor holds, by name."""
+    """Return the text model's weights in one tensor of a file, by name."""
     name = text_name(entry.name)
     if name is None:
         return {}
@@ -231,7 +231,7 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
-    """List the tensors of a slice, renamed for a model of only these layers; None: all layers."""
+    """List the tensors of a slice, renamed for a model of its layers alone; None: all layers."""
     checkpoint = open_checkpoint(folder)
     if layers is None:
         return checkpoint

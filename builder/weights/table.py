@@ -23,13 +23,13 @@ FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the ch
 class WeightTable:
     """The weights of an engine, in the order of use.
 
-    All ranks hold a weight alike, so that they share their graphs.
+    All ranks hold a weight in the same format and layout, so that they share graphs.
     """
 
     config: ModelConfig
     ranks: Ranks
     weights: tuple[Weight, ...]  # with the experts of all ranks
-    joined: Set[str] = frozenset()  # MoE modules whose shared expert is the last routed one
+    joined: Set[str] = frozenset()  # MoE modules whose stack ends with the shared expert
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.weights)
@@ -75,18 +75,18 @@ def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
-    found = {weight.name: _formats(weight, format_of) for weight in table.weights}
+    possible = {weight.name: _kept_formats(weight, format_of) for weight in table.weights}
     may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
-    joined = _fitting(found, may_join)
+    joined = _same_formats(possible, may_join)
     weights = with_shared(table.weights, joined)
-    formats = {
-        weight.name: format
-        for weight in weights
-        for format, *others in (found[weight.name],)
-        if format is not None and not others and format.name in style.formats
-        if _can_stay(replace(weight, format=format), share)
-    }
-    formats = _in_pairs(weights, formats)
+    formats = dict[str, Format]()
+    for weight in weights:
+        format, *others = possible[weight.name]
+        if format is None or others or format.name not in style.formats:
+            continue
+        if _can_stay(replace(weight, format=format), share):
+            formats[weight.name] = format
+    formats = _drop_unpaired(weights, formats)
     if style.packs_weights:
         formats |= per_head_formats(weights, formats)
     held = (
@@ -99,32 +99,32 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
 def per_head_formats(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Return the formats of `kv_b_proj`, which attention reads as a product for each head.
 
-    It is int8 in layers whose o_proj is in integers, int4 beside a head in int4. In fp32 these
-    products of a 10B model are a third of the bytes that a token reads.
+    In layers whose o_proj is in integers it is int8, or int4 if the head is int4. In fp32 these
+    products of a 10B model would be a third of the bytes that a token reads.
     """
-    narrow = INT4 if formats.get("lm_head") is INT4 else INT8
-    found = dict[str, Format]()
+    integers = INT4 if formats.get("lm_head") is INT4 else INT8
+    chosen = dict[str, Format]()
     for weight in weights:
-        beside = formats.get(f"{_module(weight.name)}.o_proj")
-        if weight.wide_heads and beside is not None and beside.packs:
+        o_proj = formats.get(f"{_module(weight.name)}.o_proj")
+        if weight.wide_heads and o_proj is not None and o_proj.packs:
             _, inputs, outputs = weight.per_head
-            if narrow.fits((outputs, inputs)):
-                found[weight.name] = narrow
-    return found
+            if integers.fits((outputs, inputs)):
+                chosen[weight.name] = integers
+    return chosen
 
 
-def _formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
-    """Return the formats in which engines keep the stored tensors that make a weight."""
+def _kept_formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
+    """Return the formats in which engines keep the tensors that a weight is made from."""
     formats = set(map(format_of, weight.stored))
     return {None if format is None else format.kept for format in formats}
 
 
-def _fitting(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
-    """Return the MoE modules whose shared expert has the same format as all their routed ones."""
+def _same_formats(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
+    """Return the MoE modules whose shared expert has the same formats as all their routed ones."""
 
     def fits(module: str) -> bool:
-        own = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
-        return all(formats[routed] == formats[shared] for routed, shared in own)
+        pairs = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
+        return all(formats[routed] == formats[shared] for routed, shared in pairs)
 
     return set(filter(fits, modules))
 
@@ -137,7 +137,7 @@ def _can_stay(weight: Weight, share: Share) -> bool:
     return fits and format.can_split(share.ranks.tp, weight.scale_group(share))
 
 
-def _in_pairs(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
+def _drop_unpaired(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = (weight for weight in weights if weight.slices > 1)
     odd = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}

@@ -39,7 +39,7 @@ class Packed(nn.Module):
 
 
 class PackedBlocks(Packed):
-    """A packed product [in, out], or a stack of them [H, in, out], one for each head."""
+    """A packed product [in, out], or a stack [H, in, out] of one product for each head."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
@@ -79,12 +79,12 @@ class PackedExperts(Packed):
 
         This module holds the experts' gate and up weights, `down` their down weights.
         """
-        own = self.values, self.scales, down.values, down.scales
-        return experts_packed(x, weights, ids, *own)
+        parts = self.values, self.scales, down.values, down.scales
+        return experts_packed(x, weights, ids, *parts)
 
 
 class ExpertRows(nn.Module):
-    """Experts' float weights [X, in, out], stored by outputs, as the op `experts` takes them."""
+    """Experts' float weights [X, in, out], stored as [X, out, in] for the op `experts`."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class ExpertRows(nn.Module):
     def weighed(self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Do the same as `PackedExperts.weighed`."""
         weights = torch.where(ids == NOBODY, 0.0, weights)
-        each = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
-        y = experts(each, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
+        repeated = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
+        y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
@@ -113,10 +113,10 @@ class Scaled(nn.Module):
         *stack, K, N = shape
         packed = K if scales_2 is None else K // 2
         self.values = parameter(*stack, packed, N, dtype=torch.uint8)
-        real = torch.float32
-        kind = real if scales_2 is None else torch.uint8
-        self.scales = parameter(*stack, K // group, N, dtype=kind)
-        self.scales_2 = None if scales_2 is None else parameter(*stack, *scales_2, dtype=real)
+        scale_type = torch.float32 if scales_2 is None else torch.uint8
+        self.scales = parameter(*stack, K // group, N, dtype=scale_type)
+        second = None if scales_2 is None else parameter(*stack, *scales_2, dtype=torch.float32)
+        self.scales_2 = second
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_scaled(x, self.values, self.scales, self.scales_2)
@@ -127,7 +127,7 @@ class Scaled(nn.Module):
 
 
 def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
-    """Return a module for a weight in the engine's form, to replace a parameter of the model."""
+    """Return a module that holds a weight as the engine does, to replace the parameter."""
     format, shape = weight.format, tuple(parameter.shape)
     *stack, inputs, outputs = shape
     if weight.layout is Layout.ROWS:
@@ -169,12 +169,12 @@ def weigh_chosen(
 ) -> Tensor:
     """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k]."""
     if isinstance(gate_up, PackedExperts | ExpertRows):
-        how: Callable[..., Tensor] = gate_up.weighed
-        return how(down, x, weights, ids)
+        weighed: Callable[..., Tensor] = gate_up.weighed
+        return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | Scaled)
     flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
-    (first, *scales), (second, *others) = map(parts_of, (gate_up, down))
-    return run_experts(*flat, first, second, *scales, *others).reshape(x.shape)
+    (first, *scales), (second, *down_scales) = map(parts_of, (gate_up, down))
+    return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 
 
 def put(model: nn.Module, name: str, weight: nn.Module) -> None:

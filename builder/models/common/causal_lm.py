@@ -28,7 +28,7 @@ from mtpbuild.runtime.ranks import Ranks
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
 # (this rank's logits, its number, the number of ranks) -> a tensor that is equal on all ranks.
 Join = Callable[[Tensor, Tensor, int], Tensor]
-MASKED_LOGIT = -1e30  # a logit; finite, as it is divided by temperatures
+MASKED_LOGIT = -1e30  # finite, so that it may be divided by a temperature
 
 
 class CausalLM(nn.Module):
@@ -79,12 +79,12 @@ class CausalLM(nn.Module):
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]
-        own = (tokens // rows == self.rank)[..., None]
+        is_here = (tokens // rows == self.rank)[..., None]
         x = nn.functional.embedding(tokens % rows, table)
-        return all_reduce(torch.where(own, x, 0.0))
+        return all_reduce(torch.where(is_here, x, 0.0))
 
     def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, StateUpdates]:
-        """Compute the modules' hidden states [B, T, E], and new states, from tokens [B, T]."""
+        """Return the hidden states [B, T, E] that modules read, and new states; tokens [B, T]."""
         x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows)
         return self.norm(x) if self.config.mtp.trunk_normed else x, updates
 
@@ -101,16 +101,16 @@ class CausalLM(nn.Module):
     def run_layers(
         self, layers: range, x: Tensor, state: State, rows: Rows
     ) -> tuple[Tensor, StateUpdates]:
-        """Run some layers on hidden states x [B, T, E]; return theirs, and the new states."""
+        """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
         updates = StateUpdates()
         for i in layers:
             layer, name = self.layers[i], layer_rows(i)
             if isinstance(layer, RecurrentLayer):
-                held = {
-                    own: zero_new_slots(state[layer_state(own, i)], rows) for own in layer.states
+                old = {
+                    key: zero_new_slots(state[layer_state(key, i)], rows) for key in layer.states
                 }
-                x, tokens = layer(x, held, rows)
-                updates.deferred.append(partial(_advance_layer, layer, i, held, tokens))
+                x, tokens = layer(x, old, rows)
+                updates.deferred.append(partial(_advance_layer, layer, i, old, tokens))
             else:
                 x, updates.written[name] = layer(x, state[name], rows)
         return x, updates
@@ -130,7 +130,7 @@ class CausalLM(nn.Module):
         return self.head(hidden, self.lm_head, join)
 
     def kernel_weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that kernels of ours read on a GPU: experts, heads in bf16."""
+        """Return the weights that our kernels read on a GPU: experts, and heads in bf16."""
         experts = self._named_by("by_kernels")
         return {
             name: weight
@@ -172,7 +172,7 @@ class CausalLM(nn.Module):
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor, join: Join) -> Tensor:
-        """Return logits in fp32, also with a head in bf16: rounded to bf16 they would tie."""
+        """Return logits in fp32 even with a head in bf16, as logits rounded to bf16 would tie."""
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
@@ -198,14 +198,14 @@ class UniformLM(CausalLM):
 def zero_new_slots(state: Tensor, rows: Rows) -> Tensor:
     """Return a recurrent state [B, ..] before a pass, zeroed for slots whose request starts.
 
-    An idle slot never starts, wherever its request is, as its rows are written at the end.
+    An idle slot's start is never 0: it writes its rows at the end of the cache.
     """
     first = (rows.start == 0).reshape(-1, *[1] * (state.dim() - 1))
     return torch.where(first, 0.0, state)
 
 
 def _advance_layer(
-    layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor, all_stay: bool
+    layer: RecurrentLayer, index: int, old: State, tokens: State, n: Tensor, all_stay: bool
 ) -> State:
-    new = (layer.advance_all if all_stay else layer.advance)(held, tokens, n)
-    return {layer_state(own, index): tensor for own, tensor in new.items()}
+    new = (layer.advance_all if all_stay else layer.advance)(old, tokens, n)
+    return {layer_state(key, index): tensor for key, tensor in new.items()}

@@ -2,8 +2,8 @@
 
 AOTInductor compiles them to calls of torch.distributed. The graph is the same for all ranks; it
 reads its rank from a constant that the loader sets. A program must never return the tensor that a
-collective wrote: gloo's thread needs Python's lock to release a tensor that Python knows, and the
-program's caller holds that lock while it waits for the thread: a deadlock. On GPUs the collectives
+collective wrote: gloo's thread needs Python's lock to release a tensor that Python refers to, and
+the program's caller holds that lock while it waits for the thread: a deadlock. On GPUs collectives
 are NCCL's, and only the GPU waits.
 """
 
@@ -19,8 +19,8 @@ RANK = "rank"  # the last part of a rank constant's name
 def rank_constant() -> nn.Parameter:
     """Return a constant [1] int64 for the rank, which loaders find by the name `rank`.
 
-    It is a parameter because the compiler folds other constants. The compiler also folds arithmetic
-    on this one alone (`rank * size` is 0), so use it only in comparisons or as an index.
+    It is a parameter, as the compiler folds other constants. The compiler also folds arithmetic
+    that involves nothing else (`rank * size` is 0), so use it only in comparisons or as an index.
     """
     return nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
 
@@ -34,11 +34,11 @@ def all_reduce(x: Tensor) -> Tensor:
 def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Join all ranks' x [.., N] along the last axis: [.., ranks * N].
 
-    It sums with zeros, which is exact. AOTInductor has no call for all_gather on a CPU; its
-    substitute shows the tensor to Python, which leads to the deadlock above.
+    Each part is summed with zeros, which is exact. AOTInductor has no call for all_gather on a CPU;
+    its substitute hands the tensor to Python, which leads to the deadlock above.
     """
-    own = torch.arange(ranks, device=x.device)[:, None] == rank
-    return all_reduce(torch.where(own, x[..., None, :], 0.0).flatten(-2))
+    is_own = torch.arange(ranks, device=x.device)[:, None] == rank
+    return all_reduce(torch.where(is_own, x[..., None, :], 0.0).flatten(-2))
 
 
 def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
@@ -47,17 +47,17 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
     A rank sends 20 bytes for each 4,096 logits instead of the logits.
     """
     best = best_of_blocks(logits).unsqueeze(-3)
-    places = torch.arange(ranks, device=logits.device)[:, None, None]
-    ids = best[..., 4:] + places * logits.shape[-1]
-    every = torch.cat([best[..., :4].expand(*ids.shape[:-1], 4), ids], -1)
-    own = torch.where(places == rank, every, 0.0)
-    return all_reduce(own.flatten(-3)).unflatten(-1, (-1, 5))
+    numbers = torch.arange(ranks, device=logits.device)[:, None, None]
+    ids = best[..., 4:] + numbers * logits.shape[-1]
+    candidates = torch.cat([best[..., :4].expand(*ids.shape[:-1], 4), ids], -1)
+    mine = torch.where(numbers == rank, candidates, 0.0)
+    return all_reduce(mine.flatten(-3)).unflatten(-1, (-1, 5))
 
 
 def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Stack all ranks' x [..] in order, [ranks, ..], by a sum with zeros as in `all_gather`."""
-    own = torch.arange(ranks, device=x.device) == rank
-    return all_reduce(torch.where(own.view(-1, *[1] * x.dim()), x, 0.0))
+    """Stack all ranks' x [..] as [ranks, ..], in order, by a sum with zeros as in `all_gather`."""
+    is_own = torch.arange(ranks, device=x.device) == rank
+    return all_reduce(torch.where(is_own.view(-1, *[1] * x.dim()), x, 0.0))
 
 
 def own_sum(x: Tensor, rank: Tensor) -> Tensor:

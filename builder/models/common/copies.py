@@ -12,7 +12,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that repeats another one, unless its module has one of its own."""
+    """A tensor that repeats `original`; if it differs, it is the module's own weight."""
 
     name: str
     original: str
@@ -21,26 +21,26 @@ class Copy:
 
 
 def tied_head(c: ModelConfig) -> list[Copy]:
-    """List the head if it is tied to the embedding, as a checkpoint may store it nevertheless."""
+    """List the head if it is tied to the embedding; a checkpoint may store it all the same."""
     return [Copy(HEAD, EMBEDDING)] if c.tie_word_embeddings else []
 
 
 def copies_in_layers(c: ModelConfig) -> list[Copy]:
     """List the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
-    found = tied_head(c)
+    copies = tied_head(c)
     for j in range(c.num_nextn_predict_layers):
         layer = f"model.layers.{c.num_hidden_layers + j}"
-        found.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))
-        found.append(Copy(f"{layer}.shared_head.head.weight", head, j, head=True))
-    return found
+        copies.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))
+        copies.append(Copy(f"{layer}.shared_head.head.weight", head, j, head=True))
+    return copies
 
 
 def is_own(c: ModelConfig, copy: Copy) -> bool:
-    """Return whether the copy differs from the original, so that the module has its own."""
+    """Return whether the copy differs from the original, so that it is the module's own."""
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
 
 
 def repeated(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
-    """Map each copy that really repeats a tensor to that tensor's name."""
+    """Map the name of each copy that equals its original to the original's name."""
     return {copy.name: copy.original for copy in copies if not is_own(c, copy)}

@@ -54,9 +54,9 @@ class GroupedAttention(Attention):
 
     def operands(self, y: Tensor, rows: Rows) -> tuple[Any, ...]:
         """Return the first operands of `grouped_rows`."""
-        both = self.q_norm, self.k_norm
-        norms = (None if norm is None else norm.weight for norm in both)
-        return y, *norms, rows.cos, rows.sin
+        norms = self.q_norm, self.k_norm
+        weights = (None if norm is None else norm.weight for norm in norms)
+        return y, *weights, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, gates = self.product(x)

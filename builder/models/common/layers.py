@@ -22,10 +22,10 @@ State = dict[str, Tensor]  # tensors by name
 
 @dataclass
 class Choice:
-    """The rows that tokens attend to, where a layer has chosen some; later layers may reuse it."""
+    """The rows that an indexer chose for each token, if one did; later layers may reuse them."""
 
     rows: Tensor | None = None  # [B, T, k] positions, as `choose_rows` returns them
-    stays: bool = False  # whether layers with an indexer of their own reuse it, too
+    stays: bool = False  # whether layers with an indexer reuse the choice, too
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Rows:
 
     cos: Tensor  # [B, T, rotary dim / 2]
     sin: Tensor
-    base: Tensor  # [B] all tokens see the rows before it
-    start: Tensor  # [B] where fresh rows are written: at the base, unless the slot is idle
+    base: Tensor  # [B] all tokens see the cached rows before it
+    start: Tensor  # [B] first row to write: the base, or the end of the cache in an idle slot
     positions: Tensor  # [B, T]
     first: Tensor  # [B] the last fresh row that the first token sees
     expand: bool = False  # many tokens: attention may compute keys and values of all rows at once
@@ -65,10 +65,10 @@ class Rope(nn.Module):
         end: int = 0,
         offset: int = 0,
     ) -> Rows:
-        """Place `tokens` tokens of each slot `offset` after start [B], inactive slots at `end`.
+        """Place `tokens` tokens of each slot from start [B] + offset on, inactive slots at `end`.
 
-        One op does it for the kernels of all layers. With PyTorch's operators the compiler would
-        compute the angles again for each kernel.
+        One op computes the angles for the kernels of all layers. From PyTorch's operators the
+        compiler would compute them again in each kernel.
         """
         operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
         cos, sin, base, place, first = rotary_rows(*operands)
@@ -119,7 +119,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x)).
 
-    With several ranks each computes a part of both terms, and the sum over all ranks is added. With
+    With several ranks, each computes a part of each term, and the parts' sum is added. With
     attention-DP a rank computes both terms alone, and only `MoE` communicates.
     """
 
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         return self.finish(x, q, rows, cache, fresh, rows.first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
-        """Write only the cache rows, as no one reads the last layer's output in a prompt."""
+        """Write only the cache rows: in a prompt nothing reads the last layer's output."""
         return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
     def forward_last(
@@ -147,16 +147,16 @@ class DecoderLayer(nn.Module):
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         angles = select_token(rows.cos, at), select_token(rows.sin, at)
-        own = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
-        return self.finish(select_token(x, at), select_token(q, at), own, cache, fresh, at), cache
+        last = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
+        return self.finish(select_token(x, at), select_token(q, at), last, cache, fresh, at), cache
 
     def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """Compute one more token, x [B, 1, E], whose row the cache does not keep.
 
-        side: the rows [B, 1, k, C] of such tokens before it. Returns [B, 1, E] and the new side, to
-        which the token's row is appended.
+        side: the rows [B, 1, k, C] of the uncached tokens before it. Returns [B, 1, E] and `side`
+        with the token's row appended.
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)
@@ -180,8 +180,8 @@ def sum_over_ranks(part: Tensor, ranks: Ranks) -> Tensor:
 class RecurrentLayer(nn.Module):
     """A layer of the main model whose states have no rows, so that no token can be taken back.
 
-    A pass computes the window from the states before it. The states are advanced later, when it is
-    known how many of the window's tokens are kept, and by these tokens alone.
+    A pass computes the window from the states before it. The states are advanced after acceptance,
+    by the tokens that are kept.
     """
 
     states: tuple[str, ...]  # their names in the family's `recurrent`
@@ -189,13 +189,13 @@ class RecurrentLayer(nn.Module):
     def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
         """Compute x [B, T, E] from the states before the first token.
 
-        Returns the layer's output [B, T, E], and a dict of what `advance` needs of each token; the
-        layer chooses its keys.
+        Returns the layer's output [B, T, E], and the tensors that `advance` needs, under keys that
+        the layer chooses.
         """
         raise NotImplementedError
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
-        """Return the states after the first n [B] tokens; n 0 leaves them bit-identical."""
+        """Return the states after the first n [B] tokens; with n = 0 they stay bit-identical."""
         raise NotImplementedError
 
     def advance_all(self, state: State, tokens: State, n: Tensor) -> State:
@@ -223,9 +223,9 @@ class StateUpdates:
 
 
 class MTPModule(DecoderLayer):
-    """An MTP module: it joins a token's embedding and a hidden state for a decoder layer.
+    """An MTP module: a decoder layer over a token's embedding joined with a hidden state.
 
-    Its embedding and head are the trunk's, unless the checkpoint has some of its own.
+    Its embedding and head are the trunk's, unless the checkpoint has other ones for it.
     """
 
     def __init__(self, c: ModelConfig, attention: Attention, mlp: nn.Module, ranks: Ranks) -> None:
@@ -249,7 +249,7 @@ class MTPModule(DecoderLayer):
         return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
     def next_hidden(self, x: Tensor) -> Tensor:
-        """Return what the next module, the next draft and `head_input` get of its output x."""
+        """Return the hidden state for the next module or draft and `head_input`, from output x."""
         return self.norm(x) if self.rules.recycles_normed else x
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: if there are few, all are computed, else only the chosen ones.
+"""Mixtures of experts: of few experts all are computed, of many only the chosen ones.
 
 Shapes: E hidden size, k chosen experts of a token, N tokens.
 """
@@ -25,7 +25,7 @@ class Gate(nn.Module):
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c
-        self.always = 0  # number of shared experts that follow the routed ones and get every token
+        self.always = 0  # number of shared experts after the routed ones, which get every token
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
@@ -35,9 +35,9 @@ class Gate(nn.Module):
         The shared experts that `always` counts come last and are not part of k.
         """
         c, logits = self.config, x.float() @ self.weight.float()
-        how = (c.n_group, c.topk_group, c.num_experts_per_tok)
-        scaled = (c.norm_topk_prob, c.routed_scaling_factor)
-        return moe_route(logits, self.e_score_correction_bias, *how, *scaled, self.always)
+        choice = (c.n_group, c.topk_group, c.num_experts_per_tok)
+        scaling = (c.norm_topk_prob, c.routed_scaling_factor)
+        return moe_route(logits, self.e_score_correction_bias, *choice, *scaling, self.always)
 
 
 class SoftmaxGate(nn.Module):
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.ranks = c, ranks
         self.gate = SoftmaxGate(c) if c.softmax_router else Gate(c)
-        self.shared_experts: MLP | None = None  # those that `routed` leaves out
+        self.shared_experts: MLP | None = None  # None if there are none, or if `routed` has them
         if ranks.ep > 1 or ranks.attention_dp:
             self.rank = rank_constant()
 
@@ -88,7 +88,7 @@ class MoE(nn.Module):
 
 
 class DenseMoE(MoE):
-    """All of few experts in two products; unchosen ones weigh 0, shared ones 1."""
+    """Few experts, all computed by two products; unchosen ones weigh 0, shared ones 1."""
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
@@ -106,26 +106,26 @@ class DenseMoE(MoE):
             count = c.n_routed_experts + self.always
             inner = weigh_experts(inner, weights, ids, count, self.always)
             return inner @ self.experts.down_proj
-        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
+        dense = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
             -1, ids.long(), weights
         )
         # Rank r has group r % ep. Not written as `rank % ep`, which the compiler would fold.
         ep = self.ranks.ep
-        groups = every.unflatten(-1, (ep, -1))
-        if self.always:  # own experts are ep times as wide as a shared one's part
+        groups = dense.unflatten(-1, (ep, -1))
+        if self.always:  # a routed expert's part is as wide as ep parts of a shared one
             groups = groups.repeat_interleave(ep, dim=-1)
         repeated = torch.cat([groups] * (self.ranks.tp // ep), dim=-2)
-        every = repeated.index_select(-2, self.rank).squeeze(-2)
+        own = repeated.index_select(-2, self.rank).squeeze(-2)
         if self.always:
-            every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
-        inner = inner.unflatten(-1, (every.shape[-1], -1))
-        return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
+            own = torch.cat([own, own.new_ones(*x.shape[:-1], self.always)], dim=-1)
+        inner = inner.unflatten(-1, (own.shape[-1], -1))
+        return cast(inner * own[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
 class GatheredMoE(MoE):
     """Many experts, of which only the chosen ones are read."""
 
-    by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
+    by_kernels = ("gate_up_proj", "down_proj")  # weights that our kernels read
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
@@ -139,16 +139,16 @@ class GatheredMoE(MoE):
         """Make the shared expert the last one of the stack, which every token chooses."""
         for name in ("gate_up_proj", "down_proj"):
             experts, *shape = self.get_parameter(name).shape
-            held = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
-            setattr(self, name, held)
+            longer = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
+            setattr(self, name, longer)
         self.shared_experts, self.gate.always = None, 1
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
         if (ep := self.ranks.ep) > 1:
             experts = self.config.n_routed_experts // ep
-            own = (self.rank - ids // experts) % ep == 0
-            ids = torch.where(own, ids % experts, NOBODY)
+            is_here = (self.rank - ids // experts) % ep == 0
+            ids = torch.where(is_here, ids % experts, NOBODY)
         return weigh_chosen(self.gate_up_proj, self.down_proj, x, weights, ids)
 
 

@@ -13,15 +13,15 @@ def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
     An error names the first one that does not split.
     """
     parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
-    inner, found = c.moe_intermediate_size, [Split("vocab_size", c.vocab_size, parts)]
+    inner, splits = c.moe_intermediate_size, [Split("vocab_size", c.vocab_size, parts)]
     if c.n_shared_experts:
         name = "moe_intermediate_size x n_shared_experts"
-        found.append(Split(name, inner * c.n_shared_experts, parts, "shared experts"))
+        splits.append(Split(name, inner * c.n_shared_experts, parts, "shared experts"))
     if c.n_routed_experts:
-        found.append(Split("moe_intermediate_size", inner, ranks.tp // ranks.ep, "experts"))
+        splits.append(Split("moe_intermediate_size", inner, ranks.tp // ranks.ep, "experts"))
     if not all(c.is_moe(layer) for layer in layers):
-        found.append(Split("intermediate_size", c.intermediate_size, parts, "dense MLPs"))
-    return [*found, *module_splits(c, ranks)]
+        splits.append(Split("intermediate_size", c.intermediate_size, parts, "dense MLPs"))
+    return [*splits, *module_splits(c, ranks)]
 
 
 def module_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:

@@ -1,4 +1,4 @@
-"""The weights of a layer's second half: a dense MLP, or a router and its experts."""
+"""The weights of a layer's feed-forward: a dense MLP, or a router and its experts."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 
@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.late_torch import torch
-from mtpbuild.builder.models.common import weight as made
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
+    decoder_layer,
     mlp,
+    module_weights,
     product,
     projection,
     vector,
+    whole_table,
 )
 
 if TYPE_CHECKING:
@@ -42,17 +44,16 @@ def moe_table(
             second = moe_weights(c, s, f"{at}.mlp", f"{to}.mlp")
         else:
             second = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
-        return made.decoder_layer(
-            c, at, to, attention(f"{at}.self_attn", f"{to}.self_attn"), second
-        )
+        first = attention(f"{at}.self_attn", f"{to}.self_attn")
+        return decoder_layer(c, at, to, first, second)
 
-    return made.whole_table(c, layer, made.module_weights(c, layer))
+    return whole_table(c, layer, module_weights(c, layer))
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
-    """Yield router and experts: few experts for `DenseMoE`, many for `GatheredMoE`."""
+    """Yield the weights of router and experts, in the form of `DenseMoE` or `GatheredMoE`."""
     dense = c.n_routed_experts <= DENSE_EXPERTS
-    apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
+    separate = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
@@ -63,9 +64,9 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
         for proj in PROJECTIONS
     ]
-    if c.n_shared_experts and not apart:  # together one MLP, after the routed ones
-        for proj, found in zip(PROJECTIONS, stored, strict=True):
-            found.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
+    if c.n_shared_experts and not separate:  # one MLP for all shared experts, after the routed ones
+        for proj, routed in zip(PROJECTIONS, stored, strict=True):
+            routed.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
     gates, ups, downs = stored
     if dense:
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
@@ -74,7 +75,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
         yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gates), joined=0)
         yield Weight(f"{to}.down_proj", tuple(downs), stacked, slices=len(downs), joined=0)
-    if apart:
+    if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
@@ -88,28 +89,27 @@ def stacked(*w: Tensor) -> Tensor:
 
 def with_shared(table: Iterable[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
-    named, found = {weight.name: weight for weight in table}, list[Weight]()
-    gone = {f"{module}.shared_experts" for module in modules}
+    by_name, weights = {weight.name: weight for weight in table}, list[Weight]()
+    joined = {f"{module}.shared_experts" for module in modules}
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
         if module in modules and leaf in STACKS:
-            stored = (*weight.stored, *named[f"{module}.shared_experts.{leaf}"].stored)
-            found.append(replace(weight, stored=stored, slices=weight.slices + 1))
-        elif module not in gone:
-            found.append(weight)
-    return found
+            stored = (*weight.stored, *by_name[f"{module}.shared_experts.{leaf}"].stored)
+            weights.append(replace(weight, stored=stored, slices=weight.slices + 1))
+        elif module not in joined:
+            weights.append(weight)
+    return weights
 
 
 def like_routed(table: Iterable[Weight], share: Share) -> set[str]:
-    """Name the MoE modules whose shared expert has a routed one's shape in this share."""
-    named, found = {weight.name: weight for weight in table}, set[str]()
-
+    """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
+    by_name, alike = {weight.name: weight for weight in table}, set[str]()
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
-        shared = named.get(f"{module}.shared_experts.{leaf}")
-        gated = f"{module}.shared_experts.gate" in named
+        shared = by_name.get(f"{module}.shared_experts.{leaf}")
+        gated = f"{module}.shared_experts.gate" in by_name
         if shared is None or gated or weight.slices == 1 or leaf != STACKS[0]:
             continue
         if [*map(share.shape, next(weight.groups))] == [*map(share.shape, shared.stored)]:
-            found.add(module)
-    return found
+            alike.add(module)
+    return alike

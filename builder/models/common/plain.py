@@ -1,8 +1,8 @@
 """The families' plain model in PyTorch: whole sequences, no caches, the checkpoints' names.
 
 It is the oracle of the tests and of `mtpbuild verify`. This module has the parts that families
-share; a family adds its attention if it differs. The step program computes the same with caches;
-`tools/train_tiny` trains deepseek-tiny's weights in a faster form of the model.
+share; a family adds its attention if it differs. The step program computes the same with caches.
+In docstrings g_{k,p} is module k's hidden state at position p, and g_{0,p} the trunk's.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class PlainLM(nn.Module):
     lm_head: nn.Linear
 
     def main(self, tokens: Tensor) -> Tensor:
-        """Compute hidden states [B, T, hidden] of tokens [B, T], in the form that modules take."""
+        """Compute the hidden states [B, T, hidden] that modules read, from tokens [B, T]."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ class PlainLM(nn.Module):
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         """Run module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
 
-        later: the number of the last positions that are drafts of a step after its first one.
-        Returns g_{k,p} [B, T, hidden], as the next module takes it.
+        later: how many of the last positions are drafts after a step's first one. Returns g_{k,p}
+        [B, T, hidden], as the next module takes it.
         """
         raise NotImplementedError
 
@@ -259,8 +259,8 @@ class PlainCausalLM(PlainLM):
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)
-        read = hidden if self.config.mtp.recycles_normed else module.normed(hidden)
-        logits = (module.own("head") or self.lm_head)(read)
+        normed = hidden if self.config.mtp.recycles_normed else module.normed(hidden)
+        logits = (module.own("head") or self.lm_head)(normed)
         if ids := self.config.draft_ids:
             others = torch.ones(self.config.vocab_size, dtype=torch.bool)
             others[list(ids)] = False

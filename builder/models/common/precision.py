@@ -1,4 +1,4 @@
-"""The choice of weights that are bfloat16, and of parts that compute in fp32 nevertheless.
+"""Which weights of a bfloat16 engine are bfloat16, and which parts compute in fp32 all the same.
 
 Activations, residual stream and caches are bfloat16, and products sum in fp32. Norms and softmax
 (inside), rotary angles and their products, router, weights of an indexer's heads and logits are

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint's weights to an engine's, by the families' weight tables.
+"""Weight tables, whose rows convert a checkpoint's weights to an engine's.
 
 Stored tensors are cut to the share of a rank, then joined, permuted or stacked. The functions at
 the end declare the weights that all families have: vectors, products, MLPs, embedding and head.
@@ -26,9 +26,9 @@ Transform: TypeAlias = "Callable[..., Tensor]"
 PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
 
 
-# Elements of a stack of per-head products. A smaller stack stays in fp32, where it takes a few
-# percent of a step's time. One of 2^18 in fp32 took a sixth of a step (int8, 0.95 billion
-# parameters).
+# Elements of the smallest stack of per-head products that integer engines quantise. A smaller stack
+# takes a few percent of a step's time in fp32; a stack of 2^18 took a sixth of a step (int8, 0.95
+# billion parameters).
 WIDE = 1 << 18
 
 
@@ -52,12 +52,12 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight of the checkpoint, with the shape that the configuration demands."""
+    """A weight of the checkpoint, with its shape by the configuration."""
 
     name: str
     shape: tuple[int, ...]
     axis: int | None = None  # axis that ranks split; None: each rank holds the whole weight
-    routed: bool = False  # a routed expert's weight: only some ranks hold a part of it
+    routed: bool = False  # a routed expert's weight, of which only some ranks hold a part
     sections: tuple[int, ...] = ()  # sizes along the axis; ranks split each section
 
 
@@ -86,12 +86,11 @@ class Share:
             parts, part = self.ranks.tp // self.ranks.ep, self.rank // self.ranks.ep
         if stored.axis is None or parts == 1:
             return tensor
-        cut = [
-            section.narrow(stored.axis, part * size, size)
-            for section in tensor.split(stored.sections or tensor.shape[stored.axis], stored.axis)
-            for size in (section.shape[stored.axis] // parts,)
-        ]
-        return torch.cat(cut, stored.axis) if cut[1:] else cut[0]
+        cut: list[Tensor] = []
+        for section in tensor.split(stored.sections or tensor.shape[stored.axis], stored.axis):
+            size = section.shape[stored.axis] // parts
+            cut.append(section.narrow(stored.axis, part * size, size))
+        return torch.cat(cut, stored.axis) if len(cut) > 1 else cut[0]
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
         """Return the shape of this rank's part."""
@@ -105,7 +104,7 @@ WHOLE = Share()
 
 
 class Readable(Protocol):
-    """A checkpoint, as far as weights are made from it."""
+    """The part of a checkpoint that conversion needs."""
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32."""
@@ -123,10 +122,10 @@ class Weight:
 
     name: str
     stored: tuple[Stored, ...]
-    transform: Transform = stack_rows  # makes one slice from its stored tensors
-    rows: Transform | None = None  # for products: the same, but [out, ..]
-    slices: int = 1  # how many slices are stacked along a first axis
-    joined: int | None = None  # for products: the axis along which stored tensors are joined
+    transform: Transform = stack_rows  # makes one slice from the slice's stored tensors
+    rows: Transform | None = None  # for products: the same, but with outputs first, [out, ..]
+    slices: int = 1  # number of slices, which are stacked along a first axis
+    joined: int | None = None  # for products: axis of [out, in] along which tensors are joined
     looked_up: bool = False  # an embedding: token ids select its rows
     per_head: tuple[int, ...] = ()  # for a stack of per-head products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
@@ -145,17 +144,17 @@ class Weight:
 
     @property
     def packed(self) -> bool:
-        """Return whether it is in the layout of the CPU's kernels."""
+        """Return whether the weight is in the layout of the CPU's kernels."""
         return self.layout is Layout.PACKED
 
     @property
     def multiplied(self) -> bool:
-        """Return whether the weight is a product, or a stack of them, whose outputs fill panels."""
+        """Return whether the weight is a product or a stack of them, so that it can be packed."""
         return self.joined is not None or bool(self.per_head)
 
     @property
     def wide_heads(self) -> bool:
-        """Return whether it is a stack of per-head products that integer engines quantise."""
+        """Return whether the weight is a stack of per-head products worth quantising (`WIDE`)."""
         return bool(self.per_head) and prod(self.per_head) >= WIDE
 
     @property
@@ -167,7 +166,7 @@ class Weight:
         return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
     def scale_group(self, share: Share) -> int:
-        """Return how many inputs share a scale after ranks have cut the blocks."""
+        """Return how many inputs share a scale after ranks have cut the format's blocks."""
         assert self.format is not None
         return gcd(self.format.block, *(share.shape(stored)[1] for stored in self.stored))
 
@@ -177,10 +176,10 @@ class Weight:
             if self.format is not None and not self.per_head:
                 parts = [checkpoint.kept_parts(stored.name) for stored in group]
                 for name, suffix in self.tensors.items():
-                    found = [each[suffix] for each in parts]
-                    yield name, self._joined(self.format, suffix, group, found, share).contiguous()
+                    part = [each[suffix] for each in parts]
+                    yield name, self._joined(self.format, suffix, group, part, share).contiguous()
                 continue
-            # The stored tensors are bound to no name, so they are freed before the slice is copied.
+            # Stored tensors are bound to no name, so they are freed before the slice is copied.
             join = in_turn if self.layout is Layout.ROWS else self.transform
             slice = join(*[share.cut(stored, checkpoint.read(stored.name)) for stored in group])
             if self.format is None:
@@ -190,7 +189,7 @@ class Weight:
                 yield from self._by_head(self.format, slice)
 
     def _floats(self, slice: Tensor) -> Tensor:
-        """Return an unquantised slice, packed if the weight is."""
+        """Return an unquantised slice in the weight's layout."""
         if not self.packed:
             return slice
         from mtpbuild.plugins.cpu.layout import packed_floats, pairs_of_floats
@@ -198,7 +197,7 @@ class Weight:
         return packed_floats(pairs_of_floats(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Quantise each head's product again, since its inputs cross the checkpoint's blocks.
+        """Quantise each head's product: the checkpoint's blocks may not lie along its inputs.
 
         heads: fp32 [H, in, out].
         """
@@ -238,7 +237,7 @@ def made(
     """Yield the tensors of a rank's table as the engine holds them, one at a time.
 
     Weights with a format come as values and scales, all others in fp32. Stacked experts come one by
-    one, as rows [1, ..] under the same name. share: the one that the table was made for.
+    one, as rows [1, ..] under the same name. share: the share for which the table was made.
     """
     return chain.from_iterable(weight.made(checkpoint, share) for weight in table)
 
@@ -260,7 +259,7 @@ def weight_of(name: str) -> str:
 
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:
-    """Declare a vector of the same name in the program's module `to` and the checkpoint's `at`."""
+    """Declare a vector that the checkpoint has in module `at`, the program in module `to`."""
     return Weight(f"{to}.{name}", (Stored(f"{at}.{name}", (size,)),))
 
 
@@ -290,7 +289,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
 def decoder_layer(
     c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
 ) -> Iterator[Weight]:
-    """Yield the weights of one layer: its norms, its attention and its feed-forward half."""
+    """Yield the weights of one layer: norms, attention and feed-forward."""
     yield vector(to, at, "input_layernorm.weight", c.hidden_size)
     yield from attention
     yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
@@ -302,7 +301,7 @@ def module_weights(
 ) -> Iterator[Weight]:
     """Yield the weights of MTP modules that are stored as layers after the trunk's.
 
-    DeepSeek and GLM store them so.
+    DeepSeek and GLM do so. layer(i, to) makes the weights of stored layer i.
     """
     E, V = c.hidden_size, c.vocab_size
     for j in range(c.num_nextn_predict_layers):

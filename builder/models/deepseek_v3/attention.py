@@ -29,7 +29,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class LatentAttention(Attention):
-    """Latent attention, in the absorbed form in a step, in the expanded form in a prompt.
+    """Latent attention: the absorbed form in steps, the expanded form in prompts.
 
     docs/architecture.md gives the reason.
     """
@@ -88,10 +88,10 @@ class LatentAttention(Attention):
         return mla_values(mla_attention(q, *place, self.scale, c.kv_lora_rank, *chosen), self.w_uv)
 
     def expanded(self, q: Tensor, rows: Rows, cache: Tensor) -> Tensor:
-        """Attend in the non-absorbed form over a cache that holds the fresh rows: [B, T, H v].
+        """Attend in the expanded form over a cache that holds the fresh rows: [B, T, H v].
 
-        Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
-        products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
+        With widths r, n, v of latent, nope and values, expanding S rows costs 2 S H r (n + v)
+        operations and saves 2 S T H (2 r - n - v): it pays from T = 51 (tiny) or 170 (V3) on.
         """
         c, base, chosen = self.config, rows.base, rows.choice.rows
         (B, T, _), H, S = q.shape, self.heads, cache.shape[2]

@@ -1,7 +1,4 @@
-"""DeepSeek-V3's `config.json`, also in the spelling of transformers 5, and the costs of its sizes.
-
-This module computes memory, arithmetic and the sizes that ranks split without torch.
-"""
+"""DeepSeek-V3's `config.json`, also in the spelling of transformers 5, and its sizes and costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,10 +22,9 @@ class DeepseekV3Config(MoEConfig):
     qk_rope_head_dim: int = integer(2)
     v_head_dim: int = integer()
     rope_interleave: bool = flag(True)
-    # The norms of latents use this eps. transformers uses its norm's default here and ignores
-    # rms_norm_eps; vLLM and SGLang use rms_norm_eps, which is 1e-5 for Moonlight and GLM-4.7-Flash.
-    # The question is open (transformers PRs #44317, #44346, vLLM PR #35515); we follow
-    # transformers, our oracle.
+    # The eps of the latents' norms. transformers takes its norm's default and ignores rms_norm_eps;
+    # vLLM and SGLang take rms_norm_eps, which is 1e-5 for Moonlight and GLM-4.7-Flash. The question
+    # is open (transformers PRs #44317, #44346, vLLM PR #35515). We follow transformers, our oracle.
     latent_norm_eps: float = fixed(1e-6)
 
     @property
@@ -64,21 +60,21 @@ def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
 
 
 def cache_specs(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
-    """Return the width of each layer's cache rows; every rank holds whole latents."""
+    """Return the width of each layer's cache rows; each rank has all latents."""
     return [c.cache_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
 def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
-    """Return the sizes that the ranks must divide; an error names the first misfit."""
+    """Return the sizes that the ranks must divide; an error names the first that fails."""
     heads, parts = c.num_attention_heads, ranks.parts
     values = Split("num_attention_heads x v_head_dim", heads * c.v_head_dim, parts, "attention")
     return [Split("num_attention_heads", heads, parts), values, *expert_splits(c, ranks)]
 
 
 def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
-    """Return a step's costs; in absorbed form heads score whole rows and mix their latents.
+    """Return a step's costs: in the absorbed form heads score whole rows and sum their latents.
 
-    A prompt's heads hold scores, weights and expanded values.
+    In a prompt each head holds scores, their softmax and expanded values.
     """
     heads = c.num_attention_heads / ranks.parts
     attention = heads * (2 * c.cache_dim + c.qk_head_dim + c.v_head_dim)

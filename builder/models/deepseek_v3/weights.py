@@ -26,12 +26,12 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
 def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
     E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-    own = H // s.ranks.parts
+    heads_here = H // s.ranks.parts
     kv_a = Stored(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor, *others: Tensor) -> Tensor:
         """Reorder q's rows, (nope, pe) per head, to all nope, then all pe; append the others."""
-        heads = q.unflatten(0, (own, n + R))
+        heads = q.unflatten(0, (heads_here, n + R))
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 
     if c.q_lora_rank is None:
@@ -47,10 +47,10 @@ def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weigh
     kv_b = Stored(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
 
     def keys(w: Tensor) -> Tensor:
-        return w.unflatten(0, (own, n + v))[:, :n]
+        return w.unflatten(0, (heads_here, n + v))[:, :n]
 
     def values(w: Tensor) -> Tensor:
-        return w.unflatten(0, (own, n + v))[:, n:].mT
+        return w.unflatten(0, (heads_here, n + v))[:, n:].mT
 
     yield Weight(f"{to}.w_uk", (kv_b,), keys, per_head=(H, n, r))
     yield Weight(f"{to}.w_uv", (kv_b,), values, per_head=(H, r, v))

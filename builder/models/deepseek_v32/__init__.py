@@ -20,6 +20,6 @@ FAMILY = replace(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,
-    # Of an indexer, but for the weights of its heads.
+    # Of the indexer all products but `weights_proj`, which weighs its heads.
     products=r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)",
 )

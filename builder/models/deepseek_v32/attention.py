@@ -1,4 +1,4 @@
-"""Latent attention over the rows that an indexer chooses; its keys follow the latents.
+"""Latent attention over the rows that an indexer chooses; a cache row ends with its key.
 
 Shapes: B slots, T tokens, E hidden size, H heads of the indexer, D values of each.
 """
@@ -17,7 +17,7 @@ EPS = 1e-6  # of the keys' norm, in every published configuration
 
 
 class Indexer(nn.Module):
-    """An indexer, which chooses rows by separate keys; every rank computes the same choice."""
+    """An indexer, which chooses rows by keys of its own; all ranks make the same choice."""
 
     def __init__(self, c: DeepseekV32Config) -> None:
         super().__init__()
@@ -32,22 +32,22 @@ class Indexer(nn.Module):
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
         """Compute the indexer's part of the cache rows of x [B, T, E]: [B, 1, T, D]."""
         norm, c = self.k_norm, self.config
-        how = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
-        return index_keys(x @ self.wk, norm.weight, norm.bias, *how)[:, None]
+        rotation = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
+        return index_keys(x @ self.wk, norm.weight, norm.bias, *rotation)[:, None]
 
     def choose(
         self, q: Tensor, weights: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
     ) -> Tensor:
-        """Choose rows for queries' latents q [B, T, ..], whose heads have weights [B, T, H]."""
+        """Choose rows for queries' latents q [B, T, ..]; weights [B, T, H]: the heads'."""
         c, place = self.config, (cache, fresh, rows.base, first)
-        how = c.index_topk, c.indexer_rope_interleave
-        return choose_rows(q @ self.wq_b, weights, rows.cos, rows.sin, *place, *how)
+        settings = c.index_topk, c.indexer_rope_interleave
+        return choose_rows(q @ self.wq_b, weights, rows.cos, rows.sin, *place, *settings)
 
 
 class SparseAttention(LatentAttention):
-    """Latent attention to rows chosen by its own indexer, or by an earlier layer's.
+    """Latent attention to the rows that this layer's indexer chose, or an earlier layer's.
 
-    The query input is the queries' latent, normed, followed by the weights of the indexer's heads.
+    With an indexer the query input is the queries' normed latent, then the indexer's head weights.
     """
 
     config: DeepseekV32Config

@@ -27,13 +27,13 @@ class DeepseekV32Config(DeepseekV3Config):
     index_n_heads: int = integer()
     index_head_dim: int = integer()
     indexer_rope_interleave: bool = flag(False)
-    # Main layers with an indexer; the others reuse the choice of the last layer before them that
-    # has one.
+    # Whether each main layer has an indexer. A layer without one reuses the choice of the nearest
+    # layer before it that has one.
     indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
     mtp: MTPRules = field(metadata={"read": mtp_rules})
 
     def has_indexer(self, layer: int) -> bool:
-        """Return whether a layer chooses rows itself; MTP modules, which come last, always do."""
+        """Return whether a layer chooses rows itself, as all MTP modules do."""
         return layer >= self.num_hidden_layers or self.indexers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -74,23 +74,23 @@ def parse_sparse(kind: type[C], raw: Mapping[str, Any]) -> C:
 def indexers(read: Reader) -> tuple[bool, ...]:
     """Read which main layers have an indexer.
 
-    `indexer_types` names each layer; else `index_topk_pattern` has a letter for each; else every
-    `index_topk_freq`-th layer after the first ones has one.
+    `indexer_types` has a name for each layer, or `index_topk_pattern` a letter. Without both, every
+    `index_topk_freq`-th layer has one after the first ones, which all do.
     """
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("index_topk_freq", 1, 1)
     offset = read.integer("index_skip_topk_offset", 0, 2)
 
-    def good(value: Any) -> bool:
+    def are_names(value: Any) -> bool:
         return isinstance(value, list) and set(map(str, value)) <= {FULL, SHARED}
 
-    def spelt(value: Any) -> bool:
-        return good(value) or (isinstance(value, str) and set(value) <= LETTERS.keys())
+    def is_pattern(value: Any) -> bool:
+        return are_names(value) or (isinstance(value, str) and set(value) <= LETTERS.keys())
 
-    ruled = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
-    letters = read.get("index_topk_pattern", ruled, spelt, "letters F and S")
-    names = [LETTERS.get(each, each) for each in letters]
-    names = read.get("indexer_types", names, good, f"a list of names, {FULL} or {SHARED}")
+    regular = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
+    pattern = read.get("index_topk_pattern", regular, is_pattern, "letters F and S")
+    names = [LETTERS.get(each, each) for each in pattern]
+    names = read.get("indexer_types", names, are_names, f"a list of names, {FULL} or {SHARED}")
     if len(names) != count or names[0] != FULL:
         raise CheckpointError(
             f"indexer_types (index_topk_pattern) must have a name for each of {count} layers, the "
@@ -100,7 +100,7 @@ def indexers(read: Reader) -> tuple[bool, ...]:
 
 
 def cache_specs(c: DeepseekV32Config, ranks: Ranks) -> list[int]:
-    """Return the width of each layer's cache rows: an indexer's key follows the latent."""
+    """Return the width of each layer's cache rows: latent, rotary key, the indexer's key if any."""
     widths = deepseek_v3.cache_specs(c, ranks)
     return [w + c.index_head_dim * c.has_indexer(i) for i, w in enumerate(widths)]
 

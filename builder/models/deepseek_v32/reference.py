@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
 
 class PlainIndexer(nn.Module):
-    """A choice of `index_topk` rows for each token: those whose keys have the highest scores."""
+    """An indexer: it chooses for each token the `index_topk` rows with the highest scores."""
 
     def __init__(self, c: DeepseekV32Config) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class PlainIndexer(nn.Module):
         self.weights_proj = nn.Linear(c.hidden_size, H, bias=False)
 
     def forward(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the rows that each token attends to, [B, T, T] bool, for x and queries' latent."""
+        """Return which rows each token attends to, [B, T, T] bool, from x and queries' latent."""
         c, (B, T, _) = self.config, x.shape
         q = self.wq_b(latent).view(B, T, c.index_n_heads, c.index_head_dim).transpose(1, 2)
         q, k = self.rotate_heads(q, cos, sin), self.rotate_heads(self.k_norm(self.wk(x)), cos, sin)
@@ -37,14 +37,14 @@ class PlainIndexer(nn.Module):
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         R = self.config.qk_rope_head_dim
-        rotate_heads = rotate(x[..., :R], cos, sin, self.config.indexer_rope_interleave)
-        return torch.cat([rotate_heads, x[..., R:]], dim=-1)
+        rotated = rotate(x[..., :R], cos, sin, self.config.indexer_rope_interleave)
+        return torch.cat([rotated, x[..., R:]], dim=-1)
 
 
 class PlainSparseAttention(PlainLatentAttention):
-    """Attention to the chosen rows; without an indexer it uses another layer's choice.
+    """Attention to the chosen rows; without an indexer it uses the choice of `chooser`.
 
-    later: number of last tokens that are drafts and attend to the rows of the first one.
+    later: how many of the last tokens attend to the rows of the token before them (later drafts).
     """
 
     config: DeepseekV32Config
@@ -70,12 +70,12 @@ class PlainDeepseekV32(PlainCausalLM):
     config: DeepseekV32Config
 
     def __init__(self, config: DeepseekV32Config) -> None:
-        made: list[PlainSparseAttention] = []
+        layers: list[PlainSparseAttention] = []
 
         def block(layer: int) -> Block:
-            own = config.has_indexer(layer)
-            made.append(PlainSparseAttention(config, None if own else made[config.chooser(layer)]))
-            return made[-1], plain_feed_forward(config, layer)
+            chooser = None if config.has_indexer(layer) else layers[config.chooser(layer)]
+            layers.append(PlainSparseAttention(config, chooser))
+            return layers[-1], plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)
 

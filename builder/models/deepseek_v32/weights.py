@@ -11,12 +11,12 @@ from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 def weight_table(c: DeepseekV32Config, share: Share) -> list[Weight]:
     """Return every weight of main model and MTP modules, in the order of use."""
 
-    def layer(at: str, to: str) -> Iterator[Weight]:
+    def sparse_attention(at: str, to: str) -> Iterator[Weight]:
         yield from attention(c, share, at, to)
         if c.has_indexer(int(at.split(".")[2])):  # model.layers.N.self_attn
             yield from indexer(c, f"{at}.indexer", f"{to}.indexer")
 
-    return moe_table(c, share, layer)
+    return moe_table(c, share, sparse_attention)
 
 
 def indexer(c: DeepseekV32Config, at: str, to: str) -> Iterator[Weight]:

@@ -1,6 +1,6 @@
-"""GLM-5: DeepSeek-V3.2's sparse attention in other sizes; its indexer rotates neighbours.
+"""GLM-5: DeepSeek-V3.2's sparse attention in other sizes; its indexer rotates neighbouring values.
 
-From 5.2 on some layers have no indexer, and reuse the choice of an earlier one.
+From 5.2 on some layers have no indexer, and reuse the choice of an earlier layer.
 """
 
 from collections.abc import Mapping

@@ -17,10 +17,10 @@ from mtpbuild.runtime.ranks import Ranks
 
 PREFIX = "model.mtp_layers."
 
-# A module's input is [hidden ; embedding], with hidden states from before the final norm. vLLM,
-# whose code is Xiaomi's (PR #17433), does so, and exllamav3, which measured 88 % of first drafts
-# accepted (PR #238). SGLang passes normalised ones. No checkpoint has more than one module, so the
-# input of a second draft is undefined; like exllamav3, we use the state before `final_layernorm`.
+# A module's input is [hidden ; embedding], with hidden states from before the final norm, as in
+# vLLM (Xiaomi's code, PR #17433) and exllamav3 (PR #238: 88 % of first drafts accepted). SGLang
+# passes normalised hidden states. No checkpoint has more than one module, so a second draft's input
+# is undefined; like exllamav3, we use the state before `final_layernorm`.
 RULES = MTPRules(hidden_first=True, trunk_normed=False, recycles_normed=False)
 
 

@@ -19,8 +19,8 @@ from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 PREFIX = "mtp."
-KEY = "num_nextn_predict_layers"  # in other models
-MODULES = "mtp_num_hidden_layers"
+KEY = "num_nextn_predict_layers"  # the number of MTP modules, as `ModelConfig` names it
+MODULES = "mtp_num_hidden_layers"  # the same in these models' files
 # The defaults of transformers' classes for values that config.json leaves out.
 USUAL: dict[str, Any] = {
     "head_dim": 256,
@@ -49,7 +49,7 @@ class Qwen35Config(MoEConfig, GroupedConfig):
     linear_num_value_heads: int = integer()
     shared_expert_intermediate_size: int = integer(0, 0)
     delta_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: delta_layers(read)})
-    packed: bool = fixed(False)  # projections of the delta rule are stored by key head
+    packed: bool = fixed(False)  # the delta rule's projections are stored one key head at a time
 
     @property
     def delta_keys(self) -> int:
@@ -110,39 +110,39 @@ def text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
     """Return the text model's values under the names that other families have."""
     experts = text.get("num_experts") or 0
     shared = text.get("shared_expert_intermediate_size")
-    said = {
+    renamed = {
         KEY: text.get(MODULES, raw.get(KEY)),
         "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
         "n_routed_experts": experts,
-        "n_shared_experts": 0,  # the shared one has a gate, so it does not count here
+        "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
         "intermediate_size": text.get("intermediate_size") or shared,
     }
-    return {**text, **said}
+    return {**text, **renamed}
 
 
 def delta_layers(read: Reader) -> tuple[bool, ...]:
-    """Read which layers are a delta rule: `layer_types` says it, or every fourth is not."""
+    """Read which layers are a delta rule, from `layer_types`; by default every fourth is not."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("full_attention_interval", 1, 4)
 
-    def good(value: Any) -> bool:
+    def valid(value: Any) -> bool:
         known = isinstance(value, list) and set(map(str, value)) <= {ATTENTION, DELTA}
         return known and len(value) == count
 
     usual = [DELTA if (i + 1) % every else ATTENTION for i in range(count)]
-    what = f"a list of {count} names, {ATTENTION} or {DELTA}"
-    return tuple(kind == DELTA for kind in read.get("layer_types", usual, good, what))
+    expected = f"a list of {count} names, {ATTENTION} or {DELTA}"
+    return tuple(kind == DELTA for kind in read.get("layer_types", usual, valid, expected))
 
 
 def moe_layers(read: Reader) -> tuple[bool, ...]:
-    """Read which layers have experts, if there are any; a module then has them."""
+    """Read which layers have experts, if the model has any; MTP modules always have them."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
     every = read.integer("decoder_sparse_step", 1, 1)
 
-    def good(value: Any) -> bool:
+    def valid(value: Any) -> bool:
         return isinstance(value, list) and all(type(i) is int and 0 <= i < count for i in value)
 
-    dense = read.get("mlp_only_layers", [], good, f"a list of layers below {count}")
+    dense = read.get("mlp_only_layers", [], valid, f"a list of layers below {count}")
     trunk = (i not in dense and (i + 1) % every == 0 for i in range(count))
     return (*trunk, *[True] * read.integer(KEY, 0, 0, COUNT_LIMIT))
 
@@ -164,22 +164,22 @@ def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
     }
     return [
         Recurrent(name, i, sizes)
-        for i, has in enumerate(c.delta_layers)
-        if has
+        for i, is_delta in enumerate(c.delta_layers)
+        if is_delta
         for name, sizes in zip(STATES, (conv, delta), strict=True)
     ]
 
 
 def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
-    found = attention_splits(c, ranks)
+    splits = attention_splits(c, ranks)
     if any(c.delta_layers):
-        found.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
-        found.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
+        splits.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
+        splits.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
     shared = c.shared_expert_intermediate_size
     if c.n_routed_experts and shared:
         name = "shared_expert_intermediate_size"
-        found.append(Split(name, shared, ranks.parts, "shared experts"))
-    return [*found, *expert_splits(c, ranks)]
+        splits.append(Split(name, shared, ranks.parts, "shared experts"))
+    return [*splits, *expert_splits(c, ranks)]
 
 
 def costs(c: Qwen35Config, ranks: Ranks) -> Costs:

@@ -1,4 +1,4 @@
-"""Qwen3.5 with its MTP module: layers of a gated delta rule, and of attention with a gate.
+"""Qwen3.5 with its MTP module: layers with a gated delta rule or with gated attention.
 
 Shapes: B slots, T tokens, E hidden size, C channels of the convolution, H value heads of V values.
 """
@@ -28,7 +28,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class GatedMLP(MLP):
-    """A shared expert, which each token weighs by a gate of its own."""
+    """A shared expert whose output is weighed by a gate, per token."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__(hidden, inner)
@@ -64,8 +64,8 @@ class GatedDelta(nn.Module):
             "mixed": causal_conv(inputs, state["conv"], cast(self.conv, torch.float32)),
             "ba": cast(x @ self.in_proj_ba, torch.float32),
         }
-        rule = delta_rule(tokens["mixed"], tokens["ba"], *self.decay, state["delta"])
-        o, tokens["all"] = rule  # [B, T, H, V], [B, H, K, V]
+        results = delta_rule(tokens["mixed"], tokens["ba"], *self.decay, state["delta"])
+        o, tokens["all"] = results  # [B, T, H, V], and the state after all tokens [B, H, K, V]
         gated = self.norm(cast(o, x.dtype)).flatten(2) * F.silu(z)
         return gated @ self.out_proj, tokens
 
@@ -95,8 +95,8 @@ class DeltaLayer(RecurrentLayer):
     def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
         mixed, tokens = self.linear_attn(self.input_layernorm(x), state)
         x = x + sum_over_ranks(mixed, self.ranks)
-        second = self.mlp(self.post_attention_layernorm(x))
-        return x + sum_over_ranks(second, self.ranks), tokens
+        fed = self.mlp(self.post_attention_layernorm(x))
+        return x + sum_over_ranks(fed, self.ranks), tokens
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
         return self.linear_attn.advance(state, tokens, n)
@@ -112,18 +112,18 @@ class Qwen35(CausalLM):
     config: Qwen35Config
 
     def __init__(self, c: Qwen35Config, ranks: Ranks = ALONE) -> None:
-        def second(layer: int) -> nn.Module:
-            found, inner = feed_forward(c, layer, ranks), c.shared_expert_intermediate_size
-            if isinstance(found, MoE) and inner:
-                found.shared_experts = GatedMLP(c.hidden_size, inner // ranks.parts)
-            return found
+        def make_mlp(layer: int) -> nn.Module:
+            mlp, inner = feed_forward(c, layer, ranks), c.shared_expert_intermediate_size
+            if isinstance(mlp, MoE) and inner:
+                mlp.shared_experts = GatedMLP(c.hidden_size, inner // ranks.parts)
+            return mlp
 
         def layer(i: int) -> DecoderLayer | RecurrentLayer:
             if c.delta_layers[i]:
-                return DeltaLayer(c, second(i), ranks)
-            return DecoderLayer(c, GroupedAttention(c, ranks), second(i), ranks)
+                return DeltaLayer(c, make_mlp(i), ranks)
+            return DecoderLayer(c, GroupedAttention(c, ranks), make_mlp(i), ranks)
 
         L = c.num_hidden_layers
-        places = range(L, L + c.num_nextn_predict_layers)
-        modules = [MTPModule(c, GroupedAttention(c, ranks), second(i), ranks) for i in places]
+        indices = range(L, L + c.num_nextn_predict_layers)
+        modules = [MTPModule(c, GroupedAttention(c, ranks), make_mlp(i), ranks) for i in indices]
         super().__init__(c, map(layer, range(L)), modules, Rope(c.rope, c.rotary_dim), ranks)

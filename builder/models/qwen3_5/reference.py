@@ -32,10 +32,8 @@ class PlainGatedAttention(PlainGroupedAttention):
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__(c)
         E, H, D = c.hidden_size, c.num_attention_heads, c.head_dim
-        self.q_norm, self.k_norm = (
-            PlainUnitRMSNorm(D, c.rms_norm_eps),
-            PlainUnitRMSNorm(D, c.rms_norm_eps),
-        )
+        self.q_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
+        self.k_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
         self.q_proj = nn.Linear(E, 2 * H * D, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,9 +76,9 @@ class PlainGatedDelta(nn.Module):
         if not self.config.packed:
             return [self.project(name, x) for name in ("qkv", "z", "b", "a")]
         c = self.config
-        each = c.linear_num_value_heads // c.linear_num_key_heads
+        group = c.linear_num_value_heads // c.linear_num_key_heads
         K, V, heads = c.linear_key_head_dim, c.linear_value_head_dim, (c.linear_num_key_heads, -1)
-        qkvz = self.project("qkvz", x).unflatten(-1, heads).split([K, K, each * V, each * V], -1)
+        qkvz = self.project("qkvz", x).unflatten(-1, heads).split([K, K, group * V, group * V], -1)
         b, a = self.project("ba", x).unflatten(-1, heads).chunk(2, dim=-1)
         q, k, v, z, b, a = (part.flatten(-2) for part in (*qkvz, b, a))
         return [torch.cat([q, k, v], -1), z, b, a]
@@ -94,19 +92,19 @@ class PlainGatedDelta(nn.Module):
         q, k = (heads(each, K, H) for each in (q, k))
         q = q / K**0.5
         v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        S, found = x.new_zeros(x.shape[0], H, K, V), []
+        S, outputs = x.new_zeros(x.shape[0], H, K, V), []
         for t in range(T):
             S = S * decay[:, t].exp()[..., None, None]
             error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
             step = b[:, t].sigmoid()[..., None] * error
             S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], step)
-            found.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-        o = self.norm(torch.stack(found, dim=1)) * F.silu(z.unflatten(-1, (H, V)))
+            outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        o = self.norm(torch.stack(outputs, dim=1)) * F.silu(z.unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
-    """Split x [B, T, ..] into heads of `width`, repeating each for its neighbours up to `count`."""
+    """Split x [B, T, ..] into heads of `width`, and repeat each until there are `count` heads."""
     y = x.unflatten(-1, (-1, width))
     if normed:
         y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)

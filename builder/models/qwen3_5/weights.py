@@ -54,11 +54,11 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
             yield from layer(f"{PREFIX}layers.{j}", to, c.num_hidden_layers + j, False)
 
     table = whole_table(c, trunk, modules())
-    return [one_more(w) if w.name.endswith("norm.weight") else w for w in table]
+    return [add_one(w) if w.name.endswith("norm.weight") else w for w in table]
 
 
-def one_more(norm: Weight) -> Weight:
-    """Return a norm's weight with 1 added, as the checkpoint stores the factor minus 1."""
+def add_one(norm: Weight) -> Weight:
+    """Add 1 to a norm's weight, as the checkpoint stores the factor minus 1 except for one norm."""
     if norm.name.endswith(GATED_NORM):
         return norm
     return replace(norm, transform=lambda w: 1 + w)
@@ -85,8 +85,8 @@ def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
         both = Stored(f"{at}.in_proj_qkvz.weight", (rows, E), axis=0)
         yield product(f"{to}.in_proj", both, rows=lambda w: by_kind(w, packed_sizes(c)))
         decay = Stored(f"{at}.in_proj_ba.weight", (heads, E), axis=0)
-        each = H // c.linear_num_key_heads
-        yield product(f"{to}.in_proj_ba", decay, rows=lambda w: by_kind(w, (each, each)))
+        size = H // c.linear_num_key_heads
+        yield product(f"{to}.in_proj_ba", decay, rows=lambda w: by_kind(w, (size, size)))
     else:
         qkv = Stored(f"{at}.in_proj_qkv.weight", (c.channels, E), axis=0, sections=parts)
         yield product(f"{to}.in_proj", qkv, Stored(f"{at}.in_proj_z.weight", (values, E), axis=0))

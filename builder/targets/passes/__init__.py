@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Dump:
-    """A folder that gets the text of each program's graph after each pass, in numbered files."""
+    """A folder for the text of each program's graph after each pass, in numbered files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._counts = folder, dict[str, Iterator[int]]()
@@ -36,7 +36,7 @@ DUMP = ContextVar[Dump | None]("DUMP", default=None)
 
 @contextmanager
 def dump_to(folder: Path | None) -> Iterator[None]:
-    """Dump graphs to a folder while the block runs, unless it is None."""
+    """Dump graphs to a folder while the block runs, unless the folder is None."""
     token = DUMP.set(None if folder is None else Dump(folder))
     try:
         yield

@@ -1,7 +1,7 @@
-"""Joins consecutive operators of the CPU's library into one node, a chain.
+"""Join consecutive operators of the CPU's library into one node, a chain.
 
-Before: a node for each operator. After: one node `Chain` for each run of them; an attribute lists
-its steps. The results stay bit-identical, as the steps do what the nodes did.
+Before: a node for each operator. After: one node `Chain` for each run of them, with an attribute
+that lists the steps. Results stay bit-identical, as each step computes what its node did.
 """
 
 import struct
@@ -19,15 +19,15 @@ CHAIN = "Chain"
 
 
 def join_chains(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
-    """Make long chains: other operators run as early as they can."""
+    """Join runs of our operators; others run as early as they can, so that runs are long."""
     for run in [run for run in _runs(model.graph) if len(run) > 1]:
-        _join(model.graph, run)
+        _replace_by_chain(model.graph, run)
     model.graph.sort()
     return model
 
 
 def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
-    """Yield runs of our operators, and schedule between two runs all others that are ready."""
+    """Yield runs of our operators; the others that are ready are scheduled between two runs."""
     waiting, done, own = [*graph], set[ir.Node](), False
     needs = {node: {*_producers(node, graph)} for node in waiting}
     while waiting:
@@ -43,7 +43,7 @@ def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
 
 
 def _producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yield the nodes of the graph that a node needs, also those that its branches need."""
+    """Yield the nodes whose results a node or its branches read, from the graph itself."""
     inputs = list(node.inputs)
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -54,13 +54,13 @@ def _producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
             yield producer
 
 
-def _join(graph: ir.Graph, run: list[ir.Node]) -> None:
+def _replace_by_chain(graph: ir.Graph, run: list[ir.Node]) -> None:
     made = [value for node in run for value in node.outputs if value.name and _is_read(value)]
+    inputs = (value for node in run for value in node.inputs if value is not None)
     inside = {*made}
-    every = (value for node in run for value in node.inputs if value is not None)
-    operands = [*dict.fromkeys(value for value in every if value not in inside)]
+    operands = [*dict.fromkeys(value for value in inputs if value not in inside)]
     numbers = {value: number for number, value in enumerate([*operands, *made])}
-    left = [value for value in made if _leaves(value, {*run})]
+    results = [value for value in made if _leaves(value, {*run})]
     steps = "\n".join(_step(node, numbers) for node in run)
     chain = ir.node(
         CHAIN,
@@ -68,13 +68,13 @@ def _join(graph: ir.Graph, run: list[ir.Node]) -> None:
         {
             "operands": len(operands),
             "steps": steps,
-            "results": " ".join(str(numbers[value]) for value in left),
+            "results": " ".join(str(numbers[value]) for value in results),
         },
         domain=DOMAIN,
-        num_outputs=len(left),
+        num_outputs=len(results),
     )
     graph.insert_before(run[0], chain)
-    for old, new in zip(left, chain.outputs, strict=True):
+    for old, new in zip(results, chain.outputs, strict=True):
         new.name, new.type, new.shape = old.name, old.type, old.shape
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(run, safe=True)
@@ -89,13 +89,13 @@ def _leaves(value: ir.Value, run: set[ir.Node]) -> bool:
 
 
 def _step(node: ir.Node, numbers: dict[ir.Value, int]) -> str:
-    """Write a step in the form that the library parses (plugins/cpu/source/chain.h)."""
+    """Write a step as the library parses it (plugins/cpu/source/chain.h)."""
 
     def named(values: Iterable[ir.Value | None]) -> list[str]:
         return ["-" if v is None or v not in numbers else str(numbers[v]) for v in values]
 
-    how = [f"{name}={_bits(attribute)}" for name, attribute in node.attributes.items()]
-    return " ".join([node.op_type, *named(node.inputs), ">", *named(node.outputs), *how])
+    settings = [f"{name}={_bits(attribute)}" for name, attribute in node.attributes.items()]
+    return " ".join([node.op_type, *named(node.inputs), ">", *named(node.outputs), *settings])
 
 
 def _bits(attribute: ir.Attr) -> int:

@@ -1,7 +1,7 @@
-"""Fuses neighbouring nodes into our operators, in graphs for the CPU's library of kernels.
+"""Fuse neighbouring nodes into our operators, in graphs for the CPU's library of kernels.
 
-The results of norms, sums and states stay bit-identical: an operator does the same arithmetic in
-the same order. Gates become the library's own silu and sigmoid.
+Norms, sums and states stay bit-identical: a fused operator does the same arithmetic in the same
+order. Gates become the library's own silu and sigmoid.
 """
 
 from typing import TYPE_CHECKING
@@ -14,13 +14,12 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
 
-# By operator: the index of the input for the weight of a norm that its rows pass first, and of the
-# input for what is added to its result.
-NORM = {"Product": 3, "GatedProduct": 3}
-SUM = {"Product": 4, "Experts": 7}
-BIASED = ("Product",)  # the sum may also be a bias: one number per output
+# Operator -> index of an optional input.
+NORM = {"Product": 3, "GatedProduct": 3}  # the weight of a norm of the operand
+SUM = {"Product": 4, "Experts": 7}  # a tensor to add to the result
+BIASED = ("Product",)  # operators to whose result a bias, one number per output, may be added
 
-# The index of the input for a recurrent state, and of the one for the slots that start from zeros.
+# Operator -> indices of the inputs for a recurrent state and for the slots that start from zeros.
 STATES = {
     "CausalConv": (1, 3),
     "LastInputs": (0, 3),
@@ -30,15 +29,15 @@ STATES = {
 
 
 def fuse_neighbours(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
-    """Fuse a norm that only products read, and a sum with a product on one side.
+    """Fuse norms, sums and zeroed states into the operators beside them.
 
-    In a decode step, the delta rule drops the output for the state after all tokens, which only
-    prefill keeps. No node copies a state to write zeros into it. Gates and splits between our
-    operators become ours, so that a chain continues through them.
+    In a decode step the delta rule drops its output of the state after all tokens, which only
+    prefill reads. Gates and splits between our operators become ours, so that a chain continues
+    through them.
     """
     nodes = [*model.graph]
-    parts = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
-    fused = [node for node in nodes if any(fuse(node) for fuse in parts)]
+    fusions = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
+    fused = [node for node in nodes if any(fuse(node) for fuse in fusions)]
     model.graph.remove(fused, safe=True)
     for node in model.graph:
         _drop_state(node)
@@ -46,14 +45,13 @@ def fuse_neighbours(model: ir.Model, traced: "Traced | None" = None) -> ir.Model
     return model
 
 
-def _drop_state(node: ir.Node) -> bool:
+def _drop_state(node: ir.Node) -> None:
+    """Drop a delta rule's second output, the state after all tokens, if nothing reads it."""
     if (node.domain, node.op_type) != (DOMAIN, "DeltaRule"):
-        return False
+        return
     state = node.outputs[1]
-    if state.is_graph_output() or state.uses():
-        return False
-    node.attributes["keeps"], state.name = ir.AttrInt64("keeps", 0), ""
-    return True
+    if not state.is_graph_output() and not state.uses():
+        node.attributes["keeps"], state.name = ir.AttrInt64("keeps", 0), ""
 
 
 def _fuse_norm(node: ir.Node) -> bool:
@@ -66,13 +64,13 @@ def _fuse_norm(node: ir.Node) -> bool:
         return False
     for use in readers:
         use.node.replace_input_with(0, node.inputs[0])
-        _put(use.node, NORM[use.node.op_type], node.inputs[1])
+        _set_input(use.node, NORM[use.node.op_type], node.inputs[1])
         use.node.attributes["epsilon"] = node.attributes["epsilon"]
     return True
 
 
 def _fuse_zeros(node: ir.Node) -> bool:
-    """Give the readers of a state the mask of starting slots, instead of writing zeros."""
+    """Pass the mask of starting slots to the readers of a state, instead of writing zeros."""
     if (node.domain, node.op_type) != ("", "Where") or node.outputs[0].is_graph_output():
         return False
     shaped, zeros, state = node.inputs
@@ -80,8 +78,8 @@ def _fuse_zeros(node: ir.Node) -> bool:
     reshape, readers = shaped.producer(), [*node.outputs[0].uses()]
     if reshape is None or reshape.op_type != "Reshape" or not _is_zero(zeros):
         return False
-    begins = reshape.inputs[0]
-    if begins is None or begins.shape is None or len(begins.shape) != 1 or shaped.shape is None:
+    starts = reshape.inputs[0]
+    if starts is None or starts.shape is None or len(starts.shape) != 1 or shaped.shape is None:
         return False
     # One flag per slot, broadcast over the state.
     if [*shaped.shape[1:]] != [1] * (len(shaped.shape) - 1):
@@ -91,7 +89,7 @@ def _fuse_zeros(node: ir.Node) -> bool:
             return False
     for use in readers:
         use.node.replace_input_with(use.idx, state)
-        _put(use.node, STATES[use.node.op_type][1], begins)
+        _set_input(use.node, STATES[use.node.op_type][1], starts)
     return True
 
 
@@ -107,7 +105,7 @@ def _fuse_gate(node: ir.Node) -> bool:
         return False
     for x, gate in (node.inputs, node.inputs[::-1]):
         found = _gate_of(gate)
-        if x is None or gate is None or found is None or _gate_of(x) or not _alike(x, gate):
+        if x is None or gate is None or found is None or _gate_of(x) or not _same_shape(x, gate):
             continue
         z, silu = found
         reshape = x.producer()
@@ -157,7 +155,8 @@ def _replace(old: ir.Node, new: ir.Node) -> None:
         before.replace_all_uses_with(after)
 
 
-def _alike(a: ir.Value, b: ir.Value) -> bool:
+def _same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Return whether both values are fp32 of the same known shape."""
     known = a.shape is not None and None not in [*map(_size, a.shape)]
     return known and a.shape == b.shape and a.dtype == ir.DataType.FLOAT == b.dtype
 
@@ -170,8 +169,8 @@ def _fuse_sum(node: ir.Node) -> bool:
             continue
         product = own.producer()
         assert product is not None
-        _put(product, SUM[product.op_type], other)
-        node.graph.remove(product)  # the summand may be computed after the product
+        _set_input(product, SUM[product.op_type], other)
+        node.graph.remove(product)  # move it, as the summand may be computed after it
         node.graph.insert_before(node, product)
         node.outputs[0].replace_all_uses_with(own)
         return True
@@ -183,21 +182,21 @@ def _addable(own: ir.Value, other: ir.Value) -> bool:
     product = own.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:
         return False
-    place = SUM[product.op_type]
-    taken = len(product.inputs) > place and product.inputs[place] is not None
-    alone = len([*own.uses()]) == 1 and not own.is_graph_output()
+    index = SUM[product.op_type]
+    taken = len(product.inputs) > index and product.inputs[index] is not None
+    read_once = len([*own.uses()]) == 1 and not own.is_graph_output()
     known = own.shape is not None and None not in [*map(_size, own.shape)]
-    bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
-    like = own.shape == other.shape or (bias and [*other.shape] == [own.shape[-1]])
-    return alone and not taken and known and like
+    may_be_bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
+    fits = own.shape == other.shape or (may_be_bias and [*other.shape] == [own.shape[-1]])
+    return read_once and not taken and known and fits
 
 
 def _size(size: int | ir.SymbolicDim) -> int | str | None:
     return size if isinstance(size, int) else size.value
 
 
-def _put(node: ir.Node, place: int, value: ir.Value | None) -> None:
-    """Set the input of this index; absent inputs before it stay empty."""
-    if len(node.inputs) <= place:
-        node.resize_inputs(place + 1)
-    node.replace_input_with(place, value)
+def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
+    """Set the input at this index, which the node may lack so far."""
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)

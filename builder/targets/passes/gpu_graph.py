@@ -1,4 +1,4 @@
-"""Prepares a traced program for AOTInductor on a GPU: no branches, on the device, with kernels."""
+"""Prepare a traced program for AOTInductor on a GPU: no branches, on the device, with kernels."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
 
 
-DEVICE = "cuda:0"  # with a number, as PyTorch's checks of tensors tell cuda and cuda:0 apart
+DEVICE = "cuda:0"  # with a number, as PyTorch's checks of tensors distinguish cuda from cuda:0
 
 
 def compute_both_branches(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
     """Before: cond(p, yes, no, operands). After: where(p, yes(operands), no(operands)) per result.
 
-    The host would decide a branch, and a CUDA graph can't ask the host. Nested branches are
+    A branch would be decided on the host, which a CUDA graph can't ask. Nested branches are
     replaced, too. The side that is not chosen is computed as well.
     """
-    _flatten(exported.graph_module)
+    _inline_branches(exported.graph_module)
     exported.graph_module.recompile()
     return exported
 
 
 def move_to_gpu(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
-    """Before: all tensors are on the CPU. After: on the GPU. The given program is used up."""
+    """Before: all tensors are on the CPU. After: on the GPU. This modifies the given program."""
     return move_to_device_pass(exported, DEVICE)
 
 
@@ -42,12 +42,12 @@ def launch_kernels(exported: ExportedProgram, traced: "Traced") -> ExportedProgr
 
 def sum_parts_in_readers(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
     """Before: a kernel reads a product whose parts were summed. After: the kernel sums them."""
-    own = "mtpbuild_triton::"
-    readers = {own + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
+    namespace = "mtpbuild_triton::"
+    readers = {namespace + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
     for node in graph.nodes:
         product = node.args[0] if op_name(node) in readers else None
-        if not isinstance(product, Node) or op_name(product) != own + "matmul_scaled":
+        if not isinstance(product, Node) or op_name(product) != namespace + "matmul_scaled":
             continue
         if len(product.users) > 1:
             continue
@@ -70,7 +70,7 @@ def op_name(node: Node) -> str:
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
 
 
-def _flatten(module: GraphModule) -> None:
+def _inline_branches(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is not torch.ops.higher_order.cond:
             continue
@@ -92,16 +92,16 @@ def _flatten(module: GraphModule) -> None:
 def _inline(module: GraphModule, side: Node, operands: tuple[Node, ...]) -> list[Node]:
     """Copy a branch's nodes to the insertion point of `module`; return the copied results."""
     branch = getattr(module, str(side.target))
-    _flatten(branch)
-    there: dict[Node, Node] = {}
-    given = iter(operands)
+    _inline_branches(branch)
+    copies: dict[Node, Node] = {}
+    arguments = iter(operands)
     for node in branch.graph.nodes:
         if node.op == "placeholder":
-            there[node] = next(given)
+            copies[node] = next(arguments)
         elif node.op == "output":
-            return [there[result] for result in node.args[0]]
+            return [copies[result] for result in node.args[0]]
         else:
-            there[node] = module.graph.node_copy(node, there.__getitem__)
+            copies[node] = module.graph.node_copy(node, copies.__getitem__)
     raise AssertionError("a graph ends with its output")
 
 

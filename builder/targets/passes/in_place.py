@@ -1,4 +1,4 @@
-"""Lets a program for AOTInductor update its state in place."""
+"""Make a program for AOTInductor update its state in place."""
 
 import operator
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
-    """Before: state in, state and outputs out. After: state is updated in place, outputs come out.
+    """Before: state and outputs are returned. After: outputs are, and state is updated in place.
 
     A state tensor that the program passes on unchanged is not written.
     """
@@ -28,10 +28,10 @@ def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
     end = program.graph.output_node()
     for node in [node for node in program.graph.nodes if op_name(node) in IN_PLACE]:
         _write_into_operand(program, node)
-    given = pytree.tree_leaves(end.args[0])
+    results = pytree.tree_leaves(end.args[0])
     outputs: list[Node] = []
     with program.graph.inserting_before(end):
-        for spec, value in zip(traced.outputs, given, strict=True):
+        for spec, value in zip(traced.outputs, results, strict=True):
             if not spec.name.endswith(".out"):
                 outputs.append(value)
                 continue
@@ -49,9 +49,9 @@ def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
 
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:
-    """Before: an op returns an operand's new value. After: an op writes the operand in place."""
-    name, place, result = IN_PLACE[op_name(node)]
-    written = node.args[place]
+    """Before: an op returns an operand's new value. After: another op writes it in place."""
+    name, operand, result = IN_PLACE[op_name(node)]
+    written = node.args[operand]
     assert isinstance(written, Node)
     readers = [user for user in written.users if isinstance(user.meta.get("val"), torch.Tensor)]
     assert readers in ([], [node]), "nobody reads what stood there before, but for its sizes"

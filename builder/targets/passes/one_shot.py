@@ -1,4 +1,4 @@
-"""Replaces small sums between ranks by a kernel that reads other GPUs' memory, in a GPU's graph."""
+"""Replace small sums between ranks by a kernel that reads other GPUs' memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ FLOATS = (torch.bfloat16, torch.float32)
 
 
 def sum_through_shared_memory(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
-    """Before: all_reduce and its wait. After: `sum_of_ranks`, where they sum `MOST` bytes or less.
+    """Before: all_reduce and its wait. After: `sum_of_ranks`, for sums of `MOST` bytes or less.
 
-    It is for engines with --allreduce-strategy one-shot. A parameter holds the peers' addresses,
-    which each rank fills in at load.
+    This is for engines with --allreduce-strategy one-shot. A new parameter holds the addresses of
+    the other ranks' memory, which each rank fills in at load.
     """
     plan = traced.plan
     if plan.options.allreduce_strategy != "one-shot":

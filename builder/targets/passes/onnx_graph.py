@@ -1,4 +1,4 @@
-"""Simplifies the exporter's ONNX graph: one mask for all layers, folded shapes, no metadata."""
+"""Simplify the exporter's ONNX graph: one mask for all layers, folded shapes, no metadata."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ def inline_functions(model: ir.Model, traced: "Traced") -> ir.Model:
 
 
 def fold_constants(model: ir.Model, traced: "Traced") -> ir.Model:
-    """Compute what depends on no input; infer shapes; remove nodes that nobody reads."""
+    """Compute values that depend on no input, infer shapes, and remove unused nodes."""
     fold = folding.FoldConstantsPass(
         shape_inference=True, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT
     )
@@ -30,8 +30,8 @@ def fold_constants(model: ir.Model, traced: "Traced") -> ir.Model:
 def share_sizes(model: ir.Model, traced: "Traced") -> ir.Model:
     """Read every named size (`rows`, `chunk`, `batch`) from one input of the graph.
 
-    Otherwise each layer would read the sizes from its own cache, and equal values would have
-    different names: there would be a mask per layer instead of one.
+    Otherwise each layer would read the sizes from its own cache, and have its own copy of every
+    value that follows from them, such as the mask.
     """
     named: dict[str, tuple[ir.Value, int]] = {}
     for value in model.graph.inputs:
@@ -65,7 +65,7 @@ def merge_equal_nodes(model: ir.Model, traced: "Traced") -> ir.Model:
 
 
 def tidy(model: ir.Model, traced: "Traced") -> ir.Model:
-    """Remove what nobody reads, name all values, and drop metadata of the build machine."""
+    """Remove unused nodes, name all values, and drop metadata of the build machine."""
     ir.passes.Sequential(
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedOpsetsPass(),

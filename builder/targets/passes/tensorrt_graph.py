@@ -1,4 +1,4 @@
-"""Decomposes a traced program into operators that have converters of Torch-TensorRT."""
+"""Decompose a traced program into operators that have converters of Torch-TensorRT."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Prepares a traced program for torch.onnx."""
+"""Prepare a traced program for torch.onnx."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,27 +17,27 @@ Rewrite = Callable[[Node], tuple[tuple[Any, ...], dict[str, Any]]]
 def _reshape(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the `reshape` that is equal to a node.
 
-    The operator infers the last size that varies. The other varying sizes are given by `unflatten`,
-    or read from the operand.
+    `reshape` infers the last size that varies (-1). Other varying sizes are arguments of
+    `unflatten`, or read from the operand.
     """
     operand, sizes = node.args[0], [*node.meta["val"].shape]
     assert isinstance(operand, Node)
-    own = [*operand.meta["val"].shape]
+    operand_sizes = [*operand.meta["val"].shape]
     varying = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
-    said = dict[int, Node]()
+    given = dict[int, Node]()
     if node.target is aten.unflatten.int:
         _, first, parts = node.args
         assert isinstance(first, int)
         assert isinstance(parts, list)
-        places = enumerate(parts, first % len(own))
-        said = {axis: size for axis, size in places if isinstance(size, Node)}
+        places = enumerate(parts, first % len(operand_sizes))
+        given = {axis: size for axis, size in places if isinstance(size, Node)}
     for axis in varying[:-1]:
-        if axis in said:
-            sizes[axis] = said[axis]
+        if axis in given:
+            sizes[axis] = given[axis]
             continue
         with node.graph.inserting_before(node):
-            place = operand, own.index(sizes[axis])
-            size = node.graph.call_function(aten.sym_size.int, place)
+            operands = operand, operand_sizes.index(sizes[axis])
+            size = node.graph.call_function(aten.sym_size.int, operands)
         size.meta["val"], sizes[axis] = sizes[axis], size
     for axis in varying[-1:]:
         sizes[axis] = -1
@@ -49,15 +49,15 @@ def _all_in_order(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     ONNX's TopK is stable: among equal values it takes the lowest index first.
     """
-    (operand,), asked = node.args, {"dim": -1, "descending": False, **node.kwargs}
+    (operand,), settings = node.args, {"dim": -1, "descending": False, **node.kwargs}
     assert isinstance(operand, Node)
     size = operand.meta["val"].shape[-1]
     assert isinstance(size, int)
-    assert asked["dim"] in (-1, operand.meta["val"].dim() - 1)
-    return (operand, size, -1, asked["descending"], True), {}
+    assert settings["dim"] in (-1, operand.meta["val"].dim() - 1)
+    return (operand, size, -1, settings["descending"], True), {}
 
 
-# Operators that torch.onnx supports only decomposed, or exports worse, and our replacements.
+# Operators that torch.onnx supports only decomposed, or exports badly -> our replacements.
 PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
     aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
@@ -73,7 +73,7 @@ def write_plainly(exported: ExportedProgram, traced: "Traced") -> ExportedProgra
     """Apply `PLAIN`, in branches too, and mark the program as decomposed.
 
     torch.onnx would trace the program again to decompose it, which takes as long as the first
-    trace. The export fails at any operator that it still does not know.
+    trace. The export fails at any operator that torch.onnx still does not support.
     """
     for graph in exported.graph_module.modules():
         assert isinstance(graph, GraphModule)
