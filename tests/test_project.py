@@ -252,7 +252,7 @@ def test_ops_need_torch_alone() -> None:
 
 # What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
-OF_A_KIND = "cache_specs check costs info load lower parse_config split_sizes weight_table"
+OF_A_KIND = "cache_widths check costs info load lower parse_config split_sizes weight_table"
 SAME_FUNCTIONS = f"{OF_A_KIND} refit visible_gpus"
 
 

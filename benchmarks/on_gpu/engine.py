@@ -14,7 +14,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.models.common.weight import made, whole
+from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -40,7 +40,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
     model = family_of(config).make_model(config, ALONE)
     set_dtype(model, FLOATS[dtype], for_gpu=True)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
-    weights = whole(made(checkpoint, checkpoint.check(config)))
+    weights = join_slices(convert_weights(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
     return model.eval()
 

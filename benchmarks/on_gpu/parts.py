@@ -12,7 +12,7 @@ from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.collectives import all_best
+from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import DecoderLayer
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.program.programs import Program
@@ -77,7 +77,7 @@ class Accept(OfModel):
         if ranks == 1:
             tokens, n, _, logprobs, _ = accept_rewind(logits, *slots)
         else:
-            best = all_best(logits, self.model.rank, ranks)
+            best = gather_best(logits, self.model.rank, ranks)
             tokens, n, _, logprobs, _ = accept_best(best, *slots)
         return {}, {"tokens": tokens, "num_tokens": n, "logprobs": logprobs}
 
@@ -123,7 +123,7 @@ class DraftHead(OfModel):
     def forward(self, state: State, hidden: Tensor) -> tuple[State, State]:
         if self.model.ranks.parts == 1:
             return {}, {"draft": self.model.logits(hidden).argmax(-1)}
-        return {}, {"draft": best_token(self.model.logits(hidden, all_best))}
+        return {}, {"draft": best_token(self.model.logits(hidden, gather_best))}
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,10 @@ class Parts:
         """Count one read of the cache and weights, with experts that random tokens choose."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
         family = family_of(c)
-        costs, width = family.costs(c, self.model.ranks), family.cache_specs(c, self.model.ranks)[0]
+        costs, width = (
+            family.costs(c, self.model.ranks),
+            family.cache_widths(c, self.model.ranks)[0],
+        )
         for name, weight in layer.named_parameters():
             read = used = 1.0
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))

@@ -103,7 +103,7 @@ class Counted:
             if tied or not name.startswith("token_embd.")
         )
         read += batch * THEIR_STATES * self.model.state_bytes
-        widths = family_of(self.config).cache_specs(self.config, ALONE)
+        widths = family_of(self.config).cache_widths(self.config, ALONE)
         row = sum(widths[: self.config.num_hidden_layers]) * FP16
         products, attention = self.operations(0, context, tokens)
         return Cost(read + batch * context * row, products, attention)

@@ -67,7 +67,7 @@ class Reader:
     def only(self, **supported: Any) -> None:
         """Raise CheckpointError if a key is present with another value than the given one."""
         for key, value in supported.items():
-            if self.raw.get(key, value) != value:
+            if self.raw.get(key) not in (None, value):
                 found = f"{key} {self.raw[key]!r}"
                 raise CheckpointError(f"{found} is not supported; supported: {value!r}")
 

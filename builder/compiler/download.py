@@ -13,7 +13,7 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, store
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
-from mtpbuild.builder.compiler.plans import check_flags, of_layers
+from mtpbuild.builder.compiler.plans import check_flags, cut_layers
 from mtpbuild.builder.forecast.cpu import MAPPED
 from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
@@ -72,7 +72,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
         source = FoundModel(model.name, model.engine, repository.folder)
-        _, plans = check_small_files(request, *of_layers(request, source))
+        _, plans = check_small_files(request, *cut_layers(request, source))
         names = find_weights(repository)
         check_modules(request, repository)
         if wanted := sum(map(repository.lacking_bytes, names)):

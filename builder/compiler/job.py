@@ -11,10 +11,10 @@ from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
 from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
 from mtpbuild.builder.compiler.plans import (
     check_flags,
+    cut_layers,
     find_source,
     make_plans,
     note_length,
-    of_layers,
 )
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.plan import Plan
@@ -97,7 +97,7 @@ def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> 
 
     source: a model whose folder has a config.json. Raises UsageError as `prepare` does.
     """
-    load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
+    load_compiler(target, [plan for _, plan in make_plans(request, *cut_layers(request, source))])
 
 
 def check_small_files(

@@ -54,10 +54,10 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
 
 def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
     """Return the model, or the requested slice of it, and its configuration."""
-    return of_layers(request, find_model(request.model, request.checkpoint, request.revision))
+    return cut_layers(request, find_model(request.model, request.checkpoint, request.revision))
 
 
-def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
+def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
     """Return the model and its configuration; --layers cuts both and is added to the name."""
     config = load_config(source.folder)
     if request.layers is None:

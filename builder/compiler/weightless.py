@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls, temporary_bytes
 from mtpbuild.builder.formats import Shape
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.models.common.weight import Share, made, whole
+from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program, make_programs
@@ -49,7 +49,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, 0, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
-        for name, weight in whole(made(checkpoint, table, share)):
+        for name, weight in join_slices(convert_weights(checkpoint, table, share)):
             if weight.shape != wanted[name]:
                 differs = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
                 raise BuildError(f"rank {rank}: {differs}")

@@ -17,7 +17,7 @@ from mtpbuild.builder.show.pictures import (
     COLOURS,
     GREY,
     draw_panels,
-    interval_reach,
+    error_bar_lengths,
     label_x,
     machine_note,
     write_above,
@@ -227,7 +227,7 @@ def draw_evaluation(report: Evaluation, path: Path) -> None:
             name = "acceptance: strict, or relaxed top-k / delta" if len(rows) > 2 else ""
             label_x(axes, name, [row.name for row in rows], rotation=45)
             axes.margins(y=0.15)
-        draw_trade(right, rows)
+        draw_accuracy_over_speed(right, rows)
         figure.suptitle(
             f"{report.manifest.model.name}, nextn {build.nextn}: "
             f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
@@ -244,16 +244,18 @@ def draw_points(axes: "Axes", points: Sequence[Estimate], colour: str) -> None:
     """Draw each setting's value and interval, and a line at strict's value."""
     values = [point.value for point in points]
     axes.errorbar(
-        range(len(points)), values, interval_reach(points), fmt="o", color=colour, capsize=3
+        range(len(points)), values, error_bar_lengths(points), fmt="o", color=colour, capsize=3
     )
     axes.axhline(values[0], color=GREY, linewidth=0.8)
 
 
-def draw_trade(axes: "Axes", rows: Sequence[SettingRow]) -> None:
+def draw_accuracy_over_speed(axes: "Axes", rows: Sequence[SettingRow]) -> None:
     """Draw each setting's accuracy over its speed; points above and to the right are better."""
     points, speeds = accuracy_estimates(rows), [row.overall["user_tokens_per_s"] for row in rows]
     values = [point.value for point in points]
-    axes.errorbar(speeds, values, interval_reach(points), fmt="o", color=COLOURS[2], elinewidth=0.5)
+    axes.errorbar(
+        speeds, values, error_bar_lengths(points), fmt="o", color=COLOURS[2], elinewidth=0.5
+    )
     for row, speed, value in zip(rows, speeds, values, strict=True):
         write_above(axes, row.name, speed, value, rotation=60, ha="left")
     axes.margins(y=0.2)

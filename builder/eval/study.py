@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.builder.measure.statistics import Estimate, estimate_share
-from mtpbuild.builder.show.pictures import choose_colour, draw_panels, interval_reach, share_legend
+from mtpbuild.builder.show.pictures import (
+    choose_colour,
+    draw_panels,
+    error_bar_lengths,
+    share_legend,
+)
 from mtpbuild.builder.show.results import check_writable, write_results
 from mtpbuild.builder.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime.errors import UsageError
@@ -163,7 +168,7 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
                     "label": result.trace.path.name,
                 }
                 axes.errorbar(
-                    x, y, interval_reach(shares) if bins else None, fmt="o-", capsize=2, **look
+                    x, y, error_bar_lengths(shares) if bins else None, fmt="o-", capsize=2, **look
                 )
             axes.set_xlabel(title)
             axes.set_ylabel("share accepted")

@@ -56,7 +56,7 @@ class CostModel:
     @property
     def widths(self) -> list[int]:
         """Return the cache's width C of each layer, then of each MTP module."""
-        return family_of(self.config).cache_specs(self.config, self.ranks)
+        return family_of(self.config).cache_widths(self.config, self.ranks)
 
     @property
     def state_bytes(self) -> int:

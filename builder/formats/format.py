@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:

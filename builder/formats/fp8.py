@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

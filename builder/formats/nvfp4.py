@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -74,14 +74,14 @@ class Family:
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head
     # The width C of cache rows of each layer, then of each MTP module; 0: no cache rows.
-    cache_specs: Callable[[Any, Ranks], list[int]]
+    cache_widths: Callable[[Any, Ranks], list[int]]
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], PlainLM]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     modules: str = ""  # prefix of module names before the number; "": layers after the trunk's
     modules_key: str = "num_nextn_predict_layers"  # key in config.json: the number of modules
-    beside_modules: str = ""  # prefix of a module's tensors outside its layer, if there are any
+    module_extra_prefix: str = ""  # prefix of a module's tensors outside its layer
     attention: Attends = Attends.GROUPED
     # The weights of a layer that may be quantised, as a regular expression: they multiply hidden
     # states, but are no router's.
@@ -109,8 +109,8 @@ class Family:
         """
         if self.modules and (match := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
             return c.num_hidden_layers + int(match[1]), name[match.end() :]
-        if self.beside_modules and name.startswith(self.beside_modules):
-            return c.num_hidden_layers, name.removeprefix(self.beside_modules)
+        if self.module_extra_prefix and name.startswith(self.module_extra_prefix):
+            return c.num_hidden_layers, name.removeprefix(self.module_extra_prefix)
         if match := re.match(r"model\.layers\.(\d+)\.", name):
             return int(match[1]), name[match.end() :]
         return None

@@ -155,7 +155,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     family, L = family_of(c), c.num_hidden_layers
     owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
     owners += [(module_rows(j), f"mtp.{j}") for j in range(modules_in_use(plan.drafter, K))]
-    widths = family.cache_specs(c, plan.ranks)
+    widths = family.cache_widths(c, plan.ranks)
     specs = [
         rows_spec(name, owner, plan.style.cache_dtype or plan.dtype, (B, 1, plan.capacity, width))
         for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.collectives import all_best
+from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, shaped_probs_op
@@ -68,12 +68,12 @@ class RanksAcceptance(Acceptance):
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
         *slots, thinking = slots_of(state, active)
-        best = model.logits(hidden, all_best)
+        best = model.logits(hidden, gather_best)
         tokens, n, lengths, logprobs, margins = accept_best(best, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
     def draft(self, model: CausalLM, j: int, hidden: Tensor, k: int) -> Tensor:
-        return best_token(model.draft_logits(j, hidden, all_best))
+        return best_token(model.draft_logits(j, hidden, gather_best))
 
 
 class MixedAcceptance(Acceptance):

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import entry_of
 from mtpbuild.builder.formats.integers import coarse_blocks, coarse_note
-from mtpbuild.builder.models.common.weight import Share, made
+from mtpbuild.builder.models.common.weight import Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.weights.placed import Placed, read_places, write_weights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
@@ -55,7 +55,7 @@ class EngineWeights:
             table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
-            tensors = made(self.model.checkpoint, table, Share(ranks, rank))
+            tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
             tensors = self._reported(tensors, sum(prod(each.shape) for each in entries.values()))
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             shared(done.sha256)

@@ -84,7 +84,7 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
     )
 
 
-def interval_reach(points: Sequence[Interval]) -> list[list[float]]:
+def error_bar_lengths(points: Sequence[Interval]) -> list[list[float]]:
     """Return how far intervals reach below and above their values."""
     below = [max(0.0, value - (low or value)) for value, low, _ in points]
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]

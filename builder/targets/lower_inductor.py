@@ -66,9 +66,10 @@ def check(plan: Plan) -> None:
     on_gpu, cross = bool(plan.compute_capabilities), crosses(plan)
     if (cross or not on_gpu) and this_machine() != HARDWARE:
         raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
-    if MARCH not in options(on_gpu) and not on_gpu:
+    if (cross or not on_gpu) and MARCH not in options(on_gpu=False):
+        where = "for a GPU that is not here" if cross else "on a CPU"
         raise BuildError(
-            f"torch {torch.__version__} compiles for this very CPU alone: target inductor on a CPU "
+            f"torch {torch.__version__} compiles for this very CPU alone: target inductor {where} "
             "needs torch 2.13"
         )
     try:

@@ -98,7 +98,8 @@ def strip(
         if address not in known:
             known[address] = f"constant.{len(others)}"
             others[known[address]] = held.clone()
-        assert network.set_weights_name(weights, known[address])
+        named = network.set_weights_name(weights, known[address])
+        assert named, "TensorRT takes the name"
     return others
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.weights.scheme import Scheme

@@ -15,7 +15,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
 from mtpbuild.builder.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored

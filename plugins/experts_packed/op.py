@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import PANEL
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
@@ -22,13 +22,13 @@ def experts_packed(
 ) -> Tensor:
     """Sum down(silu(gate(x)) * up(x)) of the experts ids [.., k] for x [.., E]; weights [.., k].
 
-    An id of `NOBODY` stands for an expert on another rank and adds nothing. The experts' weights
+    An id of `NO_EXPERT` stands for an expert on another rank and adds nothing. The experts' weights
     are in the layout of `product_packed`, with the experts [X, ..] first. gate_up's panels are 32
     gates, their ups, the next 32 gates, and so on. With integer weights the kernels round the
     inputs of products to int8 per row and block. With fp32 the last panel of gates may be padded.
     """
     outputs, width = gate_up_values.shape[1] * PANEL, x.shape[-1]
-    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
+    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NO_EXPERT, 0.0, weights)
     rows = x.reshape(-1, width).repeat_interleave(ids.shape[-1], dim=0)
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)

@@ -11,7 +11,7 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256  # per call of the kernel
 PADDED_TOKENS = 64  # per call of a kernel with fixed sizes
-NOBODY = -1  # the id of an expert on another rank
+NO_EXPERT = -1  # the id of an expert on another rank
 
 
 def empty_routes(logits: Tensor, experts: int, always: int) -> tuple[Tensor, Tensor]:
@@ -79,12 +79,12 @@ def moe(
 ) -> Tensor:
     """Sum the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
-    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` stands for
+    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. The id `NO_EXPERT` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
     like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
     """
-    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
+    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NO_EXPERT, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)

@@ -2,8 +2,8 @@
 
 Each pair of a token and one of its experts has programs. The programs of an expert's first pair
 compute all of its tokens; those of its other pairs return at once. So each chosen expert's weights
-are read once, and nothing is sorted or gathered. A pair's row is zero if its expert is `NOBODY`, or
-if an earlier pair of the same token has the same expert.
+are read once, and nothing is sorted or gathered. A pair's row is zero if it has `NO_EXPERT`, or if
+an earlier pair of the same token has the same expert.
 """
 
 from math import prod

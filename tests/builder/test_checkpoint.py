@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.formats import Entry
-from mtpbuild.builder.models.common.weight import WHOLE, made, whole
+from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import stored as module
@@ -49,7 +49,7 @@ def check(folder: Path) -> Tensors:
     config = load_config(folder)
     checkpoint = open_checkpoint(folder)
     table = checkpoint.check(checkpoint.settle(config))
-    return dict(whole(made(checkpoint, table)))
+    return dict(join_slices(convert_weights(checkpoint, table)))
 
 
 def refused(folder: Path) -> str:
@@ -125,7 +125,9 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
     table = checkpoint.check(config)
     parameters = dict(DeepseekV3(config).named_parameters())
     shapes = {w.name: Entry("F32", tuple(parameters[w.name].shape)) for w in table}
-    places = write_weights(tmp_path / "all", shapes, whole(made(checkpoint, table)))
+    places = write_weights(
+        tmp_path / "all", shapes, join_slices(convert_weights(checkpoint, table))
+    )
     first = {source.name: weight.name for weight in reversed([*table]) for source in weight.stored}
     written = dict[str, int]()
 
@@ -135,7 +137,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
             return super().read(name)
 
     watched = Watched(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
-    write_weights(tmp_path / "again", shapes, made(watched, table))
+    write_weights(tmp_path / "again", shapes, convert_weights(watched, table))
     assert set(written) == set(checkpoint.tensors)
     for name, size in written.items():  # buffered writing may hold back at most one buffer
         assert size <= places[first[name]].offset <= size + 8192, name

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._inductor.package.package import package_aoti
 
 from mtpbuild.builder.models.common import collectives
-from mtpbuild.builder.models.common.collectives import all_best, rank_constant
+from mtpbuild.builder.models.common.collectives import gather_best, rank_constant
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.builder.targets.lower_inductor import options, shared_kernels
 from mtpbuild.plugins.accept_rewind.op import best_token
@@ -26,7 +26,7 @@ class Head(nn.Module):
         self.rank = rank_constant()
 
     def forward(self, logits: Tensor) -> Tensor:
-        return all_best(logits, self.rank, RANKS)
+        return gather_best(logits, self.rank, RANKS)
 
 
 class Program(nn.Module):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
-from mtpbuild.builder.models.common.weight import WHOLE, made, whole
+from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets import load_target
@@ -45,7 +45,7 @@ def check(folder: Path) -> int:
     generation_ids(folder, config)
     fingerprint(identities(folder), Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
     checkpoint = open_checkpoint(folder)
-    return sum(1 for _ in whole(made(checkpoint, checkpoint.check(config))))
+    return sum(1 for _ in join_slices(convert_weights(checkpoint, checkpoint.check(config))))
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:

@@ -25,7 +25,7 @@ from mtpbuild.builder.eval.problems import (
 )
 from mtpbuild.builder.eval.report import (
     compare_accuracy,
-    draw_trade,
+    draw_accuracy_over_speed,
     make_rows,
     mcnemar_p_value,
     write_conclusion,
@@ -171,7 +171,7 @@ def test_rows_by_hand() -> None:
 def test_the_trade_has_a_point_per_setting() -> None:
     axes = Figure().subplots()
     strict, relaxed = answers("a", "3331", [1, 3, 5]), answers("a", "3311", [1, 2, 3])
-    draw_trade(axes, make_rows({"strict": strict, "2 / 0.1": relaxed}))
+    draw_accuracy_over_speed(axes, make_rows({"strict": strict, "2 / 0.1": relaxed}))
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1, 75], [2, 50]]
     assert [text.get_text() for text in axes.texts] == ["strict", "2 / 0.1"]
 

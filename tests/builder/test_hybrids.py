@@ -24,7 +24,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
 from mtpbuild.builder.models.common.plain import PlainCausalLM
-from mtpbuild.builder.models.common.weight import Share, made, whole
+from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
 from mtpbuild.builder.verify.plain import load_plain
@@ -251,9 +251,9 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
         assert {at.rpartition(".")[2] for at in model.table.formats} >= {"in_proj", "out_proj"}
         for rank in range(ranks.tp):
             share, table = Share(ranks, rank), model.table.of_rank(rank)
-            kept = dict(whole(made(model.checkpoint, table, share)))
+            kept = dict(join_slices(convert_weights(model.checkpoint, table, share)))
             floats = [replace(weight, format=None) for weight in table]
-            for at, weight in whole(made(opened(plain).checkpoint, floats, share)):
+            for at, weight in join_slices(convert_weights(opened(plain).checkpoint, floats, share)):
                 parts = (kept.get(f"{at}.{part}") for part in ("values", "scales"))
                 held = kept[at] if at in kept else dequantise(*parts)  # type: ignore[arg-type]
                 assert torch.equal(held, weight), at

@@ -10,8 +10,7 @@ import torch
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.models.common.weight import made
-from mtpbuild.builder.models.common.weight import whole as whole_weights
+from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -55,7 +54,7 @@ def test_its_weights_are_those_layers(
     cut, config = LayersSlice(first, last), load_config(folder)
     source = opened(folder, cut.of(config), layers=cut)
     wanted = lower(own).state_dict()
-    found = dict(whole_weights(made(source.checkpoint, source.table)))
+    found = dict(join_slices(convert_weights(source.checkpoint, source.table)))
     assert list(found) == [weight.name for weight in source.table]
     assert set(found) <= set(wanted)
     for name, tensor in found.items():

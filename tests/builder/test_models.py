@@ -198,7 +198,7 @@ def test_shapes(name: str) -> None:
     family, modules = family_of(config), config.num_nextn_predict_layers
     assert family.name == said.family
     assert (config.num_hidden_layers, modules) == (said.layers, int(said.module > 0))
-    assert family.cache_specs(config, ALONE) == [said.width] * (said.layers + modules)
+    assert family.cache_widths(config, ALONE) == [said.width] * (said.layers + modules)
     experts = getattr(config, "moe_layers", (False,) * (said.layers + modules))
     sparse = (True,) * (said.layers - said.dense + modules) if is_moe(raw_config(name)) else ()
     assert experts[: said.dense] == (False,) * said.dense

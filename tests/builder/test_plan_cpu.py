@@ -128,7 +128,7 @@ def test_few_experts_are_all_read() -> None:
     found = foretold("deepseek-tiny", 0, context_len=1)
     config = load_config(Path(__file__).parents[2] / "recipes" / "deepseek_tiny")
     classes = [one for one in found.model.classes if not one.module and one.name != "embedding"]
-    rows = sum(family_of(config).cache_specs(config, ALONE)[: config.num_hidden_layers])
+    rows = sum(family_of(config).cache_widths(config, ALONE)[: config.num_hidden_layers])
     assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
 
 

@@ -12,7 +12,7 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler import quantize
 from mtpbuild.builder.compiler.quantize import MODELOPT, Quantized, QuantizeRequest
 from mtpbuild.builder.formats import FORMATS
-from mtpbuild.builder.models.common.weight import WHOLE, made, whole
+from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import placed
 from mtpbuild.builder.weights.requantised import format_by
@@ -47,7 +47,11 @@ def run(source: Path, out: Path, scheme: Scheme, force: bool = False) -> Quantiz
 def read(folder: Path) -> dict[str, Tensor]:
     """Every weight of the program, through the checks."""
     checkpoint = open_checkpoint(folder)
-    return dict(whole(made(checkpoint, checkpoint.check(checkpoint.settle(load_config(folder))))))
+    return dict(
+        join_slices(
+            convert_weights(checkpoint, checkpoint.check(checkpoint.settle(load_config(folder))))
+        )
+    )
 
 
 def formats_of(folder: Path) -> dict[str, str]:

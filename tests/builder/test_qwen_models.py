@@ -106,7 +106,7 @@ def test_states_of_the_9b() -> None:
     config = sizes_of("qwen3.5-9b")[1]
     assert [i for i, delta in enumerate(config.delta_layers) if not delta] == [*range(3, 32, 4)]
     assert config.rotary_dim == 64
-    widths = family_of(config).cache_specs(config, ALONE)
+    widths = family_of(config).cache_widths(config, ALONE)
     assert widths == [0, 0, 0, 2 * 4 * 256] * 8 + [2 * 4 * 256]
     specs = state_specs(Plan(config, 3, "mtp-eagle", 2, 4096, 256))
     states = {s.name: s.shape for s in specs if s.role == "recurrent"}

@@ -24,7 +24,7 @@ from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.weight import Share, made, whole
+from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
@@ -92,7 +92,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     """Compute those of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
     kind = model.embed_tokens.dtype
-    width = family_of(model.config).cache_specs(model.config, ALONE)[0]
+    width = family_of(model.config).cache_widths(model.config, ALONE)[0]
     caches = [torch.zeros(1, 1, 9, width, dtype=kind) for _ in range(3)]
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, {layer_rows(i): caches[i] for i in range(2)}, rows)
@@ -143,8 +143,8 @@ def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> N
         kept = source(folder(name), ranks=ranks)
         table, checkpoint = kept.table.of_rank(rank), kept.checkpoint
         floats = [replace(weight, format=None) for weight in table]
-        plain = dict(whole(made(checkpoint, floats, share)))
-        stored = dict(whole(made(checkpoint, table, share)))
+        plain = dict(join_slices(convert_weights(checkpoint, floats, share)))
+        stored = dict(join_slices(convert_weights(checkpoint, table, share)))
         assert kept.table.formats
         for weight in kept.table.formats:
             parts = (stored.get(f"{weight}.{part}") for part in ("values", "scales", "scales_2"))

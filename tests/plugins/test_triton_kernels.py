@@ -13,7 +13,7 @@ from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.definition import keep
-from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.sampling.params import COLDEST
 from tests.support import kernels
@@ -290,10 +290,10 @@ def test_experts_of_two_ranks(tokens: int) -> None:
     torch.testing.assert_close(total, whole.routed(x))
     assert len(calls.seen) == 2 * -(-tokens // 256)
     for _, _, ids, *_ in calls.seen:
-        assert (ids == NOBODY).any()
+        assert (ids == NO_EXPERT).any()
         assert int(ids.max()) < 12
         for row in ids.tolist():
-            own = [i for i in row if i != NOBODY]
+            own = [i for i in row if i != NO_EXPERT]
             assert len(own) == len(set(own))
 
 

@@ -29,7 +29,7 @@ from mtpbuild.plugins import (
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.launch import AOT_SHARED
-from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
 from mtpbuild.runtime.contract.controls import (
     CONTROLS,
@@ -415,7 +415,7 @@ def check_moe(case: Experts, device: str) -> None:
     check_close(y, wanted, 1e-4, 5e-2)
 
     # Experts of other ranks, and ids that repeat within a token; the kernels write every row.
-    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, NOBODY, ids)
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, NO_EXPERT, ids)
     ids[::2, -1] = ids[::2, 0]
     wanted = moe_by_hand(x.float(), weights, ids, gate_up.float(), down.float())
     torch.testing.assert_close(moe(x.float(), weights, ids, gate_up.float(), down.float()), wanted)
@@ -428,7 +428,7 @@ def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
     """Sums token by token and expert by expert, as the op's docstring defines it."""
     y = torch.zeros_like(x)
     for n, k in itertools.product(*map(range, ids.shape)):
-        if (expert := int(ids[n, k])) != NOBODY:
+        if (expert := int(ids[n, k])) != NO_EXPERT:
             gate, up = (x[n] @ gate_up[expert]).chunk(2)
             y[n] += weights[n, k] * ((torch.nn.functional.silu(gate) * up) @ down[expert])
     return y

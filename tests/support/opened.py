@@ -9,7 +9,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.models.common.weight import made, whole
+from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import OpenedModel, open_model
 from mtpbuild.builder.weights.stored import open_checkpoint
@@ -37,6 +37,6 @@ def load_model(
     model = family_of(config).make_model(config, ALONE)
     set_dtype(model, FLOATS[dtype], for_gpu)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
-    weights = whole(made(checkpoint, checkpoint.check(config)))
+    weights = join_slices(convert_weights(checkpoint, checkpoint.check(config)))
     model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
     return model.eval()

@@ -108,8 +108,8 @@ class PlainSumming(PlainToy):
         return [*self.model["layers"].children()]
 
 
-def cache_specs(c: SummingConfig, ranks: Ranks) -> list[int]:
-    widths = toy_family.cache_specs(c, ranks)
+def cache_widths(c: SummingConfig, ranks: Ranks) -> list[int]:
+    widths = toy_family.cache_widths(c, ranks)
     return [0 if i in SUMMING else width for i, width in enumerate(widths)]
 
 
@@ -126,7 +126,7 @@ SUMS = replace(
     parse_config=parse_config,
     make_model=Summing,
     weight_table=weight_table,
-    cache_specs=cache_specs,
+    cache_widths=cache_widths,
     recurrent=recurrent,
     reference=PlainSumming,
 )

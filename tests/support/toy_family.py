@@ -125,7 +125,7 @@ def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
     yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
 
 
-def cache_specs(c: ToyConfig, ranks: Ranks) -> list[int]:
+def cache_widths(c: ToyConfig, ranks: Ranks) -> list[int]:
     """Returns the width of each layer's cache rows: keys and values, which ranks split by heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
@@ -242,7 +242,7 @@ TOY = Family(
     make_model=Toy,
     weight_table=weight_table,
     copies=lambda c: [],
-    cache_specs=cache_specs,
+    cache_widths=cache_widths,
     split_sizes=split_sizes,
     costs=costs,
     reference=PlainToy,

@@ -18,7 +18,7 @@ from mtpbuild.plugins import (
     product_packed,
 )
 from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, panels
-from mtpbuild.plugins.moe.op import NOBODY, run_experts
+from mtpbuild.plugins.moe.op import NO_EXPERT, run_experts
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -93,7 +93,7 @@ class ExpertRows(nn.Module):
 
     def weighed(self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Do the same as `PackedExperts.weighed`."""
-        weights = torch.where(ids == NOBODY, 0.0, weights)
+        weights = torch.where(ids == NO_EXPERT, 0.0, weights)
         repeated = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
         y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
@@ -126,7 +126,7 @@ class Scaled(nn.Module):
         return self.values, self.scales, self.scales_2
 
 
-def holder(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
+def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
     """Return a module that holds a weight as the engine does, to replace the parameter."""
     format, shape = weight.format, tuple(parameter.shape)
     *stack, inputs, outputs = shape

@@ -41,7 +41,7 @@ def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     return all_reduce(torch.where(is_own, x[..., None, :], 0.0).flatten(-2))
 
 
-def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
+def gather_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Return the input of `accept_best` for all ranks' logits [.., N]: [.., ranks * blocks, 5].
 
     A rank sends 20 bytes for each 4,096 logits instead of the logits.
@@ -54,13 +54,13 @@ def all_best(logits: Tensor, rank: Tensor, ranks: int) -> Tensor:
     return all_reduce(mine.flatten(-3)).unflatten(-1, (-1, 5))
 
 
-def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
+def gather_stacked(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Stack all ranks' x [..] as [ranks, ..], in order, by a sum with zeros as in `all_gather`."""
     is_own = torch.arange(ranks, device=x.device) == rank
     return all_reduce(torch.where(is_own.view(-1, *[1] * x.dim()), x, 0.0))
 
 
-def own_sum(x: Tensor, rank: Tensor) -> Tensor:
+def scatter_sums(x: Tensor, rank: Tensor) -> Tensor:
     """Sum x [ranks, ..] over all ranks and return this rank's row [..]."""
     return all_reduce(x).index_select(0, rank)[0]
 

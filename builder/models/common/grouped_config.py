@@ -51,7 +51,7 @@ def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
     return {"head_dim": width, "rotary_dim": int(width * factor)}
 
 
-def cache_specs(c: GroupedConfig, ranks: Ranks) -> list[int]:
+def cache_widths(c: GroupedConfig, ranks: Ranks) -> list[int]:
     """Return the width of each layer's cache rows: keys and values of one rank's heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)

@@ -5,7 +5,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.weight import Stored, Weight, product, stack_rows, vector
 

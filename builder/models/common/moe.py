@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.models.common.blocks import weigh_chosen
-from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
+from mtpbuild.builder.models.common.collectives import gather_stacked, rank_constant, scatter_sums
 from mtpbuild.builder.models.common.layers import MLP
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.plugins import moe_route, weigh_experts
-from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
@@ -77,7 +77,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.attention_dp:
-            y = own_sum(self.routed(every_rank(x, self.rank, self.ranks.tp)), self.rank)
+            y = scatter_sums(self.routed(gather_stacked(x, self.rank, self.ranks.tp)), self.rank)
         else:
             y = self.routed(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
@@ -148,7 +148,7 @@ class GatheredMoE(MoE):
         if (ep := self.ranks.ep) > 1:
             experts = self.config.n_routed_experts // ep
             is_here = (self.rank - ids // experts) % ep == 0
-            ids = torch.where(is_here, ids % experts, NOBODY)
+            ids = torch.where(is_here, ids % experts, NO_EXPERT)
         return weigh_chosen(self.gate_up_proj, self.down_proj, x, weights, ids)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.config import MoEConfig
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.weight import (
     Share,
@@ -87,7 +87,7 @@ def stacked(*w: Tensor) -> Tensor:
     return torch.cat(w).T[None]
 
 
-def with_shared(table: Iterable[Weight], modules: Set[str]) -> list[Weight]:
+def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
     by_name, weights = {weight.name: weight for weight in table}, list[Weight]()
     joined = {f"{module}.shared_experts" for module in modules}
@@ -101,7 +101,7 @@ def with_shared(table: Iterable[Weight], modules: Set[str]) -> list[Weight]:
     return weights
 
 
-def like_routed(table: Iterable[Weight], share: Share) -> set[str]:
+def like_routed(table: Sequence[Weight], share: Share) -> set[str]:
     """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
     by_name, alike = {weight.name: weight for weight in table}, set[str]()
     for weight in table:

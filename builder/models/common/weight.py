@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.formats import Format, refuse_too_large
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -170,7 +170,7 @@ class Weight:
         assert self.format is not None
         return gcd(self.format.block, *(share.shape(stored)[1] for stored in self.stored))
 
-    def made(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
+    def convert(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
@@ -231,7 +231,7 @@ class Weight:
         return format.pack(suffix, joined) if self.packed else joined
 
 
-def made(
+def convert_weights(
     checkpoint: Readable, table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a rank's table as the engine holds them, one at a time.
@@ -239,11 +239,11 @@ def made(
     Weights with a format come as values and scales, all others in fp32. Stacked experts come one by
     one, as rows [1, ..] under the same name. share: the share for which the table was made.
     """
-    return chain.from_iterable(weight.made(checkpoint, share) for weight in table)
+    return chain.from_iterable(weight.convert(checkpoint, share) for weight in table)
 
 
-def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Concatenate the rows that `made` yields for each weight."""
+def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Concatenate the rows that `convert` yields for each weight."""
     for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
         rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:

@@ -59,7 +59,7 @@ def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
     return config
 
 
-def cache_specs(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
+def cache_widths(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
     """Return the width of each layer's cache rows; each rank has all latents."""
     return [c.cache_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.moe_weights import moe_table
 from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config

@@ -99,9 +99,9 @@ def indexers(read: Reader) -> tuple[bool, ...]:
     return tuple(name == FULL for name in names)
 
 
-def cache_specs(c: DeepseekV32Config, ranks: Ranks) -> list[int]:
+def cache_widths(c: DeepseekV32Config, ranks: Ranks) -> list[int]:
     """Return the width of each layer's cache rows: latent, rotary key, the indexer's key if any."""
-    widths = deepseek_v3.cache_specs(c, ranks)
+    widths = deepseek_v3.cache_widths(c, ranks)
     return [w + c.index_head_dim * c.has_indexer(i) for i, w in enumerate(widths)]
 
 

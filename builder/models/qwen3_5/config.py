@@ -147,9 +147,9 @@ def moe_layers(read: Reader) -> tuple[bool, ...]:
     return (*trunk, *[True] * read.integer(KEY, 0, 0, COUNT_LIMIT))
 
 
-def cache_specs(c: Qwen35Config, ranks: Ranks) -> list[int]:
+def cache_widths(c: Qwen35Config, ranks: Ranks) -> list[int]:
     """Return the width of each layer's cache rows; a delta rule has none."""
-    widths = grouped_config.cache_specs(c, ranks)
+    widths = grouped_config.cache_widths(c, ranks)
     modules = widths[c.num_hidden_layers :]
     return [0 if delta else w for delta, w in zip(c.delta_layers, widths, strict=False)] + modules
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.grouped_weights import grouped_weights
 from mtpbuild.builder.models.common.moe_weights import moe_weights
 from mtpbuild.builder.models.common.weight import (
