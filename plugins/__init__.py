@@ -29,7 +29,7 @@ from mtpbuild.plugins.grouped_rows.op import (
     grouped_rows_write,
 )
 from mtpbuild.plugins.kv_write.op import kv_write
-from mtpbuild.plugins.matmul_scaled.op import dequantise_scaled, matmul_scaled
+from mtpbuild.plugins.matmul_scaled.op import matmul_scaled
 from mtpbuild.plugins.matmul_wide.op import matmul_wide
 from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values

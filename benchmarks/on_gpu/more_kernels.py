@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mtpbuild.builder.models.common.blocks import Scaled
-from mtpbuild.plugins import dequantise_scaled, kv_write, matmul_scaled, moe
+from mtpbuild.plugins import kv_write, matmul_scaled, moe
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 from mtpbuild.plugins.control_tensors import list_controls
 from mtpbuild.plugins.kv_write.triton import kv_launch
+from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_triton
 from mtpbuild.plugins.moe.triton import moe_triton
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
@@ -113,7 +114,7 @@ def first_token(
     """Compute the reference's result for one token, in fp32, from that token's experts alone."""
     first = ids[0].long()
     own = [
-        dequantise_scaled(*on_cpu([None if p is None else p[first] for p in parts]))
+        dequantise(*on_cpu([None if p is None else p[first] for p in parts]))
         for parts in (up, down)
     ]
     numbers = torch.arange(len(first), dtype=torch.int32)[None]

@@ -18,6 +18,14 @@ class Sizes(StrEnum):
     FIXED = "fixed"  # always all slots and all rows: one CUDA graph, or one TensorRT profile
 
 
+class Attends(StrEnum):
+    """The kinds of attention for which a target may have GPU kernels."""
+
+    LATENT = "latent attention"
+    CHOSEN = "attention to chosen rows (DSA)"
+    GROUPED = "grouped-query attention"
+
+
 @dataclass(frozen=True)
 class GraphStyle:
     """The form in which a target wants its programs traced; the defaults are for a CPU."""

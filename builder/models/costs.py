@@ -1,15 +1,6 @@
 """Figures that each family computes: sizes that ranks split, and the costs of a step."""
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Attends(StrEnum):
-    """The kinds of attention for which a target may have GPU kernels."""
-
-    LATENT = "latent attention"
-    CHOSEN = "attention to chosen rows (DSA)"
-    GROUPED = "grouped-query attention"
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, repeated
-from mtpbuild.builder.models.costs import Attends, Costs, Split
+from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, layer_state
 from mtpbuild.runtime.ranks import Ranks

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.graph.pipelines import INDUCTOR, INDUCTOR_CUDA
-from mtpbuild.builder.graph.style import GraphStyle, Sizes
-from mtpbuild.builder.models.costs import Attends
+from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.sums import RANKS

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models.costs import Attends
+from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.runtime.contract.targets import NoOptions
 from mtpbuild.runtime.errors import MissingDependencyError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.graph.pipelines import TENSORRT
-from mtpbuild.builder.graph.style import GraphStyle, Sizes
-from mtpbuild.builder.models.costs import Attends
+from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.graph.pipelines import PORTABLE
-from mtpbuild.builder.graph.style import GraphStyle, Sizes
-from mtpbuild.builder.models.costs import Attends
+from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS

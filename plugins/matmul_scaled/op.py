@@ -21,19 +21,6 @@ def matmul_scaled(
     return x @ dequantise(values, scales, scales_2).to(x.dtype)
 
 
-def empty_floats(values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Tensor:
-    """Return an empty tensor like a dequantised weight."""
-    *stack, rows, N = values.shape
-    K = rows if scales_2 is None else 2 * rows
-    return scales.new_empty(*stack, K, N, dtype=torch.float32)
-
-
-@define(empty_floats)
-def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Dequantise a weight to fp32 with a single rounding."""
-    return dequantise(values, scales, scales_2)
-
-
 def dequantise(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Convert a weight in the module's layout to fp32 [.., K, N]."""
     blocks = values.unflatten(-2, (scales.shape[-2], -1))  # [.., blocks, block, N]

@@ -19,7 +19,6 @@ from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights import placed
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
@@ -185,7 +184,7 @@ def no_rename(rename: Callable[[Path, Path], Path], path: Path, target: Path) ->
 
 
 DISK_FULL: dict[str, tuple[Callable[[], object], str, Callable[..., Any]]] = {
-    "weights": (lambda: placed, "write_weights", half(lambda path, *rest: path)),
+    "weights": (lambda: engine_weights, "write_weights", half(lambda path, *rest: path)),
     "graph": (
         lambda: find_target("onnxruntime").builder,
         "lower",

@@ -308,15 +308,13 @@ def first_embedding_zeroed(model: CausalLM) -> None:
 
 def draft_positions_stand_still(model: CausalLM) -> None:
     class Still(torch.nn.Module):
-        fused = False
-
         def __init__(self, rope: Rope) -> None:
             super().__init__()
             self.rope = rope
 
-        def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
-            rows: Rows = self.rope(start if base is None else base, tokens, base)
-            return rows
+        def forward(self, start: Tensor, tokens: int, *how: Any, offset: int = 0) -> Rows:
+            rows: Rows = self.rope(start, tokens, *how)
+            return replace(rows, first=rows.first + offset)
 
     model.rope = Still(model.rope)  # type: ignore[assignment]
 

@@ -264,18 +264,17 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     peers.abort()  # torch knows no such group
 
 
-def test_waiting_for_a_gpu() -> None:
+def test_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank waits as long as the others are there; it asks last when the GPU is done."""
     channel: Any = SimpleNamespace(failure=None, patience=0.2)
     peers: Any = SimpleNamespace(failed=lambda: False)
     asked, done = list[int](), [False, False, True]
-    event = SimpleNamespace(query=lambda: done.pop(0))
+    event = SimpleNamespace(query=lambda: done.pop(0), record=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
 
     class Waiting(Gpu):
-        def __init__(self) -> None: ...
-
-        def _event(self) -> Any:
-            return event
+        def __init__(self) -> None:
+            self._stream: Any = None
 
     gpu = Waiting()
     gpu.settle(lambda: asked.append(len(done)))

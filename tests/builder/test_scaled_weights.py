@@ -191,9 +191,6 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     pairs = zip(make_programs(plan, kept), make_programs(plan, whole), strict=True)
     for ours, theirs in list(pairs)[:2]:
         found = [trace(program, plan) for program in (ours, theirs)]
-        used = {str(node.target) for node in found[0].exported.graph.nodes}
-        assert "mtpbuild.matmul_scaled.default" in used
-        assert ("mtpbuild.dequantise_scaled.default" in used) == (name == "fp8-experts")
         state, *given = found[0].exported.example_inputs[0]
         state |= {n: torch.zeros(1, 1, 20, t.shape[3]) for n, t in state.items() if "kv." in n}
         results = [each.exported.module()(copy.deepcopy(state), *given) for each in found]
@@ -210,8 +207,7 @@ def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path
     for program in make_programs(plan, kept)[:2]:
         exported = trace(program, plan).exported
         used = {str(node.target) for node in exported.graph.nodes}
-        assert "mtpbuild.moe.default" in used
-        assert "mtpbuild.dequantise_scaled.default" not in used
+        assert {"mtpbuild.moe.default", "mtpbuild.matmul_scaled.default"} <= used
 
 
 def test_every_code() -> None:

@@ -3,6 +3,7 @@
 The bug's name says what was broken; the case says where the step oracle of `test_step.py` sees it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,9 +96,10 @@ def recycled_before_the_norm(
 
 
 def positions_stand_still(
-    forward: Any, self: Any, start: Tensor, tokens: int, base: Tensor | None = None
+    forward: Any, self: Any, start: Tensor, tokens: int, *how: Any, offset: int = 0
 ) -> Any:
-    return forward(self, start if base is None else base, tokens, base)
+    rows = forward(self, start, tokens, *how)
+    return replace(rows, first=rows.first + offset)
 
 
 def window_of_k_slots(init: Any, self: draft.Vanilla, nextn: int) -> None:

@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.blocks import multiply_gated
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
-from mtpbuild.plugins import rotary_rows, take_rows
+from mtpbuild.plugins import kv_write, rotary_rows, take_rows
 from mtpbuild.runtime.ranks import Ranks
 
 State = dict[str, Tensor]  # tensors by name
@@ -88,7 +88,8 @@ class Attention(nn.Module):
 
         Returns the query input, the fresh rows and the new cache.
         """
-        raise NotImplementedError
+        q, fresh = self.project(x, rows)
+        return q, fresh, kv_write(cache, fresh, rows.start)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         """Attend with query input [B, T, ..]; return [B, T, E].

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
+from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import copies_in_layers
-from mtpbuild.builder.models.costs import Attends
 from mtpbuild.builder.models.deepseek_v3 import config
 from mtpbuild.builder.models.family import Family, import_lazily
 

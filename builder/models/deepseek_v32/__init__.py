@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mtpbuild.builder.models.costs import Attends
+from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v32 import config
 from mtpbuild.builder.models.family import import_lazily
