@@ -97,6 +97,7 @@ def check(folder: Path, model: PlainDeepseek, comers: int = 8) -> None:
     assert not followers()
 
 
+@pytest.mark.full
 def test_tokens(engine: Path, model: PlainDeepseek) -> None:
     check(engine, model, comers=5)
 

@@ -69,6 +69,7 @@ def seen(output: StepOutput, slot: int) -> tuple[list[int], list[int], int]:
     return output.window[slot].tolist(), tokens, int(output.num_drafts[slot])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 def test_one_slot_of_many_is_the_engine_for_one(
     kind: tuple[Any, ...], predictable_engine: EngineBuilder

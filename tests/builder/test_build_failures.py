@@ -18,6 +18,7 @@ import pytest
 from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.program import engine_weights
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.contract.targets import find_target

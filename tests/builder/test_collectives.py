@@ -39,6 +39,7 @@ class Program(nn.Module):
         return best
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("inductor")
 @pytest.mark.filterwarnings("ignore")  # what torch says of itself while it compiles
 def test_the_best_tokens_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ def check(program: Compiled, architecture: str, headers: Path) -> None:
     assert {"cuLaunchKernel", "cuModuleLoad", "cudaGetDevice"} <= set(program.unresolved)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
     """The host's code is written, and not compiled: acceptance is our kernels, and no branch."""
@@ -94,6 +95,7 @@ def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
     assert sum(program.kernels.values()) == program.architectures["sm_90"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["sm90", pytest.param("sm80", marks=pytest.mark.full)])
 def test_a_layer_that_chooses_rows(gpu: str, headers: Path, tmp_path: Path) -> None:
     (program,) = compiled(tmp_path, "--kernels-only", f"small-sparse/dense layer/{gpu}/bfloat16")

@@ -117,6 +117,7 @@ def test_a_build_probes_its_engine(engines: Sequence[Path]) -> None:
     assert (alone, many) == ((steps, chunks), (steps, chunks, batch))
 
 
+@pytest.mark.full
 def test_a_probe_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

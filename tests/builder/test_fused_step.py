@@ -29,6 +29,7 @@ from tests.support.steps import CHUNK, check_steps
 FULL = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "nextn", "drafter"),
     [
@@ -106,6 +107,7 @@ def test_what_a_gpu_is_given(slots: int) -> None:
     assert not any("kv_write" in name or "index_put" in name for name in called)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("traced_without_running")
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch's own, of copied graphs
 @pytest.mark.parametrize(

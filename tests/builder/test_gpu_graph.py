@@ -160,6 +160,7 @@ AROUND = [
 ]
 
 
+@pytest.mark.full
 def test_the_graph_of_a_step(graphs: Graphs) -> None:
     nodes = graphs["batch"]
     calls = Counter(target for _, target, *_ in nodes)

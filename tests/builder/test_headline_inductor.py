@@ -103,6 +103,7 @@ def check_weights(file: Path, tp: int) -> None:
         assert (module.get_dtype(), module.get_shape()) == ("BF16", [33, 128 // tp, 64])
 
 
+@pytest.mark.full
 def test_two_ranks(
     checkpoint: Path, model: PlainLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

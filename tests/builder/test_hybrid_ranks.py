@@ -20,6 +20,7 @@ NAME = "qwen3.5"
 EVEN = {"vocab_size": 62}  # it splits
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("inductor")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, in export and gloo
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def graphs(engine: Path) -> Iterator[onnx.GraphProto]:
         yield onnx.load(engine / f"{name}.onnx", load_external_data=False).graph
 
 
+@pytest.mark.full
 def test_wide_heads(folder: Path, tmp_path: Path) -> None:
     """`kv_b_proj` is int8 beside integer products, in one operator; a forecast knows it."""
     own, eight = (

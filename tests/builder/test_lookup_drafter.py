@@ -75,6 +75,7 @@ def test_the_manifest_names_its_state(drafting: Path) -> None:
     assert not [s for s in manifest.state if s.owner.startswith("mtp")]
 
 
+@pytest.mark.full
 def test_the_command_line(smallest: Path, site_packages: Path, tmp_path: Path) -> None:
     """It is built where its package is installed, and runs where it is not."""
     flags = ("--nextn", "2", "--drafter", "lookup", "--out", tmp_path / "engine")

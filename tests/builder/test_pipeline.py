@@ -85,6 +85,7 @@ def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
     assert (folders[0] / "weights.safetensors").samefile(folders[1] / "weights.safetensors")
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("pipeline")
 @pytest.mark.parametrize("nextn", ["0", pytest.param("1", marks=pytest.mark.full)])
 def test_builds_are_reproducible(nextn: str, engines: Path, smallest: Path, tmp_path: Path) -> None:
@@ -304,6 +305,7 @@ class TestQuick:
             assert sorted(tmp_path.iterdir()) == [tmp_path / "deep", tmp_path / "link"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nextn", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2))])
 def test_the_shortest_engine_can_be_traced(nextn: int, smallest: Path, tmp_path: Path) -> None:
     built = build_one(smallest, nextn, tmp_path / "engine", max_seq_len=nextn + 4, prefill_chunk=1)

@@ -241,6 +241,7 @@ def test_the_bandwidth_of_memory_is_measured() -> None:
     assert 1e8 < measure_bandwidth(passes=1) < 1e13
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_plan_needs_no_torch(every: bool, tmp_path: Path) -> None:
     """For each layout of a family's recipes, and for a folder with weights: a process with none."""

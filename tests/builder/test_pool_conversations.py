@@ -40,6 +40,7 @@ def warm(folder: Path, **options: Any) -> Iterator[Engine]:
         assert 0 < size == engine.stats.prefix_bytes <= engine.stats.prefix_limit
 
 
+@pytest.mark.full
 def test_each_turn_finds_the_last_one(folder: Path, cold: Engine) -> None:
     """Twelve users over four slots: greedy, sampled, with penalties and under a grammar."""
     users = Users(12)

@@ -122,6 +122,7 @@ def check_pool(folder: Path, model: PlainDeepseek) -> None:
             open_prefix_cache(loaded._loop.programs, loaded.manifest, folder, None, folder / "kept")
 
 
+@pytest.mark.full
 def test_a_pool(engine: Path, model: PlainDeepseek) -> None:
     check_pool(engine, model)
 

@@ -81,6 +81,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
     """O2: greedy and sampled, two at once; a step is a graph, launched before the last is read."""
     manifest = read_manifest(engine)
@@ -118,6 +119,7 @@ def one_shot_engine(
     yield from engine_on_gpus(folder, model, allreduce_strategy="one-shot")
 
 
+@pytest.mark.full
 def test_tokens_of_one_shot_sums(one_shot_engine: Path, model: PlainDeepseek, logs: Path) -> None:
     """Ranks share the host's memory, and the kernel sums in Triton's interpreter."""
     manifest = read_manifest(one_shot_engine)

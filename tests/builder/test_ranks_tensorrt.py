@@ -104,6 +104,7 @@ def tokens(engine: Path, prompt: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_path: Path) -> None:
     """O2: nvfp4 experts, a module in bf16, two ranks; their tokens are one rank's."""
     manifest = read_manifest(engine)

@@ -148,6 +148,7 @@ def slots_in_turn(program: Program, slots: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["inductor", "tensorrt"])
 @torch.no_grad()
 def test_the_traced_program_and_the_kernels_say_the_same(target: str) -> None:

@@ -20,6 +20,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_rows_as_they_come(tmp_path: Path) -> None:
     done = run("--smoke", "--only", "writes,acceptance", "--rows", str(tmp_path / "rows.jsonl"))
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ for arguments in ([], ["--smoke", "--only", "engine"], ["--smoke", "--only", "ro
 """
 
 
+@pytest.mark.full
 def test_bad_input_is_one_line() -> None:
     """One process asks for all of it: most of its time goes into importing torch."""
     start = f"import sys; sys.argv[0] = {str(SCRIPT)!r}; sys.path[0] = {str(SCRIPT.parent)!r}"

@@ -89,6 +89,7 @@ class Rule(nn.Module):
         return delta_rule_inductor(*given)
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("inductor")
 @pytest.mark.filterwarnings("ignore")  # what torch says of itself while it compiles
 def test_delta_rule_over_a_prompt(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ class Judged(torch.nn.Module):
         return accept_mixed(*operands, asked).tokens  # type: ignore[call-arg, arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_batch_of_one_may_follow(drafts: int) -> None:
     """Exported for a batch, a verdict is for any batch: nothing checks that it is 2 at least."""

@@ -276,6 +276,7 @@ def test_mla_attention(op: Op, heads: int, rows: int, tokens: int, blocks: int) 
             torch.testing.assert_close(mixed, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_keys(interleaved: bool) -> None:
     def keys(*given: Tensor) -> Tensor:
@@ -290,6 +291,7 @@ def test_index_keys(interleaved: bool) -> None:
         facet.check(a, *norms, angles.cos(), angles.sin())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_attention_to_chosen_rows(written: bool, interleaved: bool) -> None:
@@ -314,6 +316,7 @@ def test_attention_to_chosen_rows(written: bool, interleaved: bool) -> None:
             facet.check(queries, *given.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("op", "heads", "rows", "tokens", "blocks"), ATTENTION)
 def test_no_weight_is_subnormal(op: Op, heads: int, rows: int, tokens: int, blocks: int) -> None:
     """Sharp attention, half of the rows masked. A CPU computes with subnormals very slowly."""

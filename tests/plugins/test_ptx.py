@@ -72,6 +72,7 @@ def assemble(kernels: list[dict[str, Any]], target: str, folder: Path) -> None:
         assert done.returncode == 0, f"{file}: {done.stderr}"
 
 
+@pytest.mark.full
 def test_the_contract(cache: Path, tmp_path: Path) -> None:
     check(compiled("small", 80, cache), 80, tmp_path)
 
@@ -155,6 +156,7 @@ for node in graph(*example).graph.nodes:
 """
 
 
+@pytest.mark.full
 def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Path) -> None:
     """AOTInductor is given launches, not opaque ops; each writes its outputs alone.
 

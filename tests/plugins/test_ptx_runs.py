@@ -33,6 +33,7 @@ def said(cache: Path, form: str, *checks: str) -> dict[str, str]:
     return {line["check"]: line["said"] for line in lines}
 
 
+@pytest.mark.full
 def test_kernels_compute_what_references_do(tmp_path: Path) -> None:
     assert said(tmp_path, "90", *FEW) == dict.fromkeys(FEW, "passed")
 

@@ -114,6 +114,7 @@ def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None
     assert all(row["per_byte"] for row in rows if "fp" in row["case"])
 
 
+@pytest.mark.full
 def test_fp8_products_by_bytes(tmp_path: Path) -> None:
     """One of them, compiled with every change."""
     (row,) = compiled("r1", 90, "product fp8", "scaled_product", tmp_path)

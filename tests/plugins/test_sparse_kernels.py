@@ -34,6 +34,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_choice(case: str) -> None:
     for seed in (0, 1):
@@ -118,6 +119,7 @@ IN_A_CHOICE = {  # none of them lets a kernel write outside of its tensors
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bug", IN_A_CHOICE)
 def test_bugs_in_a_choice_are_found(bug: str, plant: Plant) -> None:
     plant("sparse_rows", *IN_A_CHOICE[bug])
@@ -135,6 +137,7 @@ IN_ATTENTION = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bug", IN_ATTENTION)
 def test_bugs_in_attention_are_found(bug: str, plant: Plant) -> None:
     plant("mla_attention", *IN_ATTENTION[bug])

@@ -17,6 +17,7 @@ FEW = settings(deadline=None, derandomize=True, max_examples=6, database=None)
 MANY = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 
 
+@pytest.mark.full
 @FEW
 @given(case=step_kernels.latents())
 def test_latents(case: Latents) -> None:

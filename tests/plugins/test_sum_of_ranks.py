@@ -37,6 +37,7 @@ def wrong_calls(*cases: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_get_the_same_bits() -> None:
     """Blocks are used again many times, in calls of other sizes and types; counts go around.
 

@@ -72,6 +72,7 @@ def test_greedy_acceptance() -> None:
     assert 1 in seen  # somewhere all drafts are kept
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which interprets
 def test_what_is_no_number_ends_in_its_own_slot() -> None:
@@ -79,6 +80,7 @@ def test_what_is_no_number_ends_in_its_own_slot() -> None:
     kernels.check_routes_of_nan("cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 def test_the_table_of_modes(drafts: int) -> None:
     """All cases of `test_modes` with so many drafts, as one batch."""
@@ -99,6 +101,7 @@ def join(values: tuple[Any, ...]) -> Any:
     return {name: torch.cat([value[name] for value in values]) for name in values[0]}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("seed", "vocab", "drafts"),
@@ -108,6 +111,7 @@ def test_mixed_acceptance(seed: int, vocab: int, drafts: int) -> None:
     kernels.check_mixed(kernels.random_mixed(seed, vocab, drafts), "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_blocks")
 def test_filters_without_a_sort() -> None:
     case = kernels.random_mixed(7, 70, 1, slots=8)
@@ -115,11 +119,13 @@ def test_filters_without_a_sort() -> None:
     kernels.check_filters(case, "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_blocks")
 def test_flags_as_numbers() -> None:
     kernels.check_flags(kernels.random_mixed(3, 33, 1), "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("vocab", "tokens"), [(70, 1), (33, 3)])
 def test_laws_without_a_sort(vocab: int, tokens: int) -> None:
@@ -147,12 +153,14 @@ def test_moe_in_full(case: Experts) -> None:
     kernels.check_moe(case, "cpu")
 
 
+@pytest.mark.full
 @settings(parent=FEW, max_examples=20)
 @given(case=kernels.products())
 def test_matmul_scaled(case: Product) -> None:
     kernels.check_product(case, "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("forms", [("fp8", "fp8"), ("nvfp4", "nvfp4"), ("nvfp4", "plain")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:

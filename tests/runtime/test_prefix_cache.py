@@ -157,6 +157,7 @@ def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
     own.check()
 
 
+@pytest.mark.full
 def test_a_long_prompt_is_a_long_path() -> None:
     """Longer than Python's stack is deep, in blocks."""
     own = Fakes(100_000, slots=1, length=90_000)

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "marathon.py"
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("tiny")
 @pytest.mark.parametrize(
     ("requests", "clients"), [(40, 8), pytest.param(2000, 32, marks=pytest.mark.full)]

@@ -73,6 +73,7 @@ def fits(text: str, schema: Any = SCHEMA) -> bool:
     return jsonschema_rs.is_valid(schema, json.loads(text))
 
 
+@pytest.mark.full
 def test_the_text_is_that_of_the_engine_without_drafts(
     engine: Engine, tiny_engine: Callable[..., Path]
 ) -> None:
