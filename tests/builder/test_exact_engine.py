@@ -25,12 +25,12 @@ from tests.support.isas import isas
 pytestmark = pytest.mark.xdist_group("exact")  # another worker would build the engines anew
 FULL: Any = pytest.mark.full
 KINDS = [  # model, weights, caches
-    ("many", "float32", "float32"),
     ("few", "int4", "float32"),
-    ("glm-4.6", "int8", "bfloat16"),
     *(
         pytest.param(kind, marks=FULL)
         for kind in [
+            ("many", "float32", "float32"),
+            ("glm-4.6", "int8", "bfloat16"),
             ("many", "int4", "bfloat16"),
             ("few", "float32", "float32"),
             ("few", "int8", "bfloat16"),

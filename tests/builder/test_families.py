@@ -103,7 +103,6 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
 # The rest of the matrix is `full`.
 ENGINES: list[tuple[str, int, DrafterName | None]] = [
     ("glm-4.6", 1, "mtp-vanilla"),
-    ("qwen3-next", 3, "mtp-eagle"),
     ("glm-5", 3, "mtp-eagle"),
 ]
 MATRIX: list[tuple[str, int, DrafterName | None]] = [

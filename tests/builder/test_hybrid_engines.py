@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.plain import PlainCausalLM
@@ -14,6 +15,7 @@ from tests.support.families import make_family, save_family
 NAME, CHUNK = "qwen3-next", 16  # the engine that `test_families.py` builds
 
 
+@pytest.mark.full
 def test_new_weights(build_engine: EngineBuilder, tmp_path: Path) -> None:
     models: list[PlainCausalLM] = [make_family(NAME, seed) for seed in range(2)]
     folders = [save_family(tmp_path / str(i) / NAME, NAME, m) for i, m in enumerate(models)]

@@ -133,7 +133,10 @@ def test_what_stays(
     assert f"quantised weights ({count} in int4) are dequantised" in "".join(list_notes(whole))
 
 
-@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.full), "many", "mixed"])
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("int4", "many")]
+
+
+@pytest.mark.parametrize("name", [*FULL, "mixed"])
 def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
     request = BuildRequest(str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
@@ -166,6 +169,7 @@ def test_scales_in_fp32(
     assert line.startswith(f"{len(scales)} weights with fp32 scales get fp16 ones")
 
 
+@pytest.mark.full
 def test_a_portable_engine(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,7 @@ def test_streams_make_up_the_result(n3: Path) -> None:
     assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
 
 
+@pytest.mark.full
 def test_capacity_ends_a_request(n3: Path) -> None:
     with Engine.load(n3) as engine:
         capacity = engine.manifest.build.max_seq_len
