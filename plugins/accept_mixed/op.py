@@ -97,7 +97,7 @@ def accept_mixed(
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
     margins = torch.where(sampled[:, None], drawn_margins, top[..., 0] - top[..., 1])
 
-    judged = judge_of(p, window, draft_probs, at, thinking, controls)
+    judged = judge_of(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
     n = torch.ones_like(lengths)
     if T > 1:
         good = _accept(judged, window, target, kept)
@@ -305,12 +305,22 @@ def _drafts_of(window: Tensor) -> Tensor:
 
 
 def judge_of(
-    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, controls: Controls
+    p: Tensor,
+    window: Tensor,
+    draft_probs: Tensor,
+    at: Tensor,
+    thinking: Tensor,
+    controls: Controls,
+    numbers: Tensor | None = None,
 ) -> Judged:
-    """Gather the inputs of rules; at [B, T]: the positions that the rows decide."""
+    """Gather the inputs of rules; at [B, T]: the positions that the rows decide.
+
+    numbers [B, T]: those that accept drafts, if they have been gathered.
+    """
     drafts = _drafts_of(window).clamp(0, p.shape[-1] - 1)
     p_draft = p.gather(-1, drafts[..., None])[..., 0]
-    numbers = controls["uniforms"][:, ACCEPT].gather(1, at)
+    if numbers is None:
+        numbers = controls["uniforms"][:, ACCEPT].gather(1, at)
     phases = _find_phases(window, thinking, controls["thinking_ids"])
     return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
@@ -336,7 +346,8 @@ def _keep_nothing(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 def _is_near(judged: Judged) -> Tensor:
     """Return [B, T]: whether relaxed mode keeps the draft, by its rank and distance in p."""
-    p, p_draft, drafts = judged.p, judged.p_draft[..., None], judged.drafts[..., None]
+    p, drafts = judged.p, judged.drafts[..., None]
+    p_draft = p.gather(-1, drafts)  # as in `judge_of`, so that a graph has it once
     ids = torch.arange(p.shape[-1], device=p.device)
     rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
     gap = p.amax(-1) - judged.p_draft
