@@ -15,11 +15,22 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gpu-kernels": ("plugins/test_[!c]*", "*/test_gpu_graph.py"),
     "cross-cuda": ("*/test_cross_cuda.py",),
     "tensorrt": ("*/test_*tensorrt*",),
-    "ranks": ("*/test_ranks.py", "*/test_ranks_c*", "*/test_hybrid_ranks.py", "*/*attention_dp.py"),
+    "ranks": (
+        "*/test_ranks.py",
+        "*/test_ranks_c*",
+        "*/test_hybrid_ranks.py",
+        "*/*attention_dp.py",
+        "*/test_coll*",
+    ),
     "inductor": ("builder/test_*inductor*", "*/test_bfloat16.py", "*/test_scaled_weights.py"),
     "families": ("*/test_families.py", "*/test_recurrent.py", "*/test_toy_*", "*/test_fused_*"),
     "prefixes": ("*/test_prefix_*rows.py", "*/test_compiled_prefixes.py", "*/test_batches.py"),
-    "engines": ("builder/test_*_engine.py", "*/test_pipeline.py", "*/test_integer_weights.py"),
+    "engines": (
+        "builder/test_*_engine.py",
+        "*/test_pipeline.py",
+        "*/test_integer_weights.py",
+        "*/test_hybrid_eng*",
+    ),
     "builds": ("builder/test_[bdlmpst]*",),
 }
 
