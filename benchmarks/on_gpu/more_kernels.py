@@ -113,10 +113,10 @@ def first_token(
 ) -> Tensor:
     """Compute the reference's result for one token, in fp32, from that token's experts alone."""
     first = ids[0].long()
-    own = [
-        dequantise(*on_cpu([None if p is None else p[first] for p in parts]))
-        for parts in (up, down)
+    chosen: list[Any] = [
+        on_cpu([None if part is None else part[first] for part in parts]) for parts in (up, down)
     ]
+    own = [dequantise(*parts) for parts in chosen]
     numbers = torch.arange(len(first), dtype=torch.int32)[None]
     return moe(x[:1].cpu().float(), weights[:1].cpu(), numbers, *own)
 
