@@ -130,8 +130,8 @@ def _is_summed(node: Node) -> bool:
     return op in SUMMED and not (op is plugins.matmul_scaled._opoverload and by_ours == [True])
 
 
-def _sums_parts(reader: Node, product: Node) -> bool:
-    return reader.target in READERS and reader.args[0] is product
+def _sums_parts(node: Node, product: Node) -> bool:
+    return node.target in READERS and node.args[0] is product
 
 
 def op_name(node: Node) -> str:
