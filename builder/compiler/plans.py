@@ -36,6 +36,10 @@ def check_flags(request: BuildRequest) -> Target:
         check_format(target, "--head-weights", request.scheme.head)
     if request.dump is not None and request.dump.exists():
         raise UsageError(f"--dump {request.dump} is there already: name a new folder")
+    if request.dump is not None and request.dry_run:
+        raise UsageError(
+            f"--dump {request.dump}: a dry run compiles nothing: leave one of them out"
+        )
     if request.exact and not target.may_be_exact:
         can = targets_that(lambda other: other.may_be_exact)
         raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")

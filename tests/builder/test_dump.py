@@ -4,11 +4,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtpbuild.builder.graph import pipelines
 from mtpbuild.builder.graph.pipelines import CPU, Pipeline
+from mtpbuild.builder.targets.passes import Dump
+from mtpbuild.runtime.errors import BuildError
 from tests.support.invoke import invoke
 
+GRAPH = torch.fx.Graph()
 PIPELINES = {name: p for name, p in vars(pipelines).items() if isinstance(p, Pipeline)}
 
 
@@ -44,3 +48,13 @@ def test_passes_are_functions(name: str) -> None:
             pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
         found = import_module(f"mtpbuild.builder.targets.passes.{module}")
         assert callable(getattr(found, function))
+
+
+def test_what_cannot_be_dumped(smallest: Path, tmp_path: Path) -> None:
+    flags = ("build", "--model", smallest, "--nextn", 0, "--out", tmp_path / "engine")
+    code, _, err = invoke(*flags, "--dry-run", "--dump", tmp_path / "graphs")
+    says = "a dry run compiles nothing: leave one of them out"
+    assert (code, err) == (2, f"error: --dump {tmp_path / 'graphs'}: {says}\n")
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match=r"^--dump: .*can't be written \(Not a directory\)$"):
+        Dump(tmp_path / "file" / "graphs").write("decode", "trace", torch.fx.GraphModule({}, GRAPH))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtpbuild.runtime.errors import BuildError
+
 if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
 
@@ -24,11 +26,14 @@ class Dump:
         self._folder, self._counts = folder, dict[str, Iterator[int]]()
 
     def write(self, program: str, stage: str, graph: Any) -> None:
-        """Write a graph as a file such as decode.03.fold_constants.txt."""
+        """Write a graph as a file such as decode.03.fold_constants.txt; raise BuildError."""
         number = next(self._counts.setdefault(program, count()))
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{program}.{number:02}.{stage}.txt"
-        path.write_text(as_text(graph), encoding="utf-8")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(as_text(graph), encoding="utf-8")
+        except OSError as error:
+            raise BuildError(f"--dump: {path} can't be written ({error.strerror})") from None
 
 
 DUMP = ContextVar[Dump | None]("DUMP", default=None)
