@@ -3,6 +3,7 @@
     python benchmarks/gpu.py [--only SECTIONS] [--quick]
     python benchmarks/gpu.py --only slice --tp 8  # one rank's share of R1's layers; 1: the whole
     python benchmarks/gpu.py --only slice --weights nvfp4  # as deepseek-r1-fp4 is; or fp8, bf16
+    python benchmarks/gpu.py --only slice --programs FOLDER  # compile once, measure often
     python benchmarks/gpu.py --smoke          # no GPU: tiny shapes in Triton's interpreter
     python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # don't build one
     python benchmarks/gpu.py --smoke --only engine --engine engines/tiny_n3   # no GPU: any target
@@ -12,7 +13,7 @@ Each row is printed as soon as it is measured, and appended to the --rows file, 
 short keeps its rows; at the end all rows are printed as one table.
 
 `error` is the largest difference from the op's reference. `bound` is the longer of bytes over
-measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
+measured memory bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
 Each timed call has its own operands, in one CUDA graph, so that no cache holds data of the previous
 call. The rows of attention also show the times of its variant within an AOT plugin's 48 KB and of
 PyTorch's SDPA.
@@ -117,7 +118,11 @@ def r1_rows(
 ) -> Iterator[Row]:
     case = r1_share(arguments.tp, nextn, arguments.weights)
     check_memory(case)
-    yield from r1_slice(case, machine, compiled=True)
+    programs: Path | None = arguments.programs
+    if programs is not None:
+        programs /= f"{arguments.weights}-tp{arguments.tp}-nextn{max(nextn)}of{len(nextn)}"
+        programs.mkdir(parents=True, exist_ok=True)
+    yield from r1_slice(case, machine, compiled=True, programs=programs)
 
 
 def main() -> None:
@@ -128,6 +133,8 @@ def main() -> None:
     parser.add_argument("--only", help=f"sections, with commas, of {sections}; default: all")
     parser.add_argument("--engine", type=Path, help="engine of deepseek-tiny; default: builds one")
     parser.add_argument("--rows", type=Path, help="file to append each row to, as JSON")
+    kept = "folder in which the slice's compiled programs are kept for the next run"
+    parser.add_argument("--programs", type=Path, help=kept)
     parser.add_argument("--tp", type=int, default=8, help="ranks that share R1; default: 8")
     parser.add_argument("--weights", choices=("bf16", "fp8", "nvfp4"), default="bf16")
     compiled = "with --smoke: also compile the slice's programs, for the CPU; takes minutes"

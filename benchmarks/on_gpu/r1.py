@@ -33,11 +33,16 @@ from on_gpu.slices import Slice
 SETS = 4  # sets of operands: different tokens choose different experts
 
 
-def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
-    """Yield rows of the parts, of the whole model's steps (their sums), and of the slice."""
+def r1_slice(
+    case: Slice, machine: Machine, compiled: bool, programs: Path | None = None
+) -> Iterator[Row]:
+    """Yield rows of the parts, of the whole model's steps (their sums), and of the slice.
+
+    programs: the folder in which compiled programs stay for the next run; None: none is kept.
+    """
     sharing = load_target("inductor").compiling() if compiled else nullcontext()
     with tempfile.TemporaryDirectory() as scratch, sharing:
-        bench = Bench(case, machine, compiled, Path(scratch))
+        bench = Bench(case, machine, compiled, programs or Path(scratch))
         found: dict[tuple[str, int], Row] = {}
         for part in needed(bench):
             found[part.name, part.tokens] = row = timed(bench, part)

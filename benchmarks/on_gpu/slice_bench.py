@@ -47,12 +47,13 @@ class Eagerly:
 class Bench:
     """A slice's programs and their runs; if `compiled`, they are lowered into `folder`.
 
-    All programs share the model's weights on the device.
+    Programs that an earlier run of the same slice left there are loaded instead. All programs share
+    the model's weights on the device.
     """
 
     def __init__(self, case: Slice, machine: Machine, compiled: bool, folder: Path) -> None:
         self.case, self.machine = case, machine
-        self.compiled, self.folder = compiled, folder
+        self.compiled, self.folder, self.made = compiled, folder, 0
         self.most = max(case.nextn)
         pretend_ranks(case.ranks.tp)
         self.model = random_model(case, machine.device)
@@ -113,10 +114,14 @@ class Bench:
             return Eagerly(program)
         from mtpbuild.builder.targets.inductor import TARGET  # loads the compiler
 
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        with torch.device(self.machine.device):
-            traced = trace(program, self.plan(self.most))
-        forget_ranks()  # the compiler uses its own group
-        file = TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), folder)
-        pretend_ranks(self.case.ranks.tp)
-        return Package(folder / file, self.weights, self.machine.device)
+        self.made += 1
+        folder = self.folder / f"{self.made}-{program.name}"
+        if not folder.exists():
+            staged = Path(tempfile.mkdtemp(dir=self.folder))
+            with torch.device(self.machine.device):
+                traced = trace(program, self.plan(self.most))
+            forget_ranks()  # the compiler uses its own group
+            TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), staged)
+            pretend_ranks(self.case.ranks.tp)
+            staged.rename(folder)
+        return Package(folder / f"{program.name}.pt2", self.weights, self.machine.device)

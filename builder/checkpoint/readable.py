@@ -10,15 +10,12 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.formats import METHODS, READS
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
-SUPPORTED = (
-    "supported: none (bf16, fp16, fp32), DeepSeek's fp8 with weight_block_size [128, 128], "
-    "ModelOpt's NVFP4, and what `mtpbuild quantize` writes"
-)
 
 
 def refuse_folder(folder: Path, instead: str = "") -> None:
@@ -45,27 +42,20 @@ def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
     """Raise CheckpointError if config.json or ModelOpt's file names an unsupported format."""
-    settings = _quantisation(folder)
-    method = settings.get("quant_method")
-    if (method is None and not settings) or method == "mtpbuild":
+    settings = read_quantisation(folder)
+    if not settings:
         return
-    format = str(method)
-    if method == "modelopt":
-        if (algorithm := settings.get("quant_algo")) == "NVFP4":
-            return
-        format = f"modelopt {algorithm}"
-    elif method == "fp8":
-        if (blocks := settings.get("weight_block_size")) == [128, 128]:
-            return
-        format = f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
-    raise CheckpointError(
-        f"{where}: weights quantised as {format} are not read; {SUPPORTED}{instead}"
-    )
+    method = str(settings.get("quant_method"))
+    unread = METHODS[method](settings) if method in METHODS else method
+    if unread is not None:
+        raise CheckpointError(
+            f"{where}: weights quantised as {unread} are not read; supported: {READS}{instead}"
+        )
 
 
 def stored_as(folder: Path) -> str:
     """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
-    settings = _quantisation(folder)
+    settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
     return {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}.get(method, method)
 
@@ -80,7 +70,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
         )
 
 
-def _quantisation(folder: Path) -> Mapping[str, Any]:
+def read_quantisation(folder: Path) -> Mapping[str, Any]:
     """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
     raw = read_object(folder / CONFIG).get("quantization_config")
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}

@@ -46,7 +46,8 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
-    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, 0, shapes)
+    of = model.checkpoint
+    checkpoint = Shapes(of.folder, of.tensors, of.tower, of.settings, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         for name, weight in join_slices(convert_weights(checkpoint, table, share)):

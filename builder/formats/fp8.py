@@ -3,7 +3,7 @@
 from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.lazy_torch import torch
@@ -58,4 +58,13 @@ def spread(scales: Tensor, shape: Shape, times: int = BLOCK) -> Tensor:
     return wide.repeat_interleave(BLOCK, dim=0)[:rows]
 
 
+def unread(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of settings with this method; None if they are."""
+    if (blocks := settings.get("weight_block_size")) == [BLOCK, BLOCK]:
+        return None
+    return f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
+
+
 FORMATS = (FP8,) = (Fp8(),)
+METHODS = {"fp8": unread}
+READS = "DeepSeek's fp8 with weight_block_size [128, 128]"

@@ -108,6 +108,8 @@ class Integers(Format):
 INT8, INT4 = Integers(8), Integers(4)
 WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
 FORMATS = (INT8, INT4, *WIDE.values())
+METHODS = {"mtpbuild": lambda settings: None}
+READS = "what `mtpbuild quantize` writes"
 
 
 def coarse_blocks(scales: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
@@ -93,4 +93,12 @@ def pack(values: Tensor) -> Tensor:
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
+def unread(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of ModelOpt's settings; None if they are."""
+    algorithm = settings.get("quant_algo")
+    return None if algorithm == "NVFP4" else f"modelopt {algorithm}"
+
+
 FORMATS = (NVFP4,) = (Nvfp4(),)
+METHODS = {"modelopt": unread}
+READS = "ModelOpt's NVFP4"

@@ -196,7 +196,15 @@ def _compile(
                 raise
             lines = (line for line in cause.output.splitlines() if "error" in line)
             raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})") from None
-    return [part for part in parts if not str(part).endswith(".cpp")]
+    for part in (Path(str(part)) for part in parts):
+        if part.suffix == ".cpp":  # nobody reads it, but torch 2.11 looks for its name
+            part.write_text("")
+        if part.suffix == ".so" and b"libstdc++.so" not in part.read_bytes():
+            raise BuildError(
+                "the C++ compiler links libstdc++ statically, and PyTorch could not load the "
+                "programs: give another one in CXX, or install libstdc++.so"
+            )
+    return parts
 
 
 def _write_constants(

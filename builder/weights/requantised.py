@@ -103,9 +103,8 @@ def requantise(
         source = checkpoint.tensors[name]
         for suffix, entry in entries(checkpoint, stored, format).items():
             tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
-    return Requantised(
-        checkpoint.folder, tensors, checkpoint.tower, checkpoint, formats, tuple(unfit)
-    )
+    kept = checkpoint.folder, tensors, checkpoint.tower, checkpoint.settings
+    return Requantised(*kept, checkpoint, formats, tuple(unfit))
 
 
 def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:

@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.readable import read_quantisation
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
-from mtpbuild.builder.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
+from mtpbuild.builder.formats import (
+    DTYPES,
+    SUPPORTED,
+    Entry,
+    Format,
+    Settings,
+    Shape,
+    own_name,
+    stored_format,
+)
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
@@ -48,10 +58,11 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, FileEntry]
     tower: int  # number of a vision tower's tensors, which are left out
+    settings: Settings  # of its quantisation
 
     def format(self, name: str) -> Format | None:
         """Return the number format of a weight; None if it is not quantised."""
-        return stored_format(name, self.tensors)
+        return stored_format(name, self.tensors, self.settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -215,7 +226,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:
         index.check(files)
-    return Checkpoint(folder, tensors, sum(text_name(name) is None for name in files))
+    tower = sum(text_name(name) is None for name in files)
+    return Checkpoint(folder, tensors, tower, read_quantisation(folder))
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:
@@ -223,6 +235,7 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
     name = text_name(entry.name)
     if name is None:
         return {}
+    name = own_name(name)
     experts = {
         own: replace(entry, shape=(part[2], entry.shape[2]), part=part)
         for own, part in unstacked(name, entry.shape)

@@ -22,7 +22,7 @@ from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
 LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
 # A row's figures: how its logits become its distribution, and the values for its draft.
-HIGHEST, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i in range(8))
+TOP, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i in range(8))
 
 
 @triton.jit
@@ -50,11 +50,10 @@ def law_of_row(
     t = tl.load(temperature + b)
     sampled = t > 0
     t = tl.where(sampled, t, 1.0)
-    highest = first / t
     floor = 0.0
     if sampled:
         floor = floor_of_row(
-            row, vocab, t, highest, early, bans,
+            row, vocab, t, first, early, bans,
             tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), BANNED, BLOCK,
         )  # fmt: skip
 
@@ -62,13 +61,14 @@ def law_of_row(
     valid = (draft >= 0) & (draft < vocab)
     draft = tl.where(valid, draft, 0)
     x = tl.zeros((BLOCK,), tl.int64) + draft
-    own = tl.max(weights_of(row, x, vocab, t, highest, early, bans, BANNED), 0)
-    norm, rank = 0.0, 0
+    own = tl.max(weights_of(row, x, vocab, t, first, early, bans, BANNED), 0)
+    kept, before = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, vocab, BLOCK):
         v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-        norm += tl.sum(tl.where(e >= floor, e, 0.0), 0)
-        rank += tl.sum(((e > own) | ((e == own) & (v < draft))).to(tl.int32), 0)
+        e = weights_of(row, v, vocab, t, first, early, bans, BANNED)
+        kept += tl.where(e >= floor, e, 0.0)
+        before += ((e > own) | ((e == own) & (v < draft))).to(tl.int32)
+    norm, rank = tl.sum(kept, 0), tl.sum(before, 0)
     p_draft = tl.where(valid & (own >= floor), own / norm, 0.0)
     q_draft = 0.0
     if j < TOKENS - 1:
@@ -77,7 +77,7 @@ def law_of_row(
     gap = 1.0 / norm - p_draft
     near = (wanted > 1) & (rank < wanted) & (gap <= tl.load(relaxed_delta + b))
     to = figures + r * 8
-    tl.store(to + HIGHEST, highest)
+    tl.store(to + TOP, first)
     tl.store(to + FLOOR, floor)
     tl.store(to + NORM, norm)
     tl.store(to + P_DRAFT, p_draft)
@@ -110,7 +110,7 @@ def draw_of_row(
     sampled = t > 0
     t = tl.where(sampled, t, 1.0)
     to = figures + r * 8
-    highest, floor, norm = tl.load(to + HIGHEST), tl.load(to + FLOOR), tl.load(to + NORM)
+    top, floor, norm = tl.load(to + TOP), tl.load(to + FLOOR), tl.load(to + NORM)
 
     together, weight = tl.load(block + b) != 0, 1.0
     drafts = tl.load(num_drafts + b)
@@ -126,7 +126,7 @@ def draw_of_row(
     if rejecting & (j < drafts) & (j < TOKENS - 1):
         for begin in range(0, vocab, BLOCK):
             v = begin + tl.arange(0, BLOCK)
-            p = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
             p = tl.where(p >= floor, p / norm, 0.0)
             excess += tl.sum(tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0), 0)
     tl.store(chances + r * 2, weight)
@@ -143,7 +143,7 @@ def draw_of_row(
         for begin in range(0, vocab, BLOCK):
             if found == vocab:
                 v = begin + tl.arange(0, BLOCK)
-                p = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+                p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
                 p = tl.where(p >= floor, p / norm, 0.0)
                 if short:
                     p = tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)

@@ -326,10 +326,10 @@ def check_filters(case: Mixed, device: str) -> None:
     best, law, *_ = accept_mixed_launches(*case.to(device).operands).each
     best.run()
     law.run()
-    highest, floor, norm = law.outputs[0].cpu()[:, :3].T[..., None]
+    top, floor, norm = law.outputs[0].cpu()[:, :3].T[..., None]
     temperature = case.asked["temperature"].repeat_interleave(case.logits.shape[1])[:, None]
-    x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
-    weights = (x - highest).exp()
+    x = case.logits.flatten(0, 1) - top
+    weights = (x / torch.where(temperature > 0, temperature, 1.0)).exp()
     got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # exp differs a bit
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
