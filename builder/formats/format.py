@@ -16,10 +16,18 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
-SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element
+SIZES = {  # bytes per element
+    **{"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4},
+    **{"U32": 4, "I32": 4, "I64": 8},
+}
 NAMES = {  # torch dtype -> its name in safetensors
     "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
     "uint8": "U8",
+    "int8": "I8",
+    "uint32": "U32",
+    "int32": "I32",
+    "int64": "I64",
     "bfloat16": "BF16",
     "float16": "F16",
     "float32": "F32",
