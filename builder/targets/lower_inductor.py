@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,7 +196,13 @@ def _compile(
                 raise
             lines = (line for line in cause.output.splitlines() if "error" in line)
             raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})") from None
-    for part in (Path(str(part)) for part in parts):
+    check_parts([Path(str(part)) for part in parts])
+    return parts
+
+
+def check_parts(parts: Iterable[Path]) -> None:
+    """Raise BuildError if PyTorch could not load these parts of a program; empty the sources."""
+    for part in parts:
         if part.suffix == ".cpp":  # nobody reads it, but torch 2.11 looks for its name
             part.write_text("")
         if part.suffix == ".so" and b"libstdc++.so" not in part.read_bytes():
@@ -204,7 +210,6 @@ def _compile(
                 "the C++ compiler links libstdc++ statically, and PyTorch could not load the "
                 "programs: give another one in CXX, or install libstdc++.so"
             )
-    return parts
 
 
 def _write_constants(

@@ -7,6 +7,7 @@ batches, other shapes and drafters are in the full matrix.
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -316,6 +317,20 @@ def test_a_compiler_that_fails(small_place: BuildRequest) -> None:
     with compiled_with("cpp.march", "z80"), pytest.raises(BuildError, match=says) as caught:
         build(small_place)
     assert "\n" not in str(caught.value)
+
+
+def test_a_library_that_torch_could_not_load(tmp_path: Path) -> None:
+    """Two copies of libstdc++ in a process crash when a program is loaded."""
+    (source := tmp_path / "text.cpp").write_text("#include <iostream>\nvoid f() { std::cout; }")
+    library = tmp_path / "text.so"
+    compile = ["g++", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run([*compile, "-O0"], check=True)
+    target.check_parts([library])
+    subprocess.run([*compile, "-static-libstdc++"], check=True)
+    with pytest.raises(BuildError, match=r"links libstdc\+\+ statically"):
+        target.check_parts([library])
+    target.check_parts([source])
+    assert source.read_text() == "", "its name alone is read"
 
 
 @pytest.mark.full
