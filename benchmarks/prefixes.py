@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from script import parse_flags, run
 
-from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.compiler.prefixes import load_prefix_function, write_manifest, write_prefix
 from mtpbuild.builder.engine.layout import link_files
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -35,7 +35,7 @@ def copy_with_prefixes(engine: Path, out: Path, each: list[list[int]], threads: 
     """Link an engine's files to a new folder, and add prefixes there."""
     manifest = read_manifest(engine)
     link_files(engine, out, manifest.files)
-    compute = computing(engine, manifest, threads)
+    compute = load_prefix_function(engine, manifest, threads)
     for number, tokens in enumerate(each):
         write_prefix(out, manifest, f"p{number}", tokens, compute(tokens))
     write_manifest(out, manifest)

@@ -80,7 +80,7 @@ class Constants:
             else:
                 quantised = self.constant(by_outputs(values), trt.fp4, f"{name}_values")
                 inner = self.constant(scales, trt.fp8, f"{name}_scales")
-                outer = self.constant(one(scales_2), trt.float32, f"{name}_scales_2")
+                outer = self.constant(merge_equal_scales(scales_2), trt.float32, f"{name}_scales_2")
                 scale = self.network.add_dequantize(inner, outer, trt.float32).get_output(0)
             if dtype != trt.float32:  # scales must have the result's type
                 scale = self.network.add_cast(scale, dtype).get_output(0)
@@ -94,7 +94,7 @@ def by_outputs(values: Tensor) -> Tensor:
     return inputs[:, 0::2] | inputs[:, 1::2] << 4
 
 
-def one(scales: Tensor) -> Tensor:
+def merge_equal_scales(scales: Tensor) -> Tensor:
     """Return one number if all scales are equal, as for weights that were quantised together."""
     first = scales.flatten()[0]
     return first.clone() if bool((scales == first).all()) else scales  # needs its own address

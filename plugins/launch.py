@@ -148,7 +148,7 @@ def choose_columns(groups: int, columns: int) -> int:
     return next(fits, 16)
 
 
-def tile(size: int, least: int = 16) -> int:
+def round_up_to_tile(size: int, least: int = 16) -> int:
     """Round up to a power of two, at least `least`: tensor cores take no side below 16."""
     return max(least, 1 << (size - 1).bit_length())
 

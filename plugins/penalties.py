@@ -20,7 +20,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
-def penalised(
+def apply_penalties(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], controls: Controls
 ) -> Tensor:
     """Apply the requests' penalties and bias to logits [B, R, V]; copy them if there are none.
@@ -82,7 +82,7 @@ def _seen(
     return torch.stack(contained, dim=1), torch.stack(counts, dim=1)
 
 
-def recorded(history: Tensor, window: Tensor, lengths: Tensor) -> Tensor:
+def record_window(history: Tensor, window: Tensor, lengths: Tensor) -> Tensor:
     """Write a window [B, T] after the first `lengths` tokens of a history [B, S].
 
     Rejected drafts lie after the new lengths and are overwritten later.

@@ -51,7 +51,7 @@ class Ranks:
         if self.ep not in good:
             raise UsageError(
                 f"--ep {self.ep} does not divide both --tp {self.tp} and the {experts} routed "
-                f"experts; possible: {listed(good)}"
+                f"experts; possible: {join_numbers(good)}"
             )
         if self.attention_dp and self.tp == 1:
             raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
@@ -64,5 +64,5 @@ class Ranks:
 ALONE = Ranks()
 
 
-def listed(values: list[int]) -> str:
+def join_numbers(values: list[int]) -> str:
     return ", ".join(map(str, values)) or "none"

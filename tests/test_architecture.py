@@ -112,12 +112,12 @@ def halve(x: Tensor, times: int) -> Tensor:
 
 namespace {
 
-struct Halve : Usual {
+struct Halve : FloatOperator {
   static constexpr const char* name = "Halve";
   static constexpr Operand inputs[] = {FLOAT};
   int64_t count;
 
-  Halve(const Kernels& k, const Attributes& from) : Usual(k, from), count(from.integer("count")) {}
+  Halve(const Kernels& k, const Attributes& from) : FloatOperator(k, from), count(from.integer("count")) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0);

@@ -65,7 +65,7 @@ def choose_folder(name: str, request: BuildRequest) -> Path:
     changed = request.max_batch > 1 or request.drafter or request.scheme or request.options
     if has_usual_target(request) and not changed:
         ((usual, fingerprint),) = prepare(replace(request, force=True)).fingerprints.items()
-        if not usual.exists() or layout.existing(usual, fingerprint):
+        if not usual.exists() or layout.find_engine(usual, fingerprint):
             return usual
     return private_folder(name, request)
 

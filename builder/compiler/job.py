@@ -48,7 +48,7 @@ class Job:
         """Return the ranks that `out` lacks or has from other inputs; with --force, all ranks."""
         if self.request.force:
             return self.ranks
-        return layout.lacking(out, self.fingerprints[out], self.ranks)
+        return layout.find_missing_ranks(out, self.fingerprints[out], self.ranks)
 
     def open_model(self, device: str = "cpu") -> "OpenedModel":
         """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.

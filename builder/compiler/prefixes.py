@@ -89,7 +89,7 @@ def add_prefix(
     if tokenizer is None:
         raise UsageError(f"{engine}: built without a tokenizer, so a text has no token ids")
     tokens = beginning.tokens(tokenizer)
-    compute = computing(engine, manifest, threads)
+    compute = load_prefix_function(engine, manifest, threads)
     most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
     if not least <= len(tokens) <= most:
         raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
@@ -146,13 +146,13 @@ def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
     if not known:
         return
     manifest = read_manifest(folder)
-    compute = computing(folder, manifest, None)
+    compute = load_prefix_function(folder, manifest, None)
     for name, tokens in known.items():
         write_prefix(folder, manifest, name, tokens, compute(tokens))
     write_manifest(folder, manifest)
 
 
-def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
+def load_prefix_function(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
     """Load an engine's programs; return a function that maps tokens to their rows and states."""
     programs = cast(PrefixCaching, load_programs(folder, manifest, threads=threads))
     if Feature.PREFIX_CACHE not in programs.features:

@@ -21,7 +21,7 @@ from mtpbuild.runtime.errors import BuildError
 
 
 @dataclass(frozen=True)
-class Shapes(Checkpoint):
+class WeightlessCheckpoint(Checkpoint):
     """A checkpoint whose tensors have shapes but no values; shapes: of weights, from the table."""
 
     shapes: Mapping[str, Shape]
@@ -47,7 +47,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
     of = model.checkpoint
-    checkpoint = Shapes(of.folder, of.tensors, of.tower, of.settings, shapes)
+    checkpoint = WeightlessCheckpoint(of.folder, of.tensors, of.tower, of.settings, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         for name, weight in join_slices(convert_weights(checkpoint, table, share)):

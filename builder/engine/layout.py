@@ -96,7 +96,7 @@ def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool
     "" for an engine of one rank.
     """
     for folder in sorted(siblings.glob(f"*/{inner}")):
-        manifest = existing(folder)
+        manifest = find_engine(folder)
         spec = manifest.files.get(path.name) if manifest is not None else None
         other = folder / path.name
         listed = spec is not None and spec.sha256 == sha256 and other.is_file()
@@ -115,7 +115,7 @@ def share_programs(first: Path, others: Iterable[Path]) -> None:
                 link(file, place / file.name)
 
 
-def existing(out: Path, fingerprint: str | None = None) -> Manifest | None:
+def find_engine(out: Path, fingerprint: str | None = None) -> Manifest | None:
     """Return the manifest of the engine at `out`, or None if there is no readable one.
 
     fingerprint: if given, the engine must have it.
@@ -148,7 +148,7 @@ def model_of(out: Path) -> str | None:
 
 def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
     """Raise BuildError if a single rank would replace the ranks of another build."""
-    manifest = existing(out)
+    manifest = find_engine(out)
     if manifest is None or force or not ranks_here(out, manifest):
         return
     if manifest.build.fingerprint != fingerprint:
@@ -158,12 +158,12 @@ def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
         )
 
 
-def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
+def find_missing_ranks(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
     """Return the ranks at `out` that are missing, damaged, or made from other inputs.
 
     An engine that is not split counts as rank 0.
     """
-    manifest = existing(out, fingerprint)
+    manifest = find_engine(out, fingerprint)
     if manifest is None or not _is_intact(out, manifest):
         return list(ranks)
     return [rank for rank in ranks if manifest.split and not _is_intact(out, manifest, rank)]
@@ -171,7 +171,7 @@ def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
 
 def intact_rank(out: Path, fingerprint: str) -> Path | None:
     """Return the folder of the first intact rank at `out` that this build made, if any."""
-    if (manifest := existing(out, fingerprint)) is None:
+    if (manifest := find_engine(out, fingerprint)) is None:
         return None
     found = (rank for rank in ranks_here(out, manifest) if _is_intact(out, manifest, rank))
     return next((out / rank_name(rank) for rank in found), None)
@@ -199,7 +199,7 @@ def publish(new: Path, out: Path) -> None:
     with contextlib.suppress(OSError):  # fails if `out` is there, perhaps made just now
         new.rename(out)
         return
-    other = existing(out)
+    other = find_engine(out)
     if other is None or other.build != manifest.build:
         replace_folder(new, out)
         return

@@ -8,12 +8,12 @@ from typing import Any
 
 from mtpbuild.builder.measure.runs import TimedAnswer
 
-# A near-tie has a margin of at most TIE times the measured difference between the log-probabilities
-# that the two engines give to the same tokens.
-TIE = 4
-LEAST = 1e-5  # fp32 can't tell smaller differences apart
-MOST = 1e-2  # beyond this difference the two are different models
-PARTED = 0.05  # share of the texts that may diverge; one text always may
+# A near-tie has a margin of at most TIE_FACTOR times the measured difference between the
+# log-probabilities that the two engines give to the same tokens.
+TIE_FACTOR = 4
+LEAST_NOISE = 1e-5  # fp32 can't tell smaller differences apart
+LARGEST_DIFFERENCE = 1e-2  # beyond this difference the two are different models
+DIVERGING_SHARE = 0.05  # share of the texts that may diverge; one text always may
 
 # (number of the text, tokens to append to its prompt, number of tokens to add) -> our answer
 Replay = Callable[[int, list[int], int], TimedAnswer]
@@ -40,8 +40,8 @@ def compare_texts(
     ours: Sequence[TimedAnswer],
     theirs: Sequence[TimedAnswer],
     replay: Replay,
-    most: float = MOST,
-    parted: float = PARTED,
+    most: float = LARGEST_DIFFERENCE,
+    parted: float = DIVERGING_SHARE,
 ) -> Finding:
     """Compare every token; after a near-tie our engine continues with their token.
 
@@ -50,7 +50,7 @@ def compare_texts(
     noise = largest_without_jumps(
         n for pair in zip(ours, theirs, strict=True) for n in logprob_differences(*pair)
     )
-    limit = TIE * max(noise, LEAST)
+    limit = TIE_FACTOR * max(noise, LEAST_NOISE)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
     if not noise <= most:
         detail = f"log-probabilities of the same tokens are up to {noise:.2g} apart"

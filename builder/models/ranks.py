@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
+from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, join_numbers
 
 
 def check_ranks(
@@ -23,7 +23,7 @@ def check_ranks(
     if why := _obstacle(config, ranks, formats or {}):
         others = ranks.others(most)
         good = [other.tp for other in others if not _obstacle(config, other, formats or {})]
-        raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {listed(good)}")
+        raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {join_numbers(good)}")
 
 
 def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:

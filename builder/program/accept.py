@@ -21,7 +21,7 @@ from mtpbuild.plugins.accept_mixed.op import (
 from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls, list_controls
-from mtpbuild.plugins.penalties import READ, penalised, recorded
+from mtpbuild.plugins.penalties import READ, apply_penalties, record_window
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
 from mtpbuild.runtime.contract.rules import Rule
@@ -109,7 +109,7 @@ class MixedAcceptance(Acceptance):
         verdict = accept_mixed(logits, *operands, self.rules)
         self.lengths = verdict.lengths
         if HISTORY in state:
-            self._history = recorded(state[HISTORY], state["window"], state["lengths"])
+            self._history = record_window(state[HISTORY], state["window"], state["lengths"])
             self._ahead = [Window.newest(verdict.tokens, verdict.n)]
         return verdict
 
@@ -205,10 +205,10 @@ def _sampled_draft(
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 
-    penalties: the further arguments of `penalised`, if there are any.
+    penalties: the further arguments of `apply_penalties`, if there are any.
     """
     if penalties:
-        logits = penalised(logits, *penalties)
+        logits = apply_penalties(logits, *penalties)
     best, samples = logits.argmax(-1), sampled_drafts & (shaping["temperature"] > 0)
     q = shaped_probs(logits, shaping)
     point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)

@@ -17,7 +17,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.formats import Format
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, family_of
-from mtpbuild.builder.models.common.blocks import make_weight_module, put
+from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
@@ -148,7 +148,7 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
             module.join_shared()
         for weight in table.of_rank(0):
             if weight.format is not None or weight.layout is not Layout.PLAIN:
-                put(
+                replace_parameter(
                     model,
                     weight.name,
                     make_weight_module(weight, model.get_parameter(weight.name), share),

@@ -32,7 +32,7 @@ Slice Split Squeeze Sub TensorScatter Tile TopK Transpose Trilu Unsqueeze Where 
 BY_ELEMENT = frozenset(NAMES.split())
 
 
-def others(files: Iterable[Path]) -> set[str]:
+def find_unknown_operators(files: Iterable[Path]) -> set[str]:
     """Return the operators of the graphs that are neither ours nor in the tables above."""
     import onnx_ir as ir
 

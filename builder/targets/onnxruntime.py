@@ -62,9 +62,9 @@ class OnnxRuntime(Target):
         super().check_machine(plan)
 
     def inexact(self, files: Iterable[Path]) -> str | None:
-        from mtpbuild.builder.targets.exact import others
+        from mtpbuild.builder.targets.exact import find_unknown_operators
 
-        found = sorted(others(files))
+        found = sorted(find_unknown_operators(files))
         return f"operators that nobody has probed: {', '.join(found)}" if found else None
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:

@@ -15,7 +15,7 @@ from mtpbuild.builder.measure.checks import (
     check_chunks,
     rounds_inputs,
 )
-from mtpbuild.builder.measure.compare import MOST, Finding, NotChecked, compare_bits
+from mtpbuild.builder.measure.compare import LARGEST_DIFFERENCE, Finding, NotChecked, compare_bits
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.measure.statistics import sum_drafting
 from mtpbuild.builder.plan.recipe import find_model
@@ -32,7 +32,7 @@ from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
-JUDGED = 100  # drafts; the acceptance rate of fewer is too uncertain
+LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
 SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
@@ -73,7 +73,7 @@ def check_plain_text(case: VerifyCase) -> Finding:
     scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
     plain = load_plain(source.folder, read_layers(manifest), scheme)
     return judge_texts(
-        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else MOST
+        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
     )
 
 
@@ -193,7 +193,7 @@ def check_acceptance(case: Case) -> Finding:
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
     found = sum_drafting(case.greedy)
-    if found.num_draft_tokens < JUDGED or found.draft_acceptance_rate is None:
+    if found.num_draft_tokens < LEAST_DRAFTS or found.draft_acceptance_rate is None:
         raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
     rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
     detail = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"

@@ -6,7 +6,13 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.measure.compare import LEAST, MOST, TIE, Finding, largest_without_jumps
+from mtpbuild.builder.measure.compare import (
+    LARGEST_DIFFERENCE,
+    LEAST_NOISE,
+    TIE_FACTOR,
+    Finding,
+    largest_without_jumps,
+)
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
@@ -41,7 +47,7 @@ def judge_texts(
     model: PlainLM,
     prompts: Sequence[list[int]],
     played: Sequence[TimedAnswer],
-    most: float = MOST,
+    most: float = LARGEST_DIFFERENCE,
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
@@ -63,7 +69,7 @@ def judge_texts(
     if not noise <= most:
         detail = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
         return Finding(False, detail, figures)
-    if largest > (limit := TIE * max(noise, LEAST)):
+    if largest > (limit := TIE_FACTOR * max(noise, LEAST_NOISE)):
         detail = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
         detail += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
         return Finding(False, detail, figures)

@@ -16,7 +16,7 @@ from mtpbuild.plugins.accept_rewind.op import empty_verdict
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.definition import define
-from mtpbuild.plugins.penalties import READ, copy_logits, penalised
+from mtpbuild.plugins.penalties import READ, apply_penalties, copy_logits
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
     ACCEPT,
@@ -170,7 +170,7 @@ def _ban_and_penalise(
     logits: Tensor, at: Tensor, window: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
     left, lengths = without_banned(logits, at, edits), at[:, 0] - 1
-    return (penalised(left, history, lengths, (window,), edits),)
+    return (apply_penalties(left, history, lengths, (window,), edits),)
 
 
 def without_banned(logits: Tensor, at: Tensor, controls: Controls) -> Tensor:

@@ -16,7 +16,7 @@ from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_rewind.triton import best_launch, best_of_row, vocabulary_block
 from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
@@ -232,8 +232,8 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     best = best_launch(logits, lengths=known["lengths"], banned_ids=bans, banned_until=until)
     blocks, (streams, positions) = best.grid[1], known["uniforms"].shape[1:]
     known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
-    known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}
-    known |= {"BLOCK": vocabulary_block(V), "BLOCKS": tile(blocks, 2)}
+    known |= {"TOKENS": T, "ROWS": round_up_to_tile(T, 2), "BANNED": bans.shape[1]}
+    known |= {"BLOCK": vocabulary_block(V), "BLOCKS": round_up_to_tile(blocks, 2)}
     (known["best"],) = best.outputs
     best_token, figures = logits.new_empty(B * T, dtype=torch.int32), logits.new_empty(B * T, 8)
     law = Launch.by_name(law_of_row, (B * T,), known, (figures, best_token), warps=8)

@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.accept_rewind import op
 from mtpbuild.plugins.accept_rewind.op import accept_best, accept_rewind, best_of_blocks
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
 
 LOWEST = tl.constexpr(op.LOWEST)
 
@@ -100,7 +100,7 @@ def verdict_of_slot(
 
 def vocabulary_block(vocab: int) -> int:
     """Return the number of logits that a program reads at a time."""
-    return min(op.BLOCK, tile(vocab))
+    return min(op.BLOCK, round_up_to_tile(vocab))
 
 
 def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
@@ -127,7 +127,7 @@ def accept_best_launches(best: Tensor, *slots: Tensor) -> Launches:
     """Return the launch of accept_best."""
     B, T, blocks, _ = best.shape
     results = empty_results(accept_best, bind(accept_best, (best, *slots)))
-    constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
+    constants = {"TOKENS": T, "ROWS": round_up_to_tile(T, 2), "BLOCKS": round_up_to_tile(blocks, 2)}
     launch = Launch(verdict_of_slot, (B,), (best, *slots), (blocks,), results, constants)
     return Launches((launch,), results)
 

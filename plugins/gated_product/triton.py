@@ -5,7 +5,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, choose_columns, run_launches, tile
+from mtpbuild.plugins.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    choose_columns,
+    round_up_to_tile,
+    run_launches,
+)
 
 INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
 STAGES = 3  # tiles of weights in flight
@@ -44,8 +51,8 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     if rows > MAX_TOKENS:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
     inner, wide = x.new_empty(*slots, width), choose_columns(1, width)
-    constants = {"DEPTH": E, "INNER": width, "BLOCK_M": tile(rows), "BLOCK_N": wide}
-    constants["BLOCK_K"] = min(INPUTS // x.element_size(), tile(E))
+    constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
+    constants["BLOCK_K"] = min(INPUTS // x.element_size(), round_up_to_tile(E))
     grid = (cdiv(width, wide),)
     launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=STAGES)
     return Launches((launch,), inner)

@@ -12,9 +12,9 @@ from mtpbuild.plugins.launch import (
     Launch,
     Launches,
     cdiv,
+    round_up_to_tile,
     run_launches,
     shared_memory,
-    tile,
 )
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
@@ -209,10 +209,10 @@ def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tupl
     that of latents per product of scores. STAGES is one more than the tiles of keys in shared
     memory. More query rows per program would not fit into registers (docs/gpu-kernels.md).
     """
-    latent, constants = tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
+    latent, constants = round_up_to_tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
         return constants | {"CHUNK": min(latent, 64), "PRECISION": "tf32x3"}, 8
-    constants["PRECISION"], width = "ieee", latent + tile(rope)
+    constants["PRECISION"], width = "ieee", latent + round_up_to_tile(rope)
     for n in (32, 16):
         if (16 * 2 + 2 * n * cache.itemsize) * width + (16 << 10) <= shared:
             return constants | {"CHUNK": latent, "BLOCK_N": n, "STAGES": 3}, 4
@@ -237,7 +237,7 @@ def mla_attention_launches(
     known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
-    rows, rope, latent, chosen = H * T, C - rank, tile(rank), known["chosen"]
+    rows, rope, latent, chosen = H * T, C - rank, round_up_to_tile(rank), known["chosen"]
     if shared is None:
         shared = shared_memory(q.device)
     constants, warps = _choose_tiles(rank, rope, known["cache"].dtype, shared)
@@ -254,9 +254,9 @@ def mla_attention_launches(
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2], "rows": rows}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "COUNT": count, **constants}
-    known |= {"LATENT": latent, "ROTARY": tile(rope), "WIDTH": known["cache"].shape[3]}
+    known |= {"LATENT": latent, "ROTARY": round_up_to_tile(rope), "WIDTH": known["cache"].shape[3]}
     known |= {"WANTED": PROGRAMS, "LEAST": least, "partial": partial, "lse": lse, "splits": splits}
-    known |= {"SPLITS": tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": min(latent, 128)}
+    known |= {"SPLITS": round_up_to_tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": min(latent, 128)}
     grid = B, blocks, splits
     first = Launch.by_name(mla_partial, grid, known, (partial, lse), warps=warps)
     if splits == 1:

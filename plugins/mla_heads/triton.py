@@ -7,7 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, choose_columns, run_launches, tile
+from mtpbuild.plugins.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    choose_columns,
+    round_up_to_tile,
+    run_launches,
+)
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import rotated_sum
@@ -105,9 +112,9 @@ def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     rows: may be a symbol.
     """
     heads, depth, columns = weight.shape
-    block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
+    block = round_up_to_tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = choose_columns(heads, columns)
-    deep = min(INPUTS // weight.element_size(), tile(depth))
+    deep = min(INPUTS // weight.element_size(), round_up_to_tile(depth))
     constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": deep}
     return constants, cdiv(columns, wide), cdiv(rows, block)
 
@@ -123,7 +130,7 @@ def mla_queries_launches(*operands: Any) -> Launches:
     out = empty_queries(q, w_uk, cos)
     constants, columns, blocks = _choose_tiles(B * T, w_uk)
     known |= {"rows": B * T, "tokens": T, "PARTS": q.shape[0] if q.dim() == 4 else 1, **constants}
-    known |= {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
+    known |= {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": round_up_to_tile(R)}
     grid = H, columns + 1, blocks
     launch = Launch.by_name(absorbed_query, grid, known, (out,), stages=STAGES)
     return Launches((launch,), out)

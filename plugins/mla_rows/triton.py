@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, round_up_to_tile, run_launches
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_rows.op import empty_rows, mla_rows, mla_rows_write
 
@@ -99,7 +99,11 @@ def rows_launch(op: CustomOpDef, operands: Sequence[Any]) -> Launch:
     (B, T, Q), rank, R = q.shape, kv_norm.shape[0], 2 * cos.shape[-1]
     known |= {"tokens": T, "capacity": 0 if cache is None else cache.shape[2]}
     known |= {"QUERY": Q, "RANK": rank, "ROPE": R, "PARTS": a.shape[0] if a.dim() == 4 else 1}
-    known |= {"WIDE": tile(Q), "LATENT": tile(rank), "ROTARY": tile(R)}
+    known |= {
+        "WIDE": round_up_to_tile(Q),
+        "LATENT": round_up_to_tile(rank),
+        "ROTARY": round_up_to_tile(R),
+    }
     return Launch.by_name(latent_row, (B * T, 2), known, (q, fresh))
 
 

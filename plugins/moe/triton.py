@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
 from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
 from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
 
@@ -212,8 +212,8 @@ def moe_route_launches(*operands: Any) -> Launches:
     known = bind(moe_route, operands)
     (*axes, X), chosen = known["logits"].shape, known["experts"]
     results = empty_results(moe_route, known)
-    known |= {"EXPERTS": X, "ROW": tile(X, 2)}
-    known |= {"CHOSEN": chosen, "WIDE": tile(chosen + known["always"], 2)}
+    known |= {"EXPERTS": X, "ROW": round_up_to_tile(X, 2)}
+    known |= {"CHOSEN": chosen, "WIDE": round_up_to_tile(chosen + known["always"], 2)}
     launch = Launch.by_name(route, (prod(axes),), known, results, warps=1)
     return Launches((launch,), results)
 
@@ -230,8 +230,13 @@ def moe_launches(*operands: Any) -> Launches:
     if most > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {most}")
     count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
-    known |= {"count": count, "CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(most, 2)}
-    known |= {"HIDDEN": E, "INNER": width, "ROW": tile(width)}
+    known |= {
+        "count": count,
+        "CHOSEN": k,
+        "WIDE": round_up_to_tile(k, 2),
+        "TOKENS": round_up_to_tile(most, 2),
+    }
+    known |= {"HIDDEN": E, "INNER": width, "ROW": round_up_to_tile(width)}
 
     def with_weight(name: str) -> dict[str, Any]:
         scales = {part: known[f"{name}_{part}"] for part in ("scales", "scales_2")}

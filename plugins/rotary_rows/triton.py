@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.definition import bind, empty_results
-from mtpbuild.plugins.launch import Launch, Launches, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
 from mtpbuild.plugins.rotary_rows.op import rotary_rows
 
 
@@ -46,7 +46,7 @@ def rotary_rows_launches(*operands: Any) -> Launches:
     known = bind(rotary_rows, operands)
     slots, pairs = known["start"].shape[0], known["inv_freq"].shape[0]
     results = empty_results(rotary_rows, known)
-    known |= {"PAIRS": pairs, "WIDE": tile(pairs, 2)}
+    known |= {"PAIRS": pairs, "WIDE": round_up_to_tile(pairs, 2)}
     launch = Launch.by_name(place_token, (slots * known["tokens"],), known, results, warps=1)
     return Launches((launch,), results)
 

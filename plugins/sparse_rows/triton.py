@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
 from mtpbuild.plugins.mla_rows.triton import partner_of
 from mtpbuild.plugins.sparse_rows.op import choose_rows
 
@@ -154,7 +154,7 @@ def best_rows(
 
 def _choose_tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
     """Choose tiles for heads of `size` values that fit into 48 KB of shared memory."""
-    deep = tile(size)
+    deep = round_up_to_tile(size)
     constants: dict[str, Any] = {"BLOCK_H": 16, "DEEP": deep}
     if keys == torch.float32:
         return constants | {"CHUNK": min(deep, 32), "BLOCK_N": 32, "PRECISION": "tf32x3"}
@@ -176,7 +176,7 @@ def choose_rows_launches(
     if rows is not None:
         constants["BLOCK_N"] = rows
     if block is None:
-        block = min(OPEN_BLOCK, tile(S + F)) if isinstance(S + F, int) else OPEN_BLOCK
+        block = min(OPEN_BLOCK, round_up_to_tile(S + F)) if isinstance(S + F, int) else OPEN_BLOCK
     known |= {"tokens": T, "capacity": S, "fresh_rows": F, **constants, "BLOCK": block}
     known |= {"HEADS": H, "SIZE": size, "ROPE": 2 * known["cos"].shape[-1], "WIDTH": C}
     scores = q.new_empty(B, T, S + F, dtype=torch.int32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, run_launches, tile
+from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
 from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
 from mtpbuild.runtime.contract.sums import BLOCK, BLOCKS, CALLS, MOST, SIGNALS
 
@@ -83,7 +83,12 @@ def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
     if isinstance(size, int) and size * itemsize > MOST:  # symbolic sizes are checked by the caller
         raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
     ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
-    constants = {"RANKS": ranks, "PLACES": tile(ranks, 2), "VALUES": values, "BYTES": BLOCK}
+    constants = {
+        "RANKS": ranks,
+        "PLACES": round_up_to_tile(ranks, 2),
+        "VALUES": values,
+        "BYTES": BLOCK,
+    }
     constants |= {"SIGNALS": SIGNALS, "CALLS": CALLS, "BLOCKS": BLOCKS}
     grid = (cdiv(size, values),)
     launch = Launch(add_in_order, grid, (x, peers), (size,), (out,), constants, WARPS)

@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, own_outputs
+from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, result_specs
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
@@ -50,7 +50,7 @@ class HostSlots(Slots):
     def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
         super().__init__(manifest, HostMemory(), caches, copies)
         self._outputs = {
-            name: self._zeros(own_outputs(program))
+            name: self._zeros(result_specs(program))
             for name, program in manifest.programs.items()
             if name not in FILLING
         }

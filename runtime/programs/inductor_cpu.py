@@ -10,7 +10,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, Arrays, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, Arrays, make_step_output, result_specs
 from mtpbuild.runtime.threads import default_threads
 
 
@@ -26,7 +26,7 @@ class InductorPrograms(HostSlots):
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         results = self._run(program, self._bind(program, slot, 1, given))
-        outputs = own_outputs(self._programs[program])
+        outputs = result_specs(self._programs[program])
         return {t.name: array.numpy() for t, array in zip(outputs, results, strict=True)}
 
     def step(self, active: Bools, rows: int) -> StepOutput:
@@ -41,7 +41,7 @@ class InductorPrograms(HostSlots):
         outputs = self._outputs[program]
         for array, result in zip(outputs.values(), results, strict=True):
             array[:slots] = result.numpy()
-        return reported(self._judged | outputs, slots)
+        return make_step_output(self._judged | outputs, slots)
 
     def _bind(self, program: str, first: int, slots: int, given: Arrays) -> list[torch.Tensor]:
         """Return the program's inputs: views of the state of some slots, and `given`."""

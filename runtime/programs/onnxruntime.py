@@ -22,7 +22,7 @@ from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
-from mtpbuild.runtime.programs.slots import Arrays, name_outputs, own_outputs, reported
+from mtpbuild.runtime.programs.slots import Arrays, make_step_output, name_outputs, result_specs
 from mtpbuild.runtime.threads import default_threads
 
 BFLOAT16 = 16  # ONNX's number of the type; NumPy arrays hold its bits
@@ -114,7 +114,7 @@ class OnnxPrograms(HostSlots):
         chunk = given["tokens"].shape[1]
         outputs = {
             t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
-            for t in own_outputs(self._programs[program])
+            for t in result_specs(self._programs[program])
         }
         results = name_outputs(after) | outputs
         self._run(self._bind(program, slot, 1, before | given, results), program)
@@ -139,7 +139,7 @@ class OnnxPrograms(HostSlots):
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
-        return reported(judged | {"window": before["window"][:, :T]} | outputs, slots)
+        return make_step_output(judged | {"window": before["window"][:, :T]} | outputs, slots)
 
     def _run(self, binding: Any, program: str) -> None:
         self._sessions[program].run_with_iobinding(binding)

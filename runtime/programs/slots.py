@@ -259,7 +259,7 @@ class Slots:
         return given | {"start": np.array([start], np.int64)}
 
 
-def own_outputs(program: ProgramSpec) -> list[TensorSpec]:
+def result_specs(program: ProgramSpec) -> list[TensorSpec]:
     """Return a program's outputs without those of the state."""
     return [t for t in program.outputs if not t.name.endswith(".out")]
 
@@ -269,7 +269,7 @@ def name_outputs(state: Mapping[str, Array]) -> dict[str, Array]:
     return {f"{name}.out": array for name, array in state.items()}
 
 
-def reported(arrays: Mapping[str, NDArray[Any]], slots: int) -> StepOutput:
+def make_step_output(arrays: Mapping[str, NDArray[Any]], slots: int) -> StepOutput:
     """Return the output of a step of the first `slots` slots; the others emit nothing."""
     arrays["tokens"][slots:], arrays["num_tokens"][slots:] = -1, 0
     return StepOutput(**arrays)

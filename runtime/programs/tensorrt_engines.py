@@ -24,7 +24,7 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
 from mtpbuild.runtime.programs.mapped_weights import mapped
-from mtpbuild.runtime.programs.slots import JUDGED, name_outputs, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, make_step_output, name_outputs, result_specs
 from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, shared_weights
 
 
@@ -136,7 +136,7 @@ class TensorRtPrograms(DeviceSlots):
         self._after = _zeros_like(device, self._carries[0])  # a step's new state
         carried = self._prompt.keys() & self._state.keys()
         self._filled = _zeros_like(device, {name: self._prompt[name] for name in carried})
-        results = self._zeros(own_outputs(specs[MIXED]))
+        results = self._zeros(result_specs(specs[MIXED]))
         reported_arrays = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in reported_arrays.items()}
         self._pinned_active = device.pinned((self._batch,), np.bool_)
@@ -160,7 +160,7 @@ class TensorRtPrograms(DeviceSlots):
             program.bind({t.name: own[t.name] for t in tensor_specs})
         self._results, self._launch = dict[str, dict[str, DeviceArray]](), {}
         for name in (PLAIN, MIXED):
-            self._results[name] = {t.name: results[t.name] for t in own_outputs(specs[name])}
+            self._results[name] = {t.name: results[t.name] for t in result_specs(specs[name])}
             work = partial(self._queue_step, name)
             work()  # warm-up: without active slots a step changes nothing
             self._wait()
@@ -192,7 +192,7 @@ class TensorRtPrograms(DeviceSlots):
         self._launch[program]()
         self._wait()
         names = (*JUDGED, *self._results[program])
-        return reported({name: self._pages[name] for name in names}, self._batch)
+        return make_step_output({name: self._pages[name] for name in names}, self._batch)
 
     def _wait(self) -> None:
         """Wait for the queued programs."""

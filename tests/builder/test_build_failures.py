@@ -261,7 +261,7 @@ def test_killed(smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
         "parts.jsonl",
         "weights.safetensors",
     ]
-    assert layout.existing(left) is layout.existing(left / "engine") is None
+    assert layout.find_engine(left) is layout.find_engine(left / "engine") is None
     assert_whole(old)
     assert not caplog.records
     assert_alone_and_whole(run(smallest, old.folder, max_batch=2))

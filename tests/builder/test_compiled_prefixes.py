@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.compiler.prefixes import load_prefix_function, write_manifest, write_prefix
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
@@ -50,7 +50,7 @@ def engine(bare: Path, tmp_path: Path) -> Path:
 
 def put(folder: Path, name: str, ids: list[int]) -> None:
     manifest = read_manifest(folder)
-    write_prefix(folder, manifest, name, ids, computing(folder, manifest, 1)(ids))
+    write_prefix(folder, manifest, name, ids, load_prefix_function(folder, manifest, 1)(ids))
     write_manifest(folder, manifest)
 
 

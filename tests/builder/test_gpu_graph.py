@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.builder.models.common.blocks import Scaled, put
+from mtpbuild.builder.models.common.blocks import Scaled, replace_parameter
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
@@ -94,7 +94,7 @@ for case, slots, dtype, experts in CASES:
     set_dtype(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
-            put(lowered, name, Scaled(tuple(weight.shape), 16))
+            replace_parameter(lowered, name, Scaled(tuple(weight.shape), 16))
     decode = make_programs(plan, lowered)[1]
     traced = trace(decode, plan)
     if "one-shot" in case:

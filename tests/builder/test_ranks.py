@@ -290,7 +290,7 @@ def test_a_folder_of_another_build(copy: Path) -> None:
     code, out, _ = invoke("inspect", copy)
     assert code == 0
     assert re.search(r"ranks +2; here: 0 *\n", out)
-    assert layout.lacking(copy, read_manifest(copy).build.fingerprint, range(2)) == [1]
+    assert layout.find_missing_ranks(copy, read_manifest(copy).build.fingerprint, range(2)) == [1]
 
 
 def test_damage_on_another_rank(copy: Path) -> None:

@@ -77,7 +77,7 @@ class TestQuick:
         assert got.pop(MANIFEST) != wanted.pop(MANIFEST)  # it does not pass for that build
         assert got == wanted
         assert (engine / "weights.safetensors").samefile(anew.folder / "weights.safetensors")
-        assert layout.lacking(engine, anew.manifest.build.fingerprint, [0])
+        assert layout.find_missing_ranks(engine, anew.manifest.build.fingerprint, [0])
 
     def refused(self, engine: Path, model: Path, *said: str) -> None:
         before, beside = contents(engine), sorted(engine.parent.iterdir())

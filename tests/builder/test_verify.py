@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.measure.compare import LEAST, TIE, Finding, NotChecked, compare_texts
+from mtpbuild.builder.measure.compare import (
+    LEAST_NOISE,
+    TIE_FACTOR,
+    Finding,
+    NotChecked,
+    compare_texts,
+)
 from mtpbuild.builder.measure.prompts import Prompt
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -256,7 +262,7 @@ def test_what_is_near_is_measured() -> None:
         ours = played([1, 3], [9.0, margin], [-1.0 - noise, -1.0])
         found = compare_texts([ours], [theirs], lambda *_: pytest.fail("nothing is left to say"))
         assert found.passed == passes
-    assert margin > TIE * LEAST
+    assert margin > TIE_FACTOR * LEAST_NOISE
 
 
 def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:

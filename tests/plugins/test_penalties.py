@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.plugins import penalties as module
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
-from mtpbuild.plugins.penalties import penalised, recorded
+from mtpbuild.plugins.penalties import apply_penalties, record_window
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from tests.reference.sampling import edited
 from tests.support.acceptance_cases import BEGIN, CLOSE, END, SURE, A, B, Case, D, operands
@@ -49,9 +49,9 @@ def rows(controls: StepControls, logits: Tensor, tokens: list[int], lengths: int
     ahead = torch.tensor([tokens[lengths:]])
     assert ahead.shape[1] >= R
     asked = asked_of_penalties(1, controls)
-    return penalised(logits[None], history, torch.tensor([lengths]), ahead.split(1, dim=1), asked)[
-        0
-    ]
+    return apply_penalties(
+        logits[None], history, torch.tensor([lengths]), ahead.split(1, dim=1), asked
+    )[0]
 
 
 @pytest.mark.parametrize("controls", ONE_EACH)
@@ -79,7 +79,7 @@ def test_who_asks_for_nothing_is_left_alone() -> None:
     mixed, plain = asked_of_penalties(2, PENALTIES), asked_of_penalties(1, GREEDY)
     for name, tensor in mixed.items():
         tensor[1] = plain[name][0]
-    got = penalised(logits, history, lengths, ahead, mixed)
+    got = apply_penalties(logits, history, lengths, ahead, mixed)
     assert torch.equal(got[1], logits[1])
     assert not torch.equal(got[0], logits[0])
 
@@ -92,9 +92,9 @@ def test_a_draft_outside_the_vocabulary_counts_nowhere() -> None:
 
 
 def test_rejected_drafts_are_written_over() -> None:
-    history = recorded(torch.zeros(1, 8).long(), torch.tensor([[5, 6, 7]]), torch.tensor([2]))
+    history = record_window(torch.zeros(1, 8).long(), torch.tensor([[5, 6, 7]]), torch.tensor([2]))
     assert history.tolist() == [[0, 0, 5, 6, 7, 0, 0, 0]]
-    again = recorded(history, torch.tensor([[6, 9, 9]]), torch.tensor([3]))
+    again = record_window(history, torch.tensor([[6, 9, 9]]), torch.tensor([3]))
     assert again.tolist() == [[0, 0, 5, 6, 9, 9, 0, 0]]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mtpbuild.builder.compiler.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.compiler.prefixes import load_prefix_function, write_manifest, write_prefix
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.requests.request import Result
@@ -86,7 +86,7 @@ def with_prefix(engine: Path, copy: Path, tokens: Sequence[int]) -> Path:
     """Copy an engine, and build a prefix of so many tokens into the copy."""
     shutil.copytree(engine, copy)
     manifest = read_manifest(copy)
-    write_prefix(copy, manifest, "own", tokens, computing(copy, manifest, 1)(tokens))
+    write_prefix(copy, manifest, "own", tokens, load_prefix_function(copy, manifest, 1)(tokens))
     write_manifest(copy, manifest)
     return copy
 

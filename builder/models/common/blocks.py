@@ -177,7 +177,7 @@ def weigh_chosen(
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 
 
-def put(model: nn.Module, name: str, weight: nn.Module) -> None:
+def replace_parameter(model: nn.Module, name: str, weight: nn.Module) -> None:
     """Replace the parameter of this name by a module."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)

@@ -16,10 +16,10 @@ namespace {
 // chosen [B, T, k], only for one group: a query sees only the rows at these positions, in their
 // order. Positions that do not exist, such as -1, are skipped, but NO_NUMBER makes the result NaN.
 // The result is that of attention over a cache of only these rows.
-struct Attention : Usual {
+struct Attention : FloatOperator {
   static constexpr const char* name = "Attention";
   static constexpr Operand inputs[] = {FLOAT, ANY, FLOAT, INT64, INT64, maybe(INT64)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   float scale = from.real("scale");
   int64_t groups = from.integer("groups"), values = from.integer("values");
   int64_t latent = from.integer("latent"), heads = from.value_or<int64_t>("heads", 0);
@@ -49,16 +49,17 @@ struct Attention : Usual {
         : rows(name, cache, fresh, queries.rank() > 0 ? queries.shape[0] : 0),
           by_token(own.heads > 0),
           q(queries.data<float>()) {
-      NEED(queries.rank() == (by_token ? 3 : 4), name, "queries " + queries.text());
-      NEED(!by_token || queries.shape[2] % own.heads == 0, name,
-           std::to_string(own.heads) + " heads, " + queries.text());
+      REQUIRE(queries.rank() == (by_token ? 3 : 4), name, "queries " + queries.text());
+      REQUIRE(!by_token || queries.shape[2] % own.heads == 0, name,
+              std::to_string(own.heads) + " heads, " + queries.text());
       slots = queries.shape[0], tokens = queries.shape[by_token ? 1 : 2];
       heads = by_token ? own.heads : queries.shape[1];
       width = by_token ? queries.shape[2] / heads : queries.shape[3];
-      NEED(own.groups > 0 && own.latent > 0 && own.values >= 0 && own.values <= rows.stride &&
-               width > 0 && heads % own.groups == 0 && product(own.groups, width) <= rows.stride &&
-               product(own.groups, own.latent) <= rows.stride - own.values,
-           name, "queries " + queries.text() + " over " + cache.text());
+      REQUIRE(own.groups > 0 && own.latent > 0 && own.values >= 0 && own.values <= rows.stride &&
+                  width > 0 && heads % own.groups == 0 &&
+                  product(own.groups, width) <= rows.stride &&
+                  product(own.groups, own.latent) <= rows.stride - own.values,
+              name, "queries " + queries.text() + " over " + cache.text());
       per_group = heads / own.groups;
     }
     // Returns the number of queries of a slot and a group; query i is of token i / per_group.
@@ -79,7 +80,7 @@ struct Attention : Usual {
 
   void attend(Call& call, const Job& job, const Tensor& base, const Tensor& first,
               const Tensor& chosen, float* y) const {
-    NEED(base.is({job.slots}) && first.is({job.slots}), name, "no place for each slot");
+    REQUIRE(base.is({job.slots}) && first.is({job.slots}), name, "no place for each slot");
     if (chosen.memory) return attend_to(call, job, base, chosen, y);
     std::vector<Lanes> lanes;
     int64_t most = 0, sixteens = up(job.queries(), LANES);
@@ -152,12 +153,12 @@ struct Attention : Usual {
   // Runs attention to chosen rows.
   void attend_to(Call& call, const Job& job, const Tensor& base, const Tensor& chosen,
                  float* y) const {
-    NEED(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
-             chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
-         name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
-    NEED(values == 0 && latent <= job.width, name,
-         std::to_string(latent) + " values of chosen rows, which are " + std::to_string(job.width) +
-             " wide");
+    REQUIRE(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
+                chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
+            name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
+    REQUIRE(values == 0 && latent <= job.width, name,
+            std::to_string(latent) + " values of chosen rows, which are " +
+                std::to_string(job.width) + " wide");
     int64_t count = job.slots * job.tokens, most = chosen.shape[2], splits = up(most, mtp::SPLIT);
     in_splits(
         call, count, up(job.heads, LANES), splits,

@@ -23,8 +23,8 @@ struct Angles {
   Angles(const char* op, const Tensor& c, const Tensor& s, int64_t slots, int64_t tokens)
       : cos(c), sin(s), half(c.last()) {
     std::vector<int64_t> shape{slots, tokens, half};
-    NEED(c.shape == shape && s.shape == shape, op,
-         "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
+    REQUIRE(c.shape == shape && s.shape == shape, op,
+            "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
   }
   void rotate_row(int64_t row, const float* x, bool interleaved, float* y) const {
     rotate(x, cos.data<float>() + row * half, sin.data<float>() + row * half, half, interleaved, y);
@@ -40,13 +40,13 @@ struct Rows {
 
   Rows(const char* op, const Tensor& cache, const Tensor& fresh, int64_t slots)
       : cache(cache), fresh(fresh), halves(cache.type == ort::BFLOAT16) {
-    NEED(cache.rank() == 4 && fresh.rank() == 4, op, "rows have 4 axes, not " + cache.text());
+    REQUIRE(cache.rank() == 4 && fresh.rank() == 4, op, "rows have 4 axes, not " + cache.text());
     stride = cache.shape[3], old = cache.shape[2], count = fresh.shape[2];
-    NEED(cache.is({slots, 1, old, stride}) && fresh.is({slots, 1, count, stride}), op,
-         "rows " + cache.text() + " and " + fresh.text() + " of " + std::to_string(slots) +
-             " slots");
-    NEED(old <= INT32_MAX && count <= INT32_MAX, op, "too many rows");
-    NEED(halves || cache.type == FLOAT, op, "a cache of another type");
+    REQUIRE(cache.is({slots, 1, old, stride}) && fresh.is({slots, 1, count, stride}), op,
+            "rows " + cache.text() + " and " + fresh.text() + " of " + std::to_string(slots) +
+                " slots");
+    REQUIRE(old <= INT32_MAX && count <= INT32_MAX, op, "too many rows");
+    REQUIRE(halves || cache.type == FLOAT, op, "a cache of another type");
   }
   // Clamps a slot's number of rows in the cache, since an idle slot may have any.
   int64_t clamped(int64_t base) const { return std::max<int64_t>(0, min(base, old)); }
@@ -74,16 +74,16 @@ struct Fresh {
 template <class C>
 void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
                 const Fresh& size) {
-  NEED(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
-           cache.shape[3] == size.width && start.is({size.slots}),
-       op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
+  REQUIRE(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
+              cache.shape[3] == size.width && start.is({size.slots}),
+          op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
   C* updated = call.output<C>(cache.shape, 2);
   if (updated != cache.memory) std::memcpy(updated, cache.memory, cache.count(0, 4) * sizeof(C));
   for (int64_t slot = 0; slot < size.slots; slot++) {
     int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
-    NEED(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
-         std::to_string(size.tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
-             std::to_string(rows));
+    REQUIRE(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
+            std::to_string(size.tokens) + " rows from " + std::to_string(at) +
+                " on in a cache of " + std::to_string(rows));
     float* own = fresh + slot * size.tokens * size.width;
     C* to = updated + (slot * rows + at) * size.width;
     for (int64_t i = 0; i < size.tokens * size.width; i++) {

@@ -52,7 +52,7 @@ struct Attributes {
   template <class T>
   T needed(const char* name) const {
     T value;
-    if (!find(name, &value)) throw Bad(std::string("attribute ") + name + " is missing");
+    if (!find(name, &value)) throw OperandError(std::string("attribute ") + name + " is missing");
     return value;
   }
 };

@@ -22,13 +22,13 @@ struct Chain : ort::Operator {
 
   Chain(const Kernels& k, const Attributes& from) {
     count = operands = from.integer("operands");
-    NEED(operands >= 0 && operands <= 1 << 16, name, std::to_string(operands) + " operands");
+    REQUIRE(operands >= 0 && operands <= 1 << 16, name, std::to_string(operands) + " operands");
     std::istringstream lines(from.text("steps")), leaving(from.text("results"));
     for (std::string line; std::getline(lines, line);) steps.push_back(read(k, line));
     for (std::string word; leaving >> word;) {
       int64_t value = number(word, count);
       bool fits = value >= operands && leaves.emplace(value, leaves.size()).second;
-      NEED(fits, name, "no result " + word);
+      REQUIRE(fits, name, "no result " + word);
     }
     std::vector<size_t> last(count + 1);  // the last step that uses each value
     for (size_t s = 0; s < steps.size(); s++) {
@@ -47,7 +47,7 @@ struct Chain : ort::Operator {
       for (int64_t value : step.spent) values[value].memory.reset();
     }
     for (const auto& [value, place] : leaves)
-      NEED(values[value].tensor.memory, name, "no step gives result " + std::to_string(place));
+      REQUIRE(values[value].tensor.memory, name, "no step gives result " + std::to_string(place));
   }
 
  private:
@@ -70,7 +70,7 @@ struct Chain : ort::Operator {
     if (word == "-") return NONE;
     bool digits = !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;
     int64_t value = digits && word.size() < 18 ? std::stoll(word) : NONE;
-    NEED(value >= 0 && value < end, name, "no value " + word);
+    REQUIRE(value >= 0 && value < end, name, "no value " + word);
     return value;
   }
 
@@ -79,7 +79,7 @@ struct Chain : ort::Operator {
     std::string word;
     words >> word;
     Step step{kind_of(word), nullptr, {}, {}, {}};
-    NEED(step.kind, name, "no operator " + word);
+    REQUIRE(step.kind, name, "no operator " + word);
     while (words >> word && word != ">") step.operands.push_back(number(word, count));
     Attributes from;
     while (words >> word) {
@@ -89,11 +89,12 @@ struct Chain : ort::Operator {
       } else {
         if (word != "-") count++;
         step.results.push_back(number(word, count));
-        NEED(word == "-" || step.results.back() == count - 1, name, "values out of order");
+        REQUIRE(word == "-" || step.results.back() == count - 1, name, "values out of order");
       }
     }
-    NEED(step.operands.size() <= step.kind->operands && step.results.size() <= step.kind->results,
-         name, "too many operands or results of " + std::string(step.kind->name));
+    REQUIRE(
+        step.operands.size() <= step.kind->operands && step.results.size() <= step.kind->results,
+        name, "too many operands or results of " + std::string(step.kind->name));
     step.op = step.kind->make(k, from);
     return step;
   }
@@ -104,14 +105,14 @@ struct Chain : ort::Operator {
 
     Tensor input(size_t place, bool optional) override {
       int64_t number = place < step.operands.size() ? step.operands[place] : NONE;
-      NEED(number != NONE || optional, step.kind->name, "an operand is missing");
+      REQUIRE(number != NONE || optional, step.kind->name, "an operand is missing");
       if (number == NONE) return {};
       Tensor& tensor = values[number].tensor;
       if (number < chain.operands && !tensor.memory) tensor = node.input(number, optional);
       ort::Type wanted = step.kind->inputs[place].type;
-      NEED(!tensor.memory || wanted == ort::ANY || wanted == tensor.type, step.kind->name,
-           "an operand is of another type");
-      NEED(tensor.memory || optional, step.kind->name, "an operand is missing");
+      REQUIRE(!tensor.memory || wanted == ort::ANY || wanted == tensor.type, step.kind->name,
+              "an operand is of another type");
+      REQUIRE(tensor.memory || optional, step.kind->name, "an operand is missing");
       return tensor;
     }
 

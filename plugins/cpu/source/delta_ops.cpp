@@ -12,12 +12,12 @@ bool are_of(const Tensor& begins, int64_t slots) { return !begins.memory || begi
 
 // silu of a causal convolution: x [B, T, C], the k - 1 inputs before x [B, k - 1, C], weight
 // [k, C], begins or none -> [B, T, C].
-struct CausalConv : Usual {
+struct CausalConv : FloatOperator {
   static constexpr const char* name = "CausalConv";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, maybe(BOOL)};
   static constexpr int64_t TAPS = 64;  // maximum of k
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const override {
     Tensor x = call.input(0), tail = call.input(1), weight = call.input(2);
@@ -25,7 +25,7 @@ struct CausalConv : Usual {
     bool fit = x.rank() == 3 && weight.rank() == 2 && weight.shape[0] > 0 &&
                weight.shape[0] <= TAPS && weight.shape[1] == x.shape[2] &&
                tail.is({x.shape[0], weight.shape[0] - 1, x.shape[2]}) && are_of(begins, x.shape[0]);
-    NEED(fit, name, x.text() + " behind " + tail.text() + ", weight " + weight.text());
+    REQUIRE(fit, name, x.text() + " behind " + tail.text() + ", weight " + weight.text());
     int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
     float* y = call.output(x.shape);
     std::vector<float> none(begins.memory ? C : 0);
@@ -46,11 +46,11 @@ struct CausalConv : Usual {
 
 // The last k inputs before token n [B] of each slot: tail [B, k, C] before this pass, inputs
 // [B, T, C], n, begins or none -> [B, k, C].
-struct LastInputs : Usual {
+struct LastInputs : FloatOperator {
   static constexpr const char* name = "LastInputs";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, INT64, maybe(BOOL)};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const override {
     Tensor tail = call.input(0), x = call.input(1), n = call.input(2);
@@ -58,12 +58,13 @@ struct LastInputs : Usual {
     std::vector<int64_t> slots{x.rank() == 3 ? x.shape[0] : -1};
     bool fit = x.rank() == 3 && tail.rank() == 3 && tail.shape[0] == slots[0] &&
                tail.shape[2] == x.shape[2] && n.shape == slots && are_of(begins, slots[0]);
-    NEED(fit, name, x.text() + " behind " + tail.text());
+    REQUIRE(fit, name, x.text() + " behind " + tail.text());
     int64_t k = tail.shape[1], tokens = x.shape[1], C = x.shape[2];
     float* y = call.output(tail.shape);
     for (int64_t slot = 0; slot < slots[0]; slot++) {
       int64_t end = n.data<int64_t>()[slot];
-      NEED(end >= 0 && end <= tokens, name, "no token " + std::to_string(end) + " of " + x.text());
+      REQUIRE(end >= 0 && end <= tokens, name,
+              "no token " + std::to_string(end) + " of " + x.text());
       bool zero = begins.memory && begins.data<uint8_t>()[slot];
       for (int64_t at = end - k; at < end; at++, y += C) {
         if (at >= 0)
@@ -92,7 +93,7 @@ struct DeltaJob {
         state(call.input(4)),
         begins(call.input(counted ? 6 : 5, true)) {
     if (counted) n = call.input(5);
-    NEED(mixed.rank() == 3 && state.rank() == 4, op, mixed.text() + " with " + state.text());
+    REQUIRE(mixed.rank() == 3 && state.rank() == 4, op, mixed.text() + " with " + state.text());
     slots = mixed.shape[0], tokens = mixed.shape[1];
     heads = state.shape[1], width = state.shape[2], values = state.shape[3];
     bool known = heads > 0 && width > 0 && values > 0;
@@ -102,7 +103,7 @@ struct DeltaJob {
     bool fit = groups > 0 && both == 2 * groups * width && heads % groups == 0 &&
                state.shape[0] == slots && ba.shape == gates && rate.shape == own &&
                bias.shape == own && are_of(begins, slots) && (!counted || n.is({slots}));
-    NEED(fit, op, mixed.text() + ", " + ba.text() + " with " + state.text());
+    REQUIRE(fit, op, mixed.text() + ", " + ba.text() + " with " + state.text());
     each = heads / groups;
   }
   int64_t row() const { return mixed.shape[2]; }
@@ -188,11 +189,11 @@ struct DeltaJob {
 };
 
 // The outputs of all tokens -> [B, T, H, V], and if requested the state after them.
-struct DeltaRule : Usual {
+struct DeltaRule : FloatOperator {
   static constexpr const char* name = "DeltaRule";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, maybe(BOOL)};
   static constexpr Operand results[] = {FLOAT, maybe(FLOAT)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   bool keeps = from.flag("keeps");  // whether the second result exists
 
   void compute(Call& call) const override {
@@ -205,11 +206,11 @@ struct DeltaRule : Usual {
 };
 
 // The state [B, H, K, V] after the first n [B] tokens; n = 0 leaves it unchanged.
-struct DeltaAdvance : Usual {
+struct DeltaAdvance : FloatOperator {
   static constexpr const char* name = "DeltaAdvance";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT64, maybe(BOOL)};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const override {
     DeltaJob job(name, call, true);

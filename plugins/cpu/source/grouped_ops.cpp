@@ -10,12 +10,12 @@ namespace {
 // their first values are rotated. If there is a cache [B, 1, S, 2 * G * D], it is the third result,
 // with the rows written from start [B] on.
 template <class C>
-struct GroupedRows : Usual {
+struct GroupedRows : FloatOperator {
   static constexpr const char* name = name_of<C>("GroupedRows", "GroupedRowsBf16");
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   maybe(FLOAT), FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t heads = from.integer("heads"), groups = from.integer("groups");
   int64_t width = from.integer("width");
   float epsilon = from.real("epsilon");
@@ -23,13 +23,13 @@ struct GroupedRows : Usual {
 
   void compute(Call& call) const {
     Tensor a = call.input(0);
-    NEED(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 &&
-             product(heads, width) <= a.shape[2] - product(2, groups, width),
-         name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
+    REQUIRE(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 &&
+                product(heads, width) <= a.shape[2] - product(2, groups, width),
+            name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], all = a.shape[2], rows = slots * tokens;
     int64_t keys = groups * width, queries = all - 2 * keys;
     Angles angles(name, call.input(3), call.input(4), slots, tokens);
-    NEED(2 * angles.half <= width, name, "angles " + angles.cos.text() + " of a head's numbers");
+    REQUIRE(2 * angles.half <= width, name, "angles " + angles.cos.text() + " of a head's numbers");
     std::vector<float> q_norm = weight(call.input(1, true)), k_norm = weight(call.input(2, true));
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
@@ -50,7 +50,7 @@ struct GroupedRows : Usual {
  private:
   std::vector<float> weight(const Tensor& norm) const {
     if (!norm.memory) return {};
-    NEED(norm.is({width}), name, "norm " + norm.text());
+    REQUIRE(norm.is({width}), name, "norm " + norm.text());
     std::vector<float> all(norm.data<float>(), norm.data<float>() + width);
     for (float& each : all) each += plus_one ? 1.0f : 0.0f;
     return all;

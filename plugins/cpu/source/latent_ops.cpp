@@ -13,24 +13,24 @@ namespace {
 // [B, 1, S, latent + R], it is the third result, with these rows written from start [B] on. It is
 // updated in place if input and output are bound to the same memory.
 template <class C>
-struct LatentRows : Usual {
+struct LatentRows : FloatOperator {
   static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16");
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   FLOAT,       FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   float epsilon = from.real("epsilon");
   bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Tensor a = call.input(0), q_weight = call.input(1, true), weight = call.input(2);
-    NEED(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
+    REQUIRE(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], rows = slots * tokens;
     Angles angles(name, call.input(3), call.input(4), slots, tokens);
     int64_t latent = weight.shape[0], rotary = 2 * angles.half, width = latent + rotary;
     int64_t queries = a.shape[2] - width;
-    NEED(queries >= 0 && (!q_weight.memory || q_weight.is({queries})), name,
-         a.text() + ", norms " + weight.text() + ", " + q_weight.text());
+    REQUIRE(queries >= 0 && (!q_weight.memory || q_weight.is({queries})), name,
+            a.text() + ", norms " + weight.text() + ", " + q_weight.text());
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, width}, 1);
     tasks(call, rows, product(8, rows, a.shape[2]), [&](int64_t m) {
@@ -50,12 +50,12 @@ struct LatentRows : Usual {
 // Latent attention with its per-head projections: q [B, T, H * n + H * R] has all heads' values
 // without position, then all heads' rotary values. w_uk projects a head's n values to `latent`;
 // w_uv projects the result of Attention -> [B, T, H * N]. The last operand is Attention's `chosen`.
-struct LatentAttention : Usual {
+struct LatentAttention : FloatOperator {
   static constexpr const char* name = "LatentAttention";
   static constexpr Operand inputs[] = {FLOAT,          ANY,   maybe(FLOAT16), ANY,
                                        maybe(FLOAT16), FLOAT, FLOAT,          ANY,
                                        FLOAT,          INT64, INT64,          maybe(INT64)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   Attention attention{k, from};
   int64_t latent = from.integer("latent"), outputs = from.integer("N");
   bool interleaved = from.flag("interleaved");
@@ -66,14 +66,14 @@ struct LatentAttention : Usual {
     Weight w_uv = weight_of(name, call.input(3), call.input(4, true), 1, outputs);
     auto sizes = [](const auto& w) -> Matrices { return w; };
     Matrices uk = std::visit(sizes, w_uk), uv = std::visit(sizes, w_uv);
-    NEED(q.rank() == 3 && uk.matrices == uv.matrices && uv.inputs == latent, name,
-         "queries " + q.text() + " of " + std::to_string(uk.matrices) + " heads");
+    REQUIRE(q.rank() == 3 && uk.matrices == uv.matrices && uv.inputs == latent, name,
+            "queries " + q.text() + " of " + std::to_string(uk.matrices) + " heads");
     int64_t slots = q.shape[0], tokens = q.shape[1], heads = uk.matrices, rows = slots * tokens;
     Angles angles(name, call.input(5), call.input(6), slots, tokens);
     int64_t rotary = 2 * angles.half, width = latent + rotary;
     int64_t nope = product(heads, uk.inputs);
-    NEED(q.shape[2] == product(heads, uk.inputs + rotary), name,
-         "queries " + q.text() + " of " + std::to_string(heads) + " heads");
+    REQUIRE(q.shape[2] == product(heads, uk.inputs + rotary), name,
+            "queries " + q.text() + " of " + std::to_string(heads) + " heads");
     Tensor cache = call.input(7), fresh = call.input(8);
     Tensor base = call.input(9), first = call.input(10);
     float* y = call.output({slots, tokens, product(heads, outputs)});

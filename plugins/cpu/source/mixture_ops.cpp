@@ -22,8 +22,8 @@ struct Routed {
       : ids(chosen.data<int32_t>()), each(chosen.last()), weights(weights.data<float>()) {
     std::vector<int64_t> outer(x.shape.begin(), x.shape.end() - (x.rank() > 0));
     outer.push_back(each);
-    NEED(x.rank() > 0 && chosen.shape == outer && each > 0 && weights.shape == outer, op,
-         "rows " + x.text() + " with experts " + chosen.text());
+    REQUIRE(x.rank() > 0 && chosen.shape == outer && each > 0 && weights.shape == outer, op,
+            "rows " + x.text() + " with experts " + chosen.text());
     tokens = x.rows();
     order(op, experts);
   }
@@ -48,8 +48,8 @@ struct Routed {
   void order(const char* op, int64_t experts) {
     std::vector<int64_t> ends(experts + 1);
     for (int64_t m = 0; m < count(); m++) {
-      NEED(ids[m] >= -1 && ids[m] < experts, op,
-           "no expert " + std::to_string(ids[m]) + " of " + std::to_string(experts));
+      REQUIRE(ids[m] >= -1 && ids[m] < experts, op,
+              "no expert " + std::to_string(ids[m]) + " of " + std::to_string(experts));
       if (ids[m] >= 0) ends[ids[m] + 1]++;
     }
     for (int64_t e = 0; e < experts; e++) {
@@ -68,18 +68,18 @@ struct Routed {
 //
 // Weights: gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..], whose I inputs
 // fill P panels; integers have scales. An expert's weights are read once for all of its rows.
-struct Experts : Usual {
+struct Experts : FloatOperator {
   static constexpr const char* name = "Experts";
   static constexpr Operand inputs[] = {FLOAT,          FLOAT, INT32,          ANY,
                                        maybe(FLOAT16), ANY,   maybe(FLOAT16), maybe(FLOAT)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor x = call.input(0), ups = call.input(3), downs = call.input(5);
     Weight down = weight_of(name, downs, call.input(6, true), 1, x.last());
     int64_t inner = std::visit([](const auto& w) { return w.inputs; }, down);
     Weight both = weight_of(name, ups, call.input(4, true), 1, 2 * up(inner, PANEL) * PANEL);
-    NEED(both.index() == down.index(), name, "experts in two formats");
+    REQUIRE(both.index() == down.index(), name, "experts in two formats");
     std::visit([&](const auto& w) { run(call, x, w, std::get<std::decay_t<decltype(w)>>(down)); },
                both);
   }
@@ -89,11 +89,11 @@ struct Experts : Usual {
   void run(Call& call, const Tensor& x, const W& both, const W& down) const {
     using Input = typename W::Input;
     int64_t width = x.last(), panels = up(down.inputs, PANEL), units = panels * W::UNIT;
-    NEED(panels > 0 && both.inputs == width && both.matrices == down.matrices, name,
-         "gates and ups do not fit downs of " + std::to_string(down.inputs) + " inputs");
+    REQUIRE(panels > 0 && both.inputs == width && both.matrices == down.matrices, name,
+            "gates and ups do not fit downs of " + std::to_string(down.inputs) + " inputs");
     Routed routed(name, x, call.input(1), call.input(2), down.matrices);
     Tensor sum = call.input(7, true);
-    NEED(!sum.memory || sum.shape == x.shape, name, "the sum with " + sum.text());
+    REQUIRE(!sum.memory || sum.shape == x.shape, name, "the sum with " + sum.text());
     float* y = call.output(x.shape);
     Inputs<W> in(k, call, both, x.data<float>(), routed.tokens);
     int64_t rows = routed.count(), runs = static_cast<int64_t>(routed.runs.size());
@@ -139,11 +139,11 @@ struct Experts : Usual {
 // logits [.., X], bias [X] -> weights and ids [.., experts + always]: the `experts` experts with
 // the highest biased sigmoid in the kept groups, in falling order, ties by rising id; then experts
 // X, X + 1, .. with weight 1. A NaN in a row's logits or biases makes its weights NaN.
-struct Route : Usual {
+struct Route : FloatOperator {
   static constexpr const char* name = "Route";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr Operand results[] = {FLOAT, INT32};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t groups = from.integer("groups"), kept = from.integer("kept");
   int64_t experts = from.integer("experts"), always = from.integer("always");
   bool normalise = from.flag("normalise");
@@ -155,7 +155,7 @@ struct Route : Usual {
     bool fit = logits.rank() > 0 && bias.is({all}) && groups > 0 && all % groups == 0 && kept > 0 &&
                kept <= groups && experts > 0 && always >= 0 && always <= INT32_MAX - all &&
                experts <= all / groups * kept;
-    NEED(fit, name, "logits " + logits.text() + ", bias " + bias.text());
+    REQUIRE(fit, name, "logits " + logits.text() + ", bias " + bias.text());
     int64_t chosen = experts + always, rows = logits.rows();
     std::vector<int64_t> shape = logits.with_last(chosen);
     float* weights = call.output(shape);
@@ -223,10 +223,10 @@ struct Route : Usual {
 
 // x [.., X * I] of X experts, weights and ids [.., k] -> each expert's I numbers times its weight:
 // 0 if it is not chosen, 1 if it is one of the last `always` experts.
-struct Weigh : Usual {
+struct Weigh : FloatOperator {
   static constexpr const char* name = "Weigh";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, INT32};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t experts = from.integer("experts"), always = from.integer("always");
 
   void compute(Call& call) const {
@@ -234,7 +234,7 @@ struct Weigh : Usual {
     bool fit = x.rank() > 0 && weights.rank() == x.rank() && ids.shape == weights.shape &&
                std::equal(x.shape.begin(), x.shape.end() - 1, ids.shape.begin()) && experts > 0 &&
                always >= 0 && always <= experts && x.last() > 0 && x.last() % experts == 0;
-    NEED(fit, name, std::to_string(experts) + " experts' " + x.text() + ", ids " + ids.text());
+    REQUIRE(fit, name, std::to_string(experts) + " experts' " + x.text() + ", ids " + ids.text());
     int64_t rows = x.rows(), inner = x.last() / experts, k = ids.last();
     float* y = call.output(x.shape);
     tasks(call, rows, product(rows, x.last()), [&](int64_t m) {

@@ -23,9 +23,10 @@ constexpr int64_t ROWS = 48;        // most rows of a task
 constexpr int64_t NO_NUMBER = -2;   // stands for a chosen row if a score is NaN
 
 // Throws unless `holds`. A macro, so that the text is built only then.
-#define NEED(holds, op, ...)                                                                    \
-  do {                                                                                          \
-    if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
+#define REQUIRE(holds, op, ...)                                                              \
+  do {                                                                                       \
+    if (!(holds))                                                                            \
+      throw OperandError(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
   } while (false)
 
 inline int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
@@ -48,12 +49,12 @@ void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
 }
 
 // The base of most operators; each declares `name`, `inputs` and any `results` but one of fp32.
-struct Usual : ort::Operator {
+struct FloatOperator : ort::Operator {
   static constexpr Operand results[] = {FLOAT};
   const Kernels& k;
   const Attributes& from;  // for initial values of members only; it is gone when compute() runs
 
-  Usual(const Kernels& k, const Attributes& from) : k(k), from(from) {}
+  FloatOperator(const Kernels& k, const Attributes& from) : k(k), from(from) {}
 };
 
 }  // namespace

@@ -38,7 +38,8 @@ const Kernels& mtp::chosen_kernels() {
     if (std::strcmp(set->name, requested) == 0) return *set;
     known += std::string(known.empty() ? "" : ", ") + set->name;
   }
-  throw Bad(std::string("MTPBUILD_CPU_ISA is ") + requested + "; this machine has " + known);
+  throw OperandError(std::string("MTPBUILD_CPU_ISA is ") + requested + "; this machine has " +
+                     known);
 }
 
 namespace {

@@ -81,7 +81,7 @@ inline void check(Status* status) {
   if (!status) return;
   std::string why = call<const char*>(GET_ERROR_MESSAGE, static_cast<const Status*>(status));
   call<void>(RELEASE_STATUS, status);
-  throw Bad(why);
+  throw OperandError(why);
 }
 
 // An input: its shape and its memory, whose length onnxruntime has checked. Its type is the
@@ -141,7 +141,7 @@ inline Tensor tensor_of(const Value* value) {
 inline Tensor input(Context* context, size_t place, bool optional = false) {
   const Value* value = nullptr;
   check(call<Status*>(CONTEXT_INPUT, static_cast<const Context*>(context), place, &value));
-  if (!value && !optional) throw Bad("an operand is missing");
+  if (!value && !optional) throw OperandError("an operand is missing");
   return value ? tensor_of(value) : Tensor{};
 }
 
@@ -151,8 +151,9 @@ inline void* output(Context* context, const std::vector<int64_t>& shape, size_t 
   numbers(shape);
   Value* value = nullptr;
   check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
-  if (!value) throw Bad("a result is missing");
-  if (type != ANY && tensor_of(value).type != type) throw Bad("a result is of another type");
+  if (!value) throw OperandError("a result is missing");
+  if (type != ANY && tensor_of(value).type != type)
+    throw OperandError("a result is of another type");
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, value, &memory));
   return memory;
@@ -185,7 +186,7 @@ void parallel(Context* context, int64_t count, const F& task) {
     check(call<Status*>(PARALLEL_FOR, static_cast<const Context*>(context), function, workers,
                         workers, static_cast<void*>(&work)));
   }
-  if (work.failed) throw Bad("out of memory");
+  if (work.failed) throw OperandError("out of memory");
 }
 
 }  // namespace ort

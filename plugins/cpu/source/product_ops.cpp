@@ -6,10 +6,10 @@ namespace {
 
 // x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times a weight for each of H heads
 // -> [B, H, T, N]; with optional norm and sum (Around).
-struct Product : Usual {
+struct Product : FloatOperator {
   static constexpr const char* name = "Product";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT), maybe(FLOAT)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t outputs = from.value_or<int64_t>("N", 0);  // of a packed weight; 0 if it is not packed
   float epsilon = from.value_or("epsilon", 0.0f);
 
@@ -24,8 +24,8 @@ struct Product : Usual {
   template <class W>
   void multiply(Call& call, const Tensor& x, const W& w, bool heads) const {
     bool fits = heads ? x.rank() == 4 && x.shape[1] == w.matrices : x.rank() > 0;
-    NEED(fits && x.last() == w.inputs, name,
-         "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
+    REQUIRE(fits && x.last() == w.inputs, name,
+            "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
     std::vector<int64_t> shape = x.with_last(w.outputs);
     Around around(name, call, 3, epsilon, x, shape);
     float* y = call.output(shape);
@@ -42,16 +42,16 @@ struct Product : Usual {
 
 // silu(x @ gates) * (x @ ups): x [.., K], a packed weight of N outputs, gates first -> [.., N / 2];
 // with an optional norm of x.
-struct GatedProduct : Usual {
+struct GatedProduct : FloatOperator {
   static constexpr const char* name = "GatedProduct";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t outputs = from.integer("N");
   float epsilon = from.value_or("epsilon", 0.0f);
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
-    NEED(outputs > 0 && outputs % (2 * PANEL) == 0, name, std::to_string(outputs) + " outputs");
+    REQUIRE(outputs > 0 && outputs % (2 * PANEL) == 0, name, std::to_string(outputs) + " outputs");
     Weight weight = weight_of(name, call.input(1), call.input(2, true), 0, outputs);
     std::visit([&](const auto& w) { multiply(call, x, w); }, weight);
   }
@@ -59,8 +59,8 @@ struct GatedProduct : Usual {
  private:
   template <class W>
   void multiply(Call& call, const Tensor& x, const W& w) const {
-    NEED(x.rank() > 0 && x.last() == w.inputs, name,
-         "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
+    REQUIRE(x.rank() > 0 && x.last() == w.inputs, name,
+            "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
     int64_t rows = x.rows(), inner = outputs / 2;
     std::vector<int64_t> shape = x.with_last(inner);
     Around around(name, call, 3, epsilon, x, shape);
@@ -80,10 +80,10 @@ struct GatedProduct : Usual {
 
 // Rows of an embedding: tokens [..] and a table [V, K], or int8 [V, K / 32, 32] with scales
 // [V, K / 32] -> [.., K].
-struct Embedding : Usual {
+struct Embedding : FloatOperator {
   static constexpr const char* name = "Embedding";
   static constexpr Operand inputs[] = {INT64, ANY, maybe(FLOAT16)};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor tokens = call.input(0), table = call.input(1), scales = call.input(2, true);
@@ -91,15 +91,15 @@ struct Embedding : Usual {
     bool fits = floats ? table.rank() == 2 && !scales.memory
                        : table.type == UINT8 && table.rank() == 3 && table.last() == BLOCK &&
                              scales.is({table.shape[0], table.shape[1]});
-    NEED(fits, name, "values " + table.text() + " and scales " + scales.text());
+    REQUIRE(fits, name, "values " + table.text() + " and scales " + scales.text());
     int64_t vocabulary = table.shape[0], width = table.count(1, table.rank());
     std::vector<int64_t> shape = tokens.shape;
     shape.push_back(width);
     float* y = call.output(shape);
     for (int64_t m = 0; m < tokens.count(); m++, y += width) {
       int64_t id = tokens.data<int64_t>()[m];
-      NEED(id >= 0 && id < vocabulary, name,
-           "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
+      REQUIRE(id >= 0 && id < vocabulary, name,
+              "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
       if (floats) std::copy_n(table.data<float>() + id * width, width, y);
       for (int64_t i = 0; !floats && i < width; i++) {
         float scale = mtp::half(scales.data<uint16_t>()[(id * width + i) / BLOCK]);

@@ -6,16 +6,16 @@
 namespace {
 
 // x [.., N] / rms(x) * weight [N]
-struct Norm : Usual {
+struct Norm : FloatOperator {
   static constexpr const char* name = "Norm";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   float epsilon = from.real("epsilon");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), w = call.input(1);
-    NEED(w.rank() == 1 && x.rank() > 0 && x.last() > 0 && x.last() == w.shape[0], name,
-         x.text() + ", " + w.text());
+    REQUIRE(w.rank() == 1 && x.rank() > 0 && x.last() > 0 && x.last() == w.shape[0], name,
+            x.text() + ", " + w.text());
     int64_t rows = x.rows(), size = x.last();
     float* y = call.output(x.shape);
     tasks(call, rows, product(4, rows, size), [&](int64_t m) {
@@ -25,17 +25,17 @@ struct Norm : Usual {
 };
 
 // x * silu(z), or x * sigmoid(z): x has as many numbers as z; the result has z's shape.
-struct Gate : Usual {
+struct Gate : FloatOperator {
   static constexpr const char* name = "Gate";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr int64_t PART = 1024;  // numbers in a task
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   bool silu = from.flag("silu");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), z = call.input(1);
     int64_t count = z.count();
-    NEED(x.count() == count, name, x.text() + " times " + z.text());
+    REQUIRE(x.count() == count, name, x.text() + " times " + z.text());
     float* y = call.output(z.shape);
     tasks(call, up(count, PART), product(32, count), [&](int64_t i) {
       int64_t first = i * PART, some = min(PART, count - first), vectors = some / LANES * LANES;
@@ -60,11 +60,11 @@ struct Gate : Usual {
 
 // Cosines or sines of x, the angles by which queries and keys are rotated.
 template <bool COSINE>
-struct Circle : Usual {
+struct Circle : FloatOperator {
   static constexpr const char* name = COSINE ? "Cos" : "Sin";
   static constexpr Operand inputs[] = {FLOAT};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
@@ -80,22 +80,22 @@ struct Circle : Usual {
 // Strict greedy acceptance, as defined in `plugins/accept_rewind/op.py`: logits [B, T, V], window
 // [B, T], num_drafts, lengths and active [B] -> tokens [B, T], num_tokens and new lengths [B],
 // log-probabilities and margins [B, T].
-struct Accept : Usual {
+struct Accept : FloatOperator {
   static constexpr const char* name = "Accept";
   static constexpr Operand inputs[] = {FLOAT, INT64, INT64, INT64, BOOL};
   static constexpr Operand results[] = {INT64, INT64, INT64, FLOAT, FLOAT};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor logits = call.input(0), window = call.input(1);
     Tensor drafts = call.input(2), lengths = call.input(3);
     Tensor active = call.input(4);
     std::vector<int64_t> slots{logits.rank() == 3 ? logits.shape[0] : -1};
-    NEED(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
-             window.shape[1] == logits.shape[1] && window.shape[1] > 0 && logits.shape[2] > 1 &&
-             drafts.shape == slots && lengths.shape == slots && active.shape == slots,
-         name, "logits " + logits.text() + " of a window " + window.text());
+    REQUIRE(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
+                window.shape[1] == logits.shape[1] && window.shape[1] > 0 && logits.shape[2] > 1 &&
+                drafts.shape == slots && lengths.shape == slots && active.shape == slots,
+            name, "logits " + logits.text() + " of a window " + window.text());
     int64_t T = window.shape[1], rows = slots[0] * T, V = logits.shape[2];
     int64_t* tokens = call.output<int64_t>(window.shape);
     int64_t* counts = call.output<int64_t>(slots, 1);
@@ -116,22 +116,22 @@ struct Accept : Usual {
         for (n = 1; n <= most && drafted[n - 1] == own[n - 1];) n++;
       for (int64_t i = n; i < T; i++) own[i] = -1;
       counts[slot] = n;
-      NEED(lengths.data<int64_t>()[slot] <= INT64_MAX - T, name, "a length without an end");
+      REQUIRE(lengths.data<int64_t>()[slot] <= INT64_MAX - T, name, "a length without an end");
       ends[slot] = lengths.data<int64_t>()[slot] + n;
     }
   }
 };
 
 // x [.., V] -> x - log(sum(exp(x))), with the same sum as Accept.
-struct LogSoftmax : Usual {
+struct LogSoftmax : FloatOperator {
   static constexpr const char* name = "LogSoftmax";
   static constexpr Operand inputs[] = {FLOAT};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
-    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    REQUIRE(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), V = x.last();
     float* y = call.output(x.shape);
     tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
@@ -144,16 +144,16 @@ struct LogSoftmax : Usual {
 };
 
 // x [.., V] -> the index [..] of each row's highest number; ties go to the lowest index.
-struct ArgMax : Usual {
+struct ArgMax : FloatOperator {
   static constexpr const char* name = "ArgMax";
   static constexpr Operand inputs[] = {FLOAT};
   static constexpr Operand results[] = {INT64};
 
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
-    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    REQUIRE(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), V = x.last();
     int64_t* y = call.output<int64_t>({x.shape.begin(), x.shape.end() - 1});
     tasks(call, rows, product(rows, V),

@@ -8,12 +8,12 @@
 namespace ort {
 
 // The error for an invalid operand or attribute.
-struct Bad : std::runtime_error {
+struct OperandError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct TooLarge : Bad {
-  TooLarge() : Bad("a size is negative or too large") {}
+struct TooLarge : OperandError {
+  TooLarge() : OperandError("a size is negative or too large") {}
 };
 
 // Calls an operator and adds its name to errors about sizes.
@@ -22,7 +22,7 @@ void named(const char* op, const F& compute) {
   try {
     compute();
   } catch (const TooLarge& error) {
-    throw Bad(std::string("mtpbuild ") + op + ": " + error.what());
+    throw OperandError(std::string("mtpbuild ") + op + ": " + error.what());
   }
 }
 

@@ -8,21 +8,21 @@ namespace {
 
 // LayerNorm of a [B, T, D] with weight [D] and bias [D], then rotation of the first R numbers by
 // cos, sin [B, T, R / 2]. Sums are added in ascending order.
-struct IndexKeys : Usual {
+struct IndexKeys : FloatOperator {
   static constexpr const char* name = "IndexKeys";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, FLOAT};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   float epsilon = from.real("epsilon");
   bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Tensor a = call.input(0), weight = call.input(1), bias = call.input(2);
     std::vector<int64_t> row{a.rank() == 3 ? a.shape[2] : -1};
-    NEED(weight.shape == row && bias.shape == row && row[0] > 0, name,
-         a.text() + ", norms " + weight.text() + ", " + bias.text());
+    REQUIRE(weight.shape == row && bias.shape == row && row[0] > 0, name,
+            a.text() + ", norms " + weight.text() + ", " + bias.text());
     int64_t rows = a.shape[0] * a.shape[1], size = row[0];
     Angles angles(name, call.input(3), call.input(4), a.shape[0], a.shape[1]);
-    NEED(2 * angles.half <= size, name, "angles " + angles.cos.text() + " of " + a.text());
+    REQUIRE(2 * angles.half <= size, name, "angles " + angles.cos.text() + " of " + a.text());
     float* y = call.output(a.shape);
     tasks(call, rows, product(8, rows, size), [&](int64_t m) {
       auto normed = scratch<float>(size);
@@ -48,21 +48,21 @@ struct IndexKeys : Usual {
 // rising order, padded with -1 (plugins/sparse_rows/op.py). Positions before base are rows of the
 // cache, those from base on fresh rows; token t sees positions up to base + first + t. A row's key
 // is its last D numbers.
-struct ChooseRows : Usual {
+struct ChooseRows : FloatOperator {
   static constexpr const char* name = "ChooseRows";
   static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, FLOAT, ANY, FLOAT, INT64, INT64};
   static constexpr Operand results[] = {INT64};
   static constexpr int64_t MOST_CHOSEN = 1 << 20;
   static constexpr int64_t PIECE = 512;       // rows of a task
   static constexpr int64_t SCORES = 1 << 22;  // most scores in memory; one token may have more
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t count = from.integer("count");
   bool interleaved = from.flag("interleaved");
 
   void compute(Call& call) const {
     Job job(call, count);
     Angles angles(name, call.input(2), call.input(3), job.slots, job.tokens);
-    NEED(2 * angles.half <= job.size, name, "angles " + angles.cos.text());
+    REQUIRE(2 * angles.half <= job.size, name, "angles " + angles.cos.text());
     int64_t* y = call.output<int64_t>({job.slots, job.tokens, count});
     int64_t all = job.slots * job.tokens, most = 1;
     for (int64_t m = 0; m < all; m++) most = std::max(most, job.seen(m));
@@ -94,14 +94,14 @@ struct ChooseRows : Usual {
           base(call.input(6)),
           first(call.input(7)),
           rows(name, call.input(4), call.input(5), weights.rank() > 0 ? weights.shape[0] : 0) {
-      NEED(q.rank() == 3 && weights.rank() == 3, name,
-           "queries " + q.text() + ", weights " + weights.text());
+      REQUIRE(q.rank() == 3 && weights.rank() == 3, name,
+              "queries " + q.text() + ", weights " + weights.text());
       slots = q.shape[0], tokens = q.shape[1], heads = weights.shape[2];
       size = heads > 0 ? q.shape[2] / heads : 0;
-      NEED(size > 0 && size <= rows.stride && q.shape[2] % heads == 0 &&
-               weights.is({slots, tokens, heads}) && base.is({slots}) && first.is({slots}),
-           name, "queries " + q.text() + ", weights " + weights.text());
-      NEED(count > 0 && count <= MOST_CHOSEN, name, "a choice of " + std::to_string(count));
+      REQUIRE(size > 0 && size <= rows.stride && q.shape[2] % heads == 0 &&
+                  weights.is({slots, tokens, heads}) && base.is({slots}) && first.is({slots}),
+              name, "queries " + q.text() + ", weights " + weights.text());
+      REQUIRE(count > 0 && count <= MOST_CHOSEN, name, "a choice of " + std::to_string(count));
     }
     int64_t old(int64_t slot) const { return rows.clamped(base.data<int64_t>()[slot]); }
     // Returns the number of positions that token m (of all slots) sees.

@@ -6,25 +6,25 @@ namespace {
 
 // x [B, N, ..], start [B] -> [B, count, ..]: `count` rows of each slot from its start on.
 template <class T>
-struct Take : Usual {
+struct Take : FloatOperator {
   static constexpr const char* name = std::is_same_v<T, float> ? "Take" : "TakeInts";
   static constexpr Operand inputs[] = {TYPE<T>, INT64};
   static constexpr Operand results[] = {TYPE<T>};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t count = from.integer("count");
 
   void compute(Call& call) const {
     Tensor x = call.input(0), start = call.input(1);
-    NEED(x.rank() > 1 && start.is({x.shape[0]}) && count > 0 && count <= x.shape[1], name,
-         std::to_string(count) + " rows of " + x.text());
+    REQUIRE(x.rank() > 1 && start.is({x.shape[0]}) && count > 0 && count <= x.shape[1], name,
+            std::to_string(count) + " rows of " + x.text());
     std::vector<int64_t> shape = x.shape;
     shape[1] = count;
     T* y = call.output<T>(shape);
     int64_t width = x.count(2, x.rank());
     for (int64_t slot = 0; slot < x.shape[0]; slot++) {
       int64_t at = start.data<int64_t>()[slot];
-      NEED(at >= 0 && at <= x.shape[1] - count, name,
-           std::to_string(count) + " rows from " + std::to_string(at) + " on of " + x.text());
+      REQUIRE(at >= 0 && at <= x.shape[1] - count, name,
+              std::to_string(count) + " rows from " + std::to_string(at) + " on of " + x.text());
       std::copy_n(x.data<T>() + (slot * x.shape[1] + at) * width, count * width,
                   y + slot * count * width);
     }
@@ -33,11 +33,11 @@ struct Take : Usual {
 
 // Concatenates two to four tensors along an axis.
 template <class T>
-struct Join : Usual {
+struct Join : FloatOperator {
   static constexpr const char* name = std::is_same_v<T, float> ? "Join" : "JoinInts";
   static constexpr Operand inputs[] = {TYPE<T>, TYPE<T>, maybe(TYPE<T>), maybe(TYPE<T>)};
   static constexpr Operand results[] = {TYPE<T>};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t axis = from.integer("axis");
 
   void compute(Call& call) const {
@@ -47,16 +47,16 @@ struct Join : Usual {
       if (part.memory) parts.push_back(part);
     }
     std::vector<int64_t> shape = parts[0].shape;
-    NEED(axis >= 0 && axis < static_cast<int64_t>(shape.size()), name, parts[0].text());
+    REQUIRE(axis >= 0 && axis < static_cast<int64_t>(shape.size()), name, parts[0].text());
     size_t place = static_cast<size_t>(axis);
     shape[place] = 0;
     for (const Tensor& part : parts) {
       std::vector<int64_t> other = part.shape;
-      NEED(other.size() == shape.size(), name, part.text() + " beside " + parts[0].text());
+      REQUIRE(other.size() == shape.size(), name, part.text() + " beside " + parts[0].text());
       int64_t size = other[place];
       other[place] = shape[place];
-      NEED(other == shape && size <= MOST && shape[place] <= MOST, name,
-           part.text() + " beside " + parts[0].text());
+      REQUIRE(other == shape && size <= MOST && shape[place] <= MOST, name,
+              part.text() + " beside " + parts[0].text());
       shape[place] += size;
     }
     T* y = call.output<T>(shape);
@@ -71,17 +71,17 @@ struct Join : Usual {
 };
 
 // x [.., N] -> the first `first` columns, and the others.
-struct Split : Usual {
+struct Split : FloatOperator {
   static constexpr const char* name = "Split";
   static constexpr Operand inputs[] = {FLOAT};
   static constexpr Operand results[] = {FLOAT, FLOAT};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t first = from.integer("first");
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
-    NEED(x.rank() > 0 && first > 0 && first < x.last(), name,
-         std::to_string(first) + " columns of " + x.text());
+    REQUIRE(x.rank() > 0 && first > 0 && first < x.last(), name,
+            std::to_string(first) + " columns of " + x.text());
     std::vector<int64_t> shape = x.shape;
     int64_t rest = shape.back() - first;
     shape.back() = first;
@@ -99,20 +99,20 @@ struct Split : Usual {
 // As defined in `plugins/rotary_rows/op.py`: start [B], active [B] or none, inv_freq [half], number
 // of tokens, and the position of inactive slots -> cos and sin [B, T, half], base, place and first
 // [B].
-struct Places : Usual {
+struct Places : FloatOperator {
   static constexpr const char* name = "Places";
   static constexpr Operand inputs[] = {INT64, maybe(BOOL), FLOAT, INT64, INT64};
   static constexpr Operand results[] = {FLOAT, FLOAT, INT64, INT64, INT64};
-  using Usual::Usual;
+  using FloatOperator::FloatOperator;
   int64_t offset = from.integer("offset");
   float scale = from.real("scale");
 
   void compute(Call& call) const {
     Tensor start = call.input(0), active = call.input(1, true), frequencies = call.input(2);
     int64_t tokens = number(call.input(3)), end = number(call.input(4));
-    NEED(start.rank() == 1 && (!active.memory || active.shape == start.shape) &&
-             frequencies.rank() == 1 && tokens >= 0 && tokens <= INT32_MAX && offset <= MOST,
-         name, "start " + start.text() + ", frequencies " + frequencies.text());
+    REQUIRE(start.rank() == 1 && (!active.memory || active.shape == start.shape) &&
+                frequencies.rank() == 1 && tokens >= 0 && tokens <= INT32_MAX && offset <= MOST,
+            name, "start " + start.text() + ", frequencies " + frequencies.text());
     int64_t slots = start.shape[0], half = frequencies.shape[0];
     float* cos = call.output({slots, tokens, half});
     float* sin = call.output({slots, tokens, half}, 1);
@@ -137,7 +137,7 @@ struct Places : Usual {
 
  private:
   static int64_t number(const Tensor& x) {
-    NEED(x.count() == 1, name, "no number, but " + x.text());
+    REQUIRE(x.count() == 1, name, "no number, but " + x.text());
     return *x.data<int64_t>();
   }
 };

@@ -29,10 +29,10 @@ struct Around {
   Around(const char* op, Call& call, size_t place, float epsilon, const Tensor& x,
          const std::vector<int64_t>& y)
       : norm(call.input(place, true)), sum(call.input(place + 1, true)), epsilon(epsilon) {
-    NEED(!norm.memory || norm.is({x.last()}), op, "rows " + x.text() + ", norm " + norm.text());
+    REQUIRE(!norm.memory || norm.is({x.last()}), op, "rows " + x.text() + ", norm " + norm.text());
     bias = sum.is({y.back()});
     width = y.back();
-    NEED(!sum.memory || bias || sum.shape == y, op, "the sum with " + sum.text());
+    REQUIRE(!sum.memory || bias || sum.shape == y, op, "the sum with " + sum.text());
   }
   // Adds the operand to `count` numbers of the result, from y[place] on.
   void add(int64_t place, int64_t count, float* y) const {
@@ -51,13 +51,13 @@ struct FloatWeight : Matrices {
 
   FloatWeight(const char* op, const Tensor& w, size_t outer, int64_t named)
       : values(w.data<float>()), packed(named != 0) {
-    NEED(w.rank() == outer + (packed ? 3 : 2), op, "weight is " + w.text());
+    REQUIRE(w.rank() == outer + (packed ? 3 : 2), op, "weight is " + w.text());
     matrices = w.count(0, outer);
     inputs = w.shape[w.rank() - 2];
     outputs = packed ? named : w.last();
     panels = up(outputs, PANEL);
-    NEED(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels), op,
-         std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
+    REQUIRE(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels), op,
+            std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
   }
   int64_t size() const { return inputs; }  // of a row, in Inputs
   static int64_t share(int64_t) { return WIDE; }
@@ -87,19 +87,19 @@ struct IntegerWeight : Matrices {
 
   IntegerWeight(const char* op, const Tensor& v, const Tensor& s, size_t outer, int64_t named)
       : values(v.data<uint8_t>()), scales(s.data<uint16_t>()), bits(v.last() / 128) {
-    NEED(v.rank() == outer + 3 && s.rank() == outer + 3, op,
-         "weight is " + v.text() + ", " + s.text());
+    REQUIRE(v.rank() == outer + 3 && s.rank() == outer + 3, op,
+            "weight is " + v.text() + ", " + s.text());
     bool alike = std::equal(v.shape.begin(), v.shape.end() - 1, s.shape.begin());
-    NEED(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
-         "no packed weight has values " + v.text() + " and scales " + s.text());
+    REQUIRE(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
+            "no packed weight has values " + v.text() + " and scales " + s.text());
     panels = v.shape[outer];
     blocks = v.shape[outer + 1];
     matrices = v.count(0, outer);
     inputs = blocks * BLOCK;
     outputs = named;
-    NEED(outputs > 0 && panels == up(outputs, PANEL) && blocks > 0, op,
-         std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32, " +
-             std::to_string(blocks) + " blocks of inputs");
+    REQUIRE(outputs > 0 && panels == up(outputs, PANEL) && blocks > 0, op,
+            std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32, " +
+                std::to_string(blocks) + " blocks of inputs");
   }
   int64_t size() const { return blocks; }
   static int64_t share(int64_t panels) { return std::max<int64_t>(1, min(WIDE, panels / 16)); }
@@ -130,10 +130,10 @@ using Weight = std::variant<FloatWeight, IntegerWeight>;
 inline Weight weight_of(const char* op, const Tensor& values, const Tensor& scales, size_t outer,
                         int64_t outputs) {
   if (values.type == ort::FLOAT) {
-    NEED(!scales.memory, op, "scales of fp32");
+    REQUIRE(!scales.memory, op, "scales of fp32");
     return FloatWeight(op, values, outer, outputs);
   }
-  NEED(values.type == ort::UINT8 && scales.memory, op, "no packed weight");
+  REQUIRE(values.type == ort::UINT8 && scales.memory, op, "no packed weight");
   return IntegerWeight(op, values, scales, outer, outputs);
 }
 
