@@ -6,7 +6,7 @@ The `safetensors` package neither returns the offset of a tensor nor writes a he
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,14 +47,19 @@ def read_header(path: Path) -> tuple[Header, dict[str, str], int]:
     """
     check_regular(path)
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length)) if length <= MOST_BYTES else None
-        except RecursionError:
-            header = None
-        if not isinstance(header, dict):
-            raise ValueError("its header is damaged")
-        return header, header.pop(METADATA, {}), file.tell()
+        return parse_header(file)
+
+
+def parse_header(file: BinaryIO) -> tuple[Header, dict[str, str], int]:
+    """Do what `read_header` does for a file that is open at its beginning."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(length)) if length <= MOST_BYTES else None
+    except RecursionError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError("its header is damaged")
+    return header, header.pop(METADATA, {}), file.tell()
 
 
 def view_tensors(header: Header, data: NDArray[Any]) -> dict[str, NDArray[Any]]:

@@ -35,7 +35,7 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
 
     Raises CheckpointError if a file is missing or truncated.
     """
-    index = _read_index(folder)
+    index = read_index(folder)
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
     shards = [folder / name for name in _names(index)]
@@ -45,12 +45,12 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
 
 def shard_names(folder: Path) -> list[str]:
     """Return the names of the files of a checkpoint's weights, even if they are missing."""
-    return _names(_read_index(folder))
+    return _names(read_index(folder))
 
 
 def stored_names(folder: Path) -> set[str]:
     """Return the names of a text model's tensors from index or header, without torch."""
-    if (index := _read_index(folder)) is not None:
+    if (index := read_index(folder)) is not None:
         found: Iterable[str] = index.shards
     else:
         try:
@@ -69,7 +69,8 @@ def _names(index: Index | None) -> list[str]:
     return names
 
 
-def _read_index(folder: Path) -> Index | None:
+def read_index(folder: Path) -> Index | None:
+    """Read a folder's index; return None if there is none. Raises CheckpointError."""
     if not (path := folder / INDEX).exists():
         return None
     try:

@@ -1,15 +1,18 @@
 """Download the files that a build reads, the weights after all other checks."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint import readable
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, stored_names
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_index, shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
@@ -17,19 +20,20 @@ from mtpbuild.builder.compiler.plans import check_flags, cut_layers
 from mtpbuild.builder.forecast.cpu import MAPPED
 from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
-from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
+from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
+from mtpbuild.builder.weights.stored import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.hub import Repository
 
+MOST_REQUESTS = 8  # to the hub, at once
 SMALL = (CONFIG, INDEX, readable.MODELOPT)
 
 
@@ -72,21 +76,31 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
         source = FoundModel(model.name, model.engine, repository.folder)
-        _, plans = check_small_files(request, *cut_layers(request, source))
+        source, config = cut_layers(request, source)
+        _, plans = check_small_files(request, source, config)
         names = find_weights(repository)
-        check_modules(request, repository)
         if wanted := sum(map(repository.lacking_bytes, names)):
             check_room(repository.name, wanted, plans, repository.folder, room)
 
-        # 3. Fetch the weights. The revision counts as downloaded when the last one is here.
+        # 3. Check the tensors by their headers.
+        drafts = any(plan.nextn for plan in plans.values())
+        check_headers(repository, names, config, request.layers, drafts)
+
+        # 4. Fetch the weights. The revision counts as downloaded when the last one is here.
         for name in names:
             repository.fetch_weights(name)
     write_ref(model.repository, revision, repository.commit)
 
 
 def fetch_small_files(repository: "Repository") -> None:
-    """Fetch the files beside the weights; raise CheckpointError for unsupported formats."""
+    """Fetch the files beside the weights.
+
+    Raises CheckpointError for an unsupported class, which the first file tells, or format.
+    """
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
+    if CONFIG in repository.files:
+        repository.fetch(CONFIG)
+        refuse_class(repository.folder / CONFIG)
     readable.refuse_gguf(where, repository.files, instead)
     for name in repository.files:
         if name in SMALL or is_side_file(name):
@@ -98,17 +112,25 @@ def fetch_small_files(repository: "Repository") -> None:
     readable.refuse_tokenizer(where, repository.files)
 
 
-def check_modules(request: BuildRequest, repository: "Repository") -> None:
-    """Raise CheckpointError if drafts are wanted and the index lacks the MTP layers.
+def check_headers(
+    repository: "Repository",
+    names: Sequence[str],
+    config: ModelConfig,
+    layers: LayersSlice | None,
+    drafts: bool,
+) -> None:
+    """Raise CheckpointError if a tensor's name, dtype or shape is wrong, as opening it would.
 
-    A repository without an index is checked when its weights are here.
+    names: of the weights' files, whose headers alone are fetched. drafts: whether MTP modules are
+    needed.
     """
-    names = stored_names(repository.folder)
-    if names and request.nextn != (0,):
-        config = load_config(repository.folder)
-        family = family_of(config)
-        there = stored_modules(family, config, names)
-        refuse_stripped(repository.name, family, config, there)
+    where, index = Path(repository.name), read_index(repository.folder)
+    with ThreadPoolExecutor(MOST_REQUESTS) as threads:
+        headers = threads.map(repository.read_header, names)
+        shards = [describe_tensors(where / n, h) for n, h in zip(names, headers, strict=True)]
+    opened = cut_tensors(collect_tensors(repository.folder, shards, index), layers)
+    named = replace(opened, folder=where)
+    named.check(named.settle_modules(config, drafts))
 
 
 def find_weights(repository: "Repository") -> list[str]:

@@ -11,21 +11,30 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from httpx2 import HTTPError
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+)
 from huggingface_hub.utils import logging as hub_logging
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
 from mtpbuild.runtime.contract.manifest import hash_file
-from mtpbuild.runtime.errors import DownloadError
+from mtpbuild.runtime.errors import CheckpointError, DownloadError
+from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header, read_header
 
 NAME = "mtpbuild"  # our name in requests to the hub
+START = 100_000  # bytes of a file that most headers fit into
+RETRY: dict[str, Any] = {"retry_on_exceptions": (), "retry_on_status_codes": (408, 429)}
 RESUMES = "what has been fetched stays, and the same command goes on from there"
 
 
@@ -70,6 +79,41 @@ class Repository:
             with explain_errors(self.name, self.commit):
                 self._resume(name, blob, size)
         self.fetch(name)  # it finds the contents there and links them to their name
+
+    def read_header(self, name: str) -> Header:
+        """Return a safetensors file's header, of which alone the bytes are fetched.
+
+        Raises CheckpointError if it is damaged.
+        """
+        try:
+            if (here := self.folder / name).exists():
+                return read_header(here)[0]
+            start = self._read_start(name, START)
+            length = 8 + int.from_bytes(start[:8], "little")
+            if START < length <= MOST_BYTES:
+                start = self._read_start(name, length)
+            return parse_header(BytesIO(start))[0]
+        except ValueError as error:
+            what = f"{self.name}/{name}: not a readable safetensors file ({error})"
+            raise CheckpointError(what) from None
+
+    def _read_start(self, name: str, count: int) -> bytes:
+        """Fetch the first bytes of a file; of a hub that sends it whole, no more are read."""
+        headers = build_hf_headers(library_name=NAME)
+        headers |= {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+        url, got = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint()), b""
+        with (
+            explain_errors(self.name, self.commit),
+            http_stream_backoff(
+                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **RETRY
+            ) as response,
+        ):
+            hf_raise_for_status(response)
+            for piece in response.iter_bytes():
+                got += piece
+                if len(got) >= count:
+                    break
+        return got[:count]
 
     def lacking_bytes(self, name: str) -> int:
         """Return the bytes of a file that are still to be fetched."""

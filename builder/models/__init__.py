@@ -1,12 +1,14 @@
 """The model families: each has a folder, and `common` holds the code that they share."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig as ModelConfig
+from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.builder.checkpoint.shards import stored_names
 from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.builder.models.modules import with_modules
@@ -53,6 +55,25 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     raise CheckpointError(f"unsupported architecture {found}; supported: {known}")
 
 
+def refuse_class(path: Path) -> None:
+    """Raise CheckpointError if a `config.json` names an architecture that is not supported.
+
+    A missing or damaged file passes: `load_config` reports it.
+    """
+    if raw := read_object(path):
+        with naming(path):
+            find_family(raw)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Begin the message of a CheckpointError with the name of a file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def family_of(config: ModelConfig) -> Family:
     """Return the family to which a configuration belongs."""
     kind: type = type(config)
@@ -69,12 +90,11 @@ def load_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     try:
         raw = read_json(path)
-        if not isinstance(raw, dict):
-            raise CheckpointError("expected a JSON object")
-        family = find_family(raw)
-        return family.parse_config(with_modules(family, raw, stored_names(folder)))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        with naming(path):
+            if not isinstance(raw, dict):
+                raise CheckpointError("expected a JSON object")
+            family = find_family(raw)
+            return family.parse_config(with_modules(family, raw, stored_names(folder)))
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

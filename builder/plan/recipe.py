@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
 from mtpbuild.builder.checkpoint.readable import refuse_folder, refuse_gguf
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.models import refuse_class
 from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 
@@ -151,6 +153,7 @@ def find_model(
     folder = checkpoint or named.find_weights(revision)
     if folder is None:
         raise named.missing(revision)
+    refuse_class(folder / CONFIG)  # nobody asks for another format of a model that isn't built
     refuse_folder(folder, instead_of(named.repository or folder.resolve().name))
     return FoundModel(named.name, named.engine, folder)
 

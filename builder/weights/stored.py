@@ -5,7 +5,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_quantisation
-from mtpbuild.builder.checkpoint.shards import find_shards, more
+from mtpbuild.builder.checkpoint.shards import Index, find_shards, more
 from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
 from mtpbuild.builder.formats import (
     DTYPES,
@@ -33,6 +33,7 @@ from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
+from mtpbuild.runtime.safetensors_header import Header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,12 +153,16 @@ class Checkpoint:
         Quantised and fine-tuned copies of models often lack modules; with `drafts` a missing one
         raises CheckpointError.
         """
+        return self._own_copies(self.settle_modules(config, drafts))
+
+    def settle_modules(self, config: Config, drafts: bool = False) -> Config:
+        """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = family_of(config)
         stored_count = stored_modules(family, config, self.tensors)
         if drafts:
             refuse_stripped(self.folder, family, config, stored_count)
         count = min(stored_count, config.num_nextn_predict_layers)
-        return self._own_copies(replace(config, num_nextn_predict_layers=count))
+        return replace(config, num_nextn_predict_layers=count)
 
     def _own_copies(self, config: Config) -> Config:
         """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
@@ -211,23 +216,46 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors` or of the shards that the index names."""
     paths, index = find_shards(folder)
+    return collect_tensors(folder, map(list_entries, paths), index)
+
+
+def collect_tensors(
+    folder: Path, shards: Iterable[Iterable[FileEntry]], index: Index | None
+) -> Checkpoint:
+    """Return the checkpoint of these shards' tensors, whose files need not be here."""
     tensors: dict[str, FileEntry] = {}
     files: dict[str, Path] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name in files:
-                        raise CheckpointError(f"{path}: tensor {name} is in {files[name]} too")
-                    tensor, files[name] = file.get_slice(name), path
-                    shape = tuple(tensor.get_shape())
-                    tensors |= entries(FileEntry(tensor.get_dtype(), shape, path, name))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    for entry in chain.from_iterable(shards):
+        if entry.name in files:
+            other = files[entry.name]
+            raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
+        files[entry.name] = entry.file
+        tensors |= entries(entry)
     if index is not None:
         index.check(files)
     tower = sum(text_name(name) is None for name in files)
     return Checkpoint(folder, tensors, tower, read_quantisation(folder))
+
+
+def list_entries(path: Path) -> list[FileEntry]:
+    """List the tensors of a safetensors file."""
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return [
+                FileEntry(tensor.get_dtype(), tuple(tensor.get_shape()), path, name)
+                for name, tensor in slices.items()
+            ]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
+    """List the tensors in the header of a file that may be elsewhere."""
+    try:
+        return [FileEntry(e["dtype"], tuple(e["shape"]), path, n) for n, e in header.items()]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:
@@ -245,9 +273,12 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
     """List the tensors of a slice, renamed for a model of its layers alone; None: all layers."""
-    checkpoint = open_checkpoint(folder)
+    return cut_tensors(open_checkpoint(folder), layers)
+
+
+def cut_tensors(checkpoint: Checkpoint, layers: LayersSlice | None) -> Checkpoint:
     if layers is None:
         return checkpoint
-    count = load_config(folder).num_hidden_layers
+    count = load_config(checkpoint.folder).num_hidden_layers
     renamed = ((layers.rename(name, count), entry) for name, entry in checkpoint.tensors.items())
     return replace(checkpoint, tensors={new: entry for new, entry in renamed if new is not None})

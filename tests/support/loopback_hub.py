@@ -51,6 +51,7 @@ class LoopbackHub:
     url: str = ""
     repositories: dict[str, Hosted] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
+    peeked: dict[str, int] = field(default_factory=dict)  # most first bytes that were asked for
     asked: list[str] = field(default_factory=list)  # method and path of each request
     cuts: dict[str, list[int]] = field(default_factory=dict)  # file -> where answers break off
     down_after_cut: bool = False  # answers that the hub is unavailable
@@ -174,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, path: Path, headers: dict[str, str] | None = None) -> None:
         """Sends a file, or the requested range of it; some answers break off in the middle."""
         asked, data = self.headers.get("Range"), path.read_bytes()
+        if asked and not asked.endswith("-"):
+            return self.send_start(path.name, data, asked)
         first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
         headers = {"Accept-Ranges": "bytes"} | (headers or {})
         if asked:
@@ -188,6 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         self.hub.sent.append(Sent(path.name, first, len(body), self.token()))
         return self.answer(206 if asked else 200, headers, body, len(data) - first)
+
+    def send_start(self, name: str, data: bytes, asked: str) -> None:
+        """Sends the first bytes of a file, with which its header is read."""
+        last = min(int(asked.removeprefix("bytes=0-")), len(data) - 1)
+        self.hub.peeked[name] = max(last + 1, self.hub.peeked.get(name, 0))
+        ranges = {"Content-Range": f"bytes 0-{last}/{len(data)}"}
+        return self.answer(206, ranges, data[: last + 1])
 
     def answer(
         self, status: int, headers: dict[str, str], body: bytes = b"", length: int | None = None
