@@ -117,7 +117,8 @@ struct Halve : FloatOperator {
   static constexpr Operand inputs[] = {FLOAT};
   int64_t count;
 
-  Halve(const Kernels& k, const Attributes& from) : FloatOperator(k, from), count(from.integer("count")) {}
+  Halve(const Kernels& k, const Attributes& from)
+      : FloatOperator(k, from), count(from.integer("count")) {}
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
