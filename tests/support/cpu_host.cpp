@@ -20,6 +20,7 @@
 
 const void* const* ort::api = nullptr;      // the library has its own
 constexpr int64_t ROOM = int64_t{1} << 28;  // bytes of a result, or of what an operator asks for
+constexpr int OPTIONAL = 1;                 // the kind of an operand
 constexpr unsigned SECONDS = 60;            // for a case: longer is a loop that never ends
 
 // A damaged size must not fill this machine's memory: beyond ROOM there is none.
