@@ -63,6 +63,7 @@ class FoundModel:
     name: str
     engine: str
     folder: Path
+    mtp: Path | None = None  # a file or folder with the MTP modules, if they lie elsewhere
 
 
 @dataclass(frozen=True)
