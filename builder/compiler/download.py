@@ -92,6 +92,24 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
     write_ref(model.repository, revision, repository.commit)
 
 
+def fetch_configuration(name: str) -> Path | None:
+    """Fetch a repository's config.json alone; return its folder.
+
+    None: `name` is a recipe's or a folder's, or the weights are here.
+    """
+    model = name_model(name)
+    if model.recipe is not None or model.repository is None or model.find_weights() is not None:
+        return None
+    with needs("build", "huggingface_hub"):
+        from mtpbuild.builder.compiler.hub import open_repository, silence_hub
+    with silence_hub():
+        repository = open_repository(model.repository, MAIN)
+        for file in (CONFIG, readable.MODELOPT):
+            if file in repository.files:
+                repository.fetch(file)
+    return repository.folder
+
+
 def fetch_small_files(repository: "Repository") -> None:
     """Fetch the files beside the weights.
 
