@@ -22,6 +22,9 @@ class BuildFlags:
     force: bool = flag(False, "Rebuild, and replace another model's engine.")
     checkpoint: Path | None = flag(None, "Folder with the recipe's or repository's weights.")
     revision: str | None = flag(None, "Branch, tag or commit of the repository. Default: main.")
+    mtp: Path | None = flag(
+        None, "File or folder with the MTP head, if the checkpoint has none or a worse one."
+    )
     draft_vocab: str | None = flag(
         None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
     )

@@ -43,6 +43,11 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
     return shards, index
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has weights, and not config.json alone."""
+    return (folder / SINGLE).exists() or (folder / INDEX).exists()
+
+
 def shard_names(folder: Path) -> list[str]:
     """Return the names of the files of a checkpoint's weights, even if they are missing."""
     return _names(read_index(folder))

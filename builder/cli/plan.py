@@ -1,5 +1,6 @@
 """The command `plan`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,7 @@ def plan(
         refuse_gpu_flags(context)
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
+    from mtpbuild.builder.compiler.download import fetch_configuration
     from mtpbuild.builder.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast, parse_measured
     from mtpbuild.builder.forecast.report import draw_forecast, make_plan_json, print_forecast
@@ -56,6 +58,8 @@ def plan(
     lengths = None
     if acceptance is not None:
         lengths = parse_list("--acceptance", acceptance, float, "1,1.92,2.58")
+    if flags.checkpoint is None and (folder := fetch_configuration(model)) is not None:
+        flags = replace(flags, checkpoint=folder)
     request = ForecastRequest(
         model=model,
         nextn=() if nextn is None else parse_range(nextn),

@@ -43,7 +43,7 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
             f"{sum(files) / 1e6:.1f} MB",
             "unchanged" if engine.unchanged else "built",
         )
-    print_lines(table)
+    print_lines(table, *{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
         ranks = ranks_here(engine.folder, engine.manifest)
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:

@@ -47,6 +47,7 @@ class BuiltEngine:
     folder: Path
     manifest: Manifest
     unchanged: bool
+    formats: str = ""  # of trunk, head and MTP module (`describe_formats`), if it was built now
 
     def file_sizes(self) -> list[int]:
         """Return the size of every file in bytes; manifests count as 0.
@@ -73,13 +74,14 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
-            from mtpbuild.builder.compiler.notes import log_notes
+            from mtpbuild.builder.compiler.notes import describe_formats, log_notes
             from mtpbuild.builder.program.engine_weights import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
             model = job.open_model()
             log_notes(model)
+            formats = describe_formats(model)
             weights = EngineWeights(model, stages.watch)
 
     for out, ranks in todo.items():
@@ -116,7 +118,10 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
-    return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]
+    return [
+        BuiltEngine(out, read_manifest(out), out not in todo, formats if out in todo else "")
+        for out in job.plans
+    ]
 
 
 def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:

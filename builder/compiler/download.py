@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint import readable
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
-from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_index, shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
@@ -24,6 +23,7 @@ from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.weights.head import join_head
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
 from mtpbuild.builder.weights.stored import collect_tensors, cut_tensors, describe_tensors
@@ -52,7 +52,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         return
     if model.recipe is not None and request.draft_vocab is None:
         # Nobody wants hundreds of GB on a machine that can't compile the engine.
-        here = FoundModel(model.name, model.engine, model.recipe.config_folder)
+        here = FoundModel(model.name, model.engine, model.recipe.config_folder, request.mtp)
         check_machine(request, target, here)
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.compiler.hub import (
@@ -75,7 +75,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
 
         # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
-        source = FoundModel(model.name, model.engine, repository.folder)
+        source = FoundModel(model.name, model.engine, repository.folder, request.mtp)
         source, config = cut_layers(request, source)
         _, plans = check_small_files(request, source, config)
         names = find_weights(repository)
@@ -84,12 +84,30 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
 
         # 3. Check the tensors by their headers.
         drafts = any(plan.nextn for plan in plans.values())
-        check_headers(repository, names, config, request.layers, drafts)
+        check_headers(repository, names, config, request, drafts)
 
         # 4. Fetch the weights. The revision counts as downloaded when the last one is here.
         for name in names:
             repository.fetch_weights(name)
     write_ref(model.repository, revision, repository.commit)
+
+
+def fetch_configuration(name: str) -> Path | None:
+    """Fetch a repository's config.json alone; return its folder.
+
+    None: `name` is a recipe's or a folder's, or the weights are here.
+    """
+    model = name_model(name)
+    if model.recipe is not None or model.repository is None or model.find_weights() is not None:
+        return None
+    with needs("build", "huggingface_hub"):
+        from mtpbuild.builder.compiler.hub import open_repository, silence_hub
+    with silence_hub():
+        repository = open_repository(model.repository, MAIN)
+        for file in (CONFIG, readable.MODELOPT):
+            if file in repository.files:
+                repository.fetch(file)
+    return repository.folder
 
 
 def fetch_small_files(repository: "Repository") -> None:
@@ -116,7 +134,7 @@ def check_headers(
     repository: "Repository",
     names: Sequence[str],
     config: ModelConfig,
-    layers: LayersSlice | None,
+    request: BuildRequest,
     drafts: bool,
 ) -> None:
     """Raise CheckpointError if a tensor's name, dtype or shape is wrong, as opening it would.
@@ -128,8 +146,10 @@ def check_headers(
     with ThreadPoolExecutor(MOST_REQUESTS) as threads:
         headers = threads.map(repository.read_header, names)
         shards = [describe_tensors(where / n, h) for n, h in zip(names, headers, strict=True)]
-    opened = cut_tensors(collect_tensors(repository.folder, shards, index), layers)
-    named = replace(opened, folder=where)
+    opened = collect_tensors(repository.folder, shards, index)
+    if request.mtp is not None:
+        opened = join_head(opened, request.mtp, load_config(repository.folder))
+    named = replace(cut_tensors(opened, request.layers), folder=where)
     named.check(named.settle_modules(config, drafts))
 
 

@@ -76,6 +76,7 @@ def print_dry_run(done: DryRun) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
+    from mtpbuild.builder.compiler.notes import describe_formats
     from mtpbuild.builder.compiler.step_counts import describe_counts
     from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
 
@@ -85,6 +86,7 @@ def print_dry_run(done: DryRun) -> None:
         f"{model.source.folder}: {len(files):,} tensors in {len(set(files))} files, as "
         f"config.json demands; {model.table.parameters:,} parameters"
     )
+    print_lines(describe_formats(model))
     if (scheme := model.scheme) is not None:
         head = "would stay" if scheme.head is None else f"to {scheme.head}"
         print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")

@@ -56,6 +56,16 @@ def identities(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
 
 
+def head_identities(place: Path) -> dict[str, str]:
+    """Return the hash of each file of MTP modules that are joined to a checkpoint, by name."""
+    from mtpbuild.builder.weights.head import head_files
+
+    files = head_files(place)
+    settings = files[0].parent / CONFIG
+    named = [*files, settings] if settings.is_file() else files
+    return {f"mtp/{path.name}": identity(path) for path in named}
+
+
 def fingerprint(
     checkpoint: Mapping[str, str], plan: Plan, target: Target, layers: LayersSlice | None = None
 ) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
-from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, head_identities, identities
 from mtpbuild.builder.compiler.plans import (
     check_flags,
     cut_layers,
@@ -83,6 +83,8 @@ def prepare(request: BuildRequest) -> Job:
     note_length(config, request)
     ids, plans = check_small_files(request, source, config)
     checkpoint = identities(source.folder)
+    if source.mtp is not None:
+        checkpoint |= head_identities(source.mtp)
     prints = {
         out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
     }

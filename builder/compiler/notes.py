@@ -1,8 +1,10 @@
 """What a build tells its user about an opened checkpoint."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
+from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.program.opened_model import OpenedModel
 
 
@@ -22,9 +24,30 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
     if unfit := model.unfit:
         what = f"their columns do not split into blocks ({unfit[0]}, ..)"
         yield f"{len(unfit)} weights stay in {dtype}: {what}"
+    if left := model.stored.left_out(model.config):
+        yield f"the MTP head is left out ({left[0]}, ..): it is not whole, and no draft needs it"
     own = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
     for what, modules in own.items():
         if names := ", ".join(model.family.module_name(model.config, j) for j in modules):
             yield f"the {what} stored in {names} differs from the trunk's: drafts use it"
     if count := model.stored.tower:
         yield f"the vision tower ({count} tensors) is left out: the engine reads text alone"
+
+
+def describe_formats(model: OpenedModel) -> str:
+    """Say in which format checkpoint and engine have most products of trunk, head and module."""
+    c, found = model.config, dict[str, Counter[str]]()
+    for name, held in model.table.stored_formats.items():
+        layer = model.family.may_be_quantised(c, name)
+        if layer is not None:
+            part = "trunk" if layer < c.num_hidden_layers else "MTP module"
+        elif name == (EMBEDDING if c.tie_word_embeddings else HEAD):
+            part = "head"
+        else:
+            continue
+        format = model.stored.format(name)
+        stored = model.stored.tensors[name].dtype.lower() if format is None else format.name
+        kept = model.style.dtype if held is None else held.name
+        found.setdefault(part, Counter())[f"{part} {stored}, held in {kept}"] += 1
+    parts = (found[part] for part in ("trunk", "head", "MTP module") if part in found)
+    return "; ".join(part.most_common(1)[0][0] for part in parts)

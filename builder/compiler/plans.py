@@ -11,6 +11,7 @@ from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models.modules import stored_modules
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import ADAPTIVE_NEXTN, Nextn, Plan, choose_drafter, in_order
 from mtpbuild.builder.plan.recipe import FoundModel, find_model
@@ -58,12 +59,18 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
 
 def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
     """Return the model, or the requested slice of it, and its configuration."""
-    return cut_layers(request, find_model(request.model, request.checkpoint, request.revision))
+    found = find_model(request.model, request.checkpoint, request.revision)
+    return cut_layers(request, replace(found, mtp=request.mtp))
 
 
 def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
     """Return the model and its configuration; --layers cuts both and is added to the name."""
     config = load_config(source.folder)
+    if source.mtp is not None:
+        from mtpbuild.builder.weights.head import open_head
+
+        modules = stored_modules(family_of(config), config, open_head(source.mtp, config).tensors)
+        config = load_config(source.folder, modules)
     if request.layers is None:
         return source, config
     name, engine = (f"{n}-layers{request.layers}" for n in (source.name, source.engine))
@@ -147,7 +154,10 @@ def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...
     if request.nextn is not None:
         return in_order(request.nextn)
     if config.num_nextn_predict_layers == 0:
-        raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
+        raise UsageError(
+            "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "
+            "the same model with --mtp FILE_OR_FOLDER"
+        )
     return (config.num_nextn_predict_layers,)
 
 

@@ -47,7 +47,9 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
     of = model.checkpoint
-    checkpoint = WeightlessCheckpoint(of.folder, of.tensors, of.tower, of.settings, shapes)
+    checkpoint = WeightlessCheckpoint(
+        of.folder, of.tensors, of.tower, of.settings, shapes, joined=of.joined
+    )
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         for name, weight in join_slices(convert_weights(checkpoint, table, share)):

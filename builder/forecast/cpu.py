@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
     ForecastRequest,
@@ -131,6 +132,8 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
 
 def needs_download(request: ForecastRequest) -> bool:
     model = name_model(request.model)
+    if request.checkpoint is not None and not has_weights(request.checkpoint):
+        return True
     given = request.checkpoint is not None or model.repository is None
     return not given and model.find_weights() is None
 

@@ -7,6 +7,8 @@ from math import prod
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.checkpoint.readable import stored_as
+from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of, load_config
@@ -82,6 +84,15 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
         )
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
+    if not has_weights(found.folder):
+        scheme = SCHEMES[stored_as(found.folder)]
+        return CheckpointLayout(
+            found.name,
+            config,
+            lambda stored: format_by(scheme, config, stored),
+            lambda stored: "BF16",
+            repeated=False,
+        )
     opened = open_checkpoint(found.folder)
     config = opened.settle(config)
     opened.check(config)

@@ -11,7 +11,7 @@ from mtpbuild.builder.checkpoint.config import ModelConfig as ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.builder.checkpoint.shards import stored_names
 from mtpbuild.builder.models.family import Family as Family
-from mtpbuild.builder.models.modules import with_modules
+from mtpbuild.builder.models.modules import set_modules, with_modules
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
@@ -85,8 +85,11 @@ def _family_of_type(config: type) -> Family:
     return next(family for family in families() if config is family.config)
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`; raise CheckpointError, which names the file and its fault."""
+def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
+    """Read `folder/config.json`; raise CheckpointError, which names the file and its fault.
+
+    modules: the number of MTP modules if they come from other files.
+    """
     path = folder / "config.json"
     try:
         raw = read_json(path)
@@ -94,6 +97,8 @@ def load_config(folder: Path) -> ModelConfig:
             if not isinstance(raw, dict):
                 raise CheckpointError("expected a JSON object")
             family = find_family(raw)
+            if modules is not None:
+                return family.parse_config(set_modules(family, raw, modules))
             return family.parse_config(with_modules(family, raw, stored_names(folder)))
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"

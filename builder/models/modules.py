@@ -1,5 +1,6 @@
 """Find the MTP modules that a checkpoint holds, by the names of its tensors."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,16 @@ from mtpbuild.builder.models.family import Family
 from mtpbuild.runtime.errors import CheckpointError
 
 KEY = "num_nextn_predict_layers"
+# Tensors beside `Family.join` by which a layer after the trunk's is known as a module.
+SIGNS = ("enorm", "hnorm", "shared_head")
+OWN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")  # in files that hold a head alone
+OWN_PREFIX = "mtp."
+NOT_OWN = ("model.", "lm_head.")
+# Ends the message about a head that can't be used.
+JOIN = (
+    "build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that of the "
+    "checkpoint that this one was made from"
+)
 
 
 def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
@@ -19,14 +30,57 @@ def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
     return count
 
 
+def sure_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
+    """Count the modules as `stored_modules` does, but not by tensors that a main layer has, too."""
+    if family.modules:
+        prefixes = tuple(filter(None, (family.modules, family.module_extra_prefix)))
+        own = (name for name in names if name.startswith(prefixes))
+    else:
+        signs = tuple(f".{sign}." for sign in (family.join, *SIGNS))
+        own = (name for name in names if any(sign in name for sign in signs))
+    return stored_modules(family, c, own)
+
+
 def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Return config.json's values with the number of MTP modules, which some files leave out.
 
-    In that case transformers assumes one module; we count the modules that have tensors.
+    In that case transformers assumes one module; we count the modules that have tensors. Modules
+    that have tensors count, too, if config.json says that there are fewer.
     """
-    if raw.get(KEY) is not None:
-        return raw
-    return {**raw, KEY: stored_modules(family, family.parse_config(raw), names)}
+    config, names = family.parse_config(raw), list(names)
+    if raw.get(KEY) is None:
+        raw = {**raw, KEY: stored_modules(family, config, names)}
+        config = family.parse_config(raw)
+    found = sure_modules(family, config, names)
+    more = found > config.num_nextn_predict_layers
+    return set_modules(family, raw, found) if more else raw
+
+
+def set_modules(family: Family, raw: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """Return config.json's values with another number of MTP modules."""
+    text = raw.get("text_config")
+    if family.modules_key != KEY and isinstance(text, dict):
+        return {**raw, "text_config": {**text, family.modules_key: count}}
+    return {**raw, KEY: count, family.modules_key: count}
+
+
+def head_name(family: Family, c: ModelConfig, name: str) -> str | None:
+    """Return a module's tensor's name in the model's checkpoint, from a file that holds heads.
+
+    Such files may count layers from 0, and leave out the prefix `mtp.`.
+    """
+    bare = name.removeprefix(OWN_PREFIX)
+    if match := OWN_LAYER.fullmatch(bare):
+        return f"{family.module_name(c, int(match[1]))}.{match[2]}"
+    if family.module_extra_prefix and not bare.startswith(NOT_OWN):
+        return family.module_extra_prefix + bare
+    return None
+
+
+def is_module(family: Family, c: ModelConfig, name: str) -> bool:
+    """Return whether a tensor belongs to an MTP module."""
+    place = family.place(c, name)
+    return place is not None and place[0] >= c.num_hidden_layers
 
 
 def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
@@ -34,7 +88,6 @@ def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
-            "MTP layer "
-            f"{family.module_name(c, there)} was stripped (quantised and fine-tuned copies often "
-            "lack it): build with --nextn 0"
+            f"MTP layer {family.module_name(c, there)} was stripped (quantised and fine-tuned "
+            f"copies often lack it): {JOIN}"
         )

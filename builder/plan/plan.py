@@ -134,7 +134,7 @@ def choose_drafter(
     if needed and not modules:
         raise BuildError(
             f"--nextn {nextn} needs an MTP module; this checkpoint has none "
-            "(num_nextn_predict_layers 0): build --nextn 0"
+            "(num_nextn_predict_layers 0): build --nextn 0, or join a head with --mtp"
         )
     if needed > modules:
         raise UsageError(

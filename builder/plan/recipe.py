@@ -63,6 +63,7 @@ class FoundModel:
     name: str
     engine: str
     folder: Path
+    mtp: Path | None = None  # a file or folder with the MTP modules, if they lie elsewhere
 
 
 @dataclass(frozen=True)
@@ -185,12 +186,21 @@ def name_model(model: str) -> Model:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return the recipe of this name, or the one whose repository has this name."""
+    """Return the recipe of this name, or the one whose repository has this name.
+
+    Capitals do not count, the owner may be left out, and `:` is a hyphen: `qwen3.5:4b`.
+    """
     recipes = load_recipes()
     by_name = {recipe.name: recipe for recipe in recipes}
     if name in by_name or os.path.isdir(name):
         return by_name.get(name)
-    return next((recipe for recipe in recipes if recipe.repository == name), None)
+    typed = name.lower().replace(":", "-")
+
+    def is_named(recipe: Recipe) -> bool:
+        repository = (recipe.repository or recipe.name).lower()
+        return typed in (recipe.name, repository, repository.rpartition("/")[2])
+
+    return next(filter(is_named, recipes), None)
 
 
 def default_target(model: str) -> str:

@@ -22,9 +22,10 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
+from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.stored import Checkpoint, open_slice
+from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import WeightsType
 from mtpbuild.runtime.errors import CheckpointError
@@ -114,7 +115,7 @@ def open_model(
     value will be read. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
-    stored = open_slice(source.folder, layers)
+    stored = open_slice(source.folder, layers, source.mtp)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
     table, checkpoint = stored.check(config, ranks), stored
     if scheme is not None:

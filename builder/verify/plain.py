@@ -16,9 +16,9 @@ from mtpbuild.builder.measure.compare import (
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
+from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import requantise
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.stored import open_slice
 
 
 def load_plain(

@@ -4,7 +4,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,13 @@ from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored
-from mtpbuild.builder.models.modules import refuse_stripped, stored_modules
+from mtpbuild.builder.models.modules import (
+    JOIN,
+    is_module,
+    refuse_stripped,
+    stored_modules,
+    sure_modules,
+)
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -51,6 +57,10 @@ class FileEntry(Entry):
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
 
+    @property
+    def floats(self) -> bool:
+        return self.dtype in DTYPES
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -60,10 +70,15 @@ class Checkpoint:
     tensors: Mapping[str, FileEntry]
     tower: int  # number of a vision tower's tensors, which are left out
     settings: Settings  # of its quantisation
+    # The settings of files that are another checkpoint's, such as a head's.
+    joined: Mapping[Path, Settings] = field(default_factory=dict, kw_only=True)
 
     def format(self, name: str) -> Format | None:
         """Return the number format of a weight; None if it is not quantised."""
-        return stored_format(name, self.tensors, self.settings)
+        settings = self.settings
+        if self.joined and name in self.tensors:
+            settings = self.joined.get(self.tensors[name].file, settings)
+        return stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -144,25 +159,57 @@ class Checkpoint:
             if self.format(name) is not None and copies[name] in wanted:
                 known |= self._check_weight(replace(wanted[copies[name]], name=name))
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
+        left -= set(self.left_out(config))
         self._refuse(left, "tensor that this architecture does not have:")
         return table
 
-    def settle(self, config: Config, drafts: bool = False) -> Config:
+    def settle(self, config: Config, drafts: bool | None = None) -> Config:
         """Return the configuration with the MTP modules that this checkpoint really holds.
 
         Quantised and fine-tuned copies of models often lack modules; with `drafts` a missing one
-        raises CheckpointError.
+        raises CheckpointError. One that lacks tensors does, too, unless `drafts` is False.
         """
         return self._own_copies(self.settle_modules(config, drafts))
 
-    def settle_modules(self, config: Config, drafts: bool = False) -> Config:
+    def settle_modules(self, config: Config, drafts: bool | None = None) -> Config:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = family_of(config)
         stored_count = stored_modules(family, config, self.tensors)
         if drafts:
             refuse_stripped(self.folder, family, config, stored_count)
         count = min(stored_count, config.num_nextn_predict_layers)
-        return replace(config, num_nextn_predict_layers=count)
+        config = replace(config, num_nextn_predict_layers=count)
+        fault = self._fault_of_modules(config) if count else None
+        if fault is None:
+            return config
+        if drafts is False:
+            return replace(config, num_nextn_predict_layers=0)
+        raise CheckpointError(f"{fault}: {JOIN}")
+
+    def left_out(self, config: ModelConfig) -> list[str]:
+        """List the tensors of MTP modules that a settled configuration does not count."""
+        family, first = family_of(config), config.num_hidden_layers
+        counts = range(config.num_nextn_predict_layers, sure_modules(family, config, self.tensors))
+        left = {first + j for j in counts}
+        if not left:
+            return []
+        places = ((name, family.place(config, name)) for name in self.tensors)
+        return [name for name, place in places if place is not None and place[0] in left]
+
+    def _fault_of_modules(self, config: ModelConfig) -> str | None:
+        """Say what is wrong with the modules' tensors; None if nothing is."""
+        family, stored = family_of(config), family_table(config).stored
+        wanted = [each for name, each in stored.items() if is_module(family, config, name)]
+        try:
+            self._refuse(
+                (each.name for each in wanted if each.name not in self.tensors),
+                "its MTP layers are not whole: missing tensor",
+            )
+            for each in wanted:
+                self._check_weight(each)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def _own_copies(self, config: Config) -> Config:
         """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
@@ -192,7 +239,8 @@ class Checkpoint:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
-            if (dtype := self.tensors[name].dtype) not in DTYPES:
+            if not self.tensors[name].floats:
+                dtype = self.tensors[name].dtype
                 raise self._wrong(name, f"is {dtype}; supported: {SUPPORTED}")
             self._check_shape(name, stored.shape, "config.json")
             return {name}
@@ -271,12 +319,8 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
     return experts or {name: entry}
 
 
-def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
-    """List the tensors of a slice, renamed for a model of its layers alone; None: all layers."""
-    return cut_tensors(open_checkpoint(folder), layers)
-
-
 def cut_tensors(checkpoint: Checkpoint, layers: LayersSlice | None) -> Checkpoint:
+    """Return the tensors of a slice, renamed for a model of its layers alone; None: all layers."""
     if layers is None:
         return checkpoint
     count = load_config(checkpoint.folder).num_hidden_layers

@@ -183,13 +183,24 @@ def test_only_build_downloads(hub: LoopbackHub) -> None:
     says = "the repository is not downloaded here: `mtpbuild build --model some/Model-1.5` or"
     assert says in build("--dry-run")
     for command in (
-        ("plan",),
         ("quantize", "--to", "int8", "--out", "out"),
         ("bench", "--nextn", "0"),
     ):
         code, _, err = invoke(*command, "--model", NAME)
         assert (code, says in err) == (1, True)
     assert hub.asked == []
+
+
+def test_a_plan_fetches_the_configuration_alone(hub: LoopbackHub, checkpoint: Path) -> None:
+    for cpu in ((), ("--cpu", "--bandwidth", "9")):
+        code, out, err = invoke("plan", "--model", NAME, "--json", *cpu)
+        assert (code, err) == (0, "")
+        assert json.loads(out)["model"] == NAME
+    assert json.loads(out)["download_bytes"] > 0
+    assert hub.files == {"config.json"}
+    (folder := Path("alone")).mkdir()
+    shutil.copyfile(checkpoint / "config.json", folder / "config.json")
+    assert json.loads(invoke("plan", "--model", folder, "--json")[1])["model"] == "alone"
 
 
 def test_a_cut_is_mended(hub: LoopbackHub, large: Path) -> None:

@@ -36,10 +36,11 @@ def test_names() -> None:
     assert " ".join(sorted(recipe.name for recipe in load_recipes())) == (
         "deepseek-r1 deepseek-r1-0528 deepseek-r1-0528-fp4-v2 deepseek-r1-fp4 deepseek-tiny "
         "deepseek-tiny-fp8 deepseek-tiny-int4 deepseek-tiny-int8 deepseek-tiny-nvfp4 deepseek-v3 "
-        "deepseek-v3.2 gigachat3-10b-a1.8b gigachat3-10b-a1.8b-bf16 glm-4.5 glm-4.5-air glm-4.6 "
-        "glm-4.7 glm-4.7-flash glm-5 kimi-k2-instruct mimo-7b-rl moonlight-16b-a3b-instruct "
-        "qwen-tiny qwen3-next-80b-a3b qwen3.5-0.8b qwen3.5-122b-a10b qwen3.5-27b qwen3.5-2b "
-        "qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.5-4b qwen3.5-9b"
+        "deepseek-v3.1 deepseek-v3.2 gigachat3-10b-a1.8b gigachat3-10b-a1.8b-bf16 glm-4.5 "
+        "glm-4.5-air glm-4.6 glm-4.7 glm-4.7-flash glm-5 glm-5.1 glm-5.2 kimi-k2-instruct "
+        "mimo-7b-rl moonlight-16b-a3b-instruct qwen-tiny qwen3-next-80b-a3b qwen3.5-0.8b "
+        "qwen3.5-122b-a10b qwen3.5-27b qwen3.5-2b qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.5-4b "
+        "qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b qwen3.8-27b"
     )
 
 
@@ -53,6 +54,17 @@ def test_each_has_a_configuration_a_layout_and_a_source() -> None:
         assert [recipe.shipped, bool(recipe.repository), bool(recipe.made_from)].count(True) == 1
         assert (recipe.download is None) == (recipe.repository is None)
         assert recipe.made_from is None or find_recipe(recipe.made_from) is not None
+
+
+@pytest.mark.parametrize(
+    "typed", ["Qwen3.5-4B", "qwen3.5:4b", "Qwen/Qwen3.5-4B", "qwen/qwen3.5-4b", "QWEN3.5-4b"]
+)
+def test_names_as_people_type_them(typed: str, tmp_path: Path) -> None:
+    assert name_model(typed).name == "qwen3.5-4b"
+    assert default_target(typed) == "onnxruntime"
+    if ":" not in typed:
+        (tmp_path / typed).mkdir(parents=True)
+        assert name_model(typed).folder == Path(typed)
 
 
 def test_what_they_are_built_for(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Join MTP modules from other files to a checkpoint: its own are missing, or are replaced."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.readable import read_object, refuse_quantised
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, find_shards
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.modules import head_name, is_module, stored_modules
+from mtpbuild.builder.weights.stored import (
+    Checkpoint,
+    FileEntry,
+    collect_tensors,
+    cut_tensors,
+    list_entries,
+    open_checkpoint,
+)
+from mtpbuild.runtime.errors import CheckpointError
+
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+
+
+def head_files(place: Path) -> list[Path]:
+    """Return the files that --mtp names: one, a checkpoint's, or all of a folder's."""
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise CheckpointError(f"--mtp {place}: no such file or folder")
+    if (place / INDEX).is_file() or (place / SINGLE).is_file():
+        return find_shards(place)[0]
+    if files := sorted(place.glob("*.safetensors")):
+        return files
+    raise CheckpointError(f"--mtp {place}: no safetensors file is in this folder")
+
+
+def open_head(place: Path, config: ModelConfig) -> Checkpoint:
+    """List the tensors of MTP modules in a file or a folder, by their names in the model.
+
+    Their number formats are their own: the settings are those of a config.json beside them. Raises
+    CheckpointError if there are none, or if they are another model's.
+    """
+    files, family = head_files(place), family_of(config)
+    folder = files[0].parent
+    refuse_quantised(f"--mtp {place}", folder)
+    stored = [entry for file in files for entry in list_entries(file)]
+    refuse_other_model(place, folder, stored, config)
+    opened = collect_tensors(folder, [stored], None)
+    tensors = {
+        name: entry for name, entry in opened.tensors.items() if is_module(family, config, name)
+    }
+    if not tensors:
+        named = ((head_name(family, config, n), entry) for n, entry in opened.tensors.items())
+        tensors = {name: entry for name, entry in named if name is not None}
+    if not stored_modules(family, config, tensors):
+        first = family.module_name(config, 0)
+        raise CheckpointError(f"--mtp {place}: no tensor of MTP layer {first} is there")
+    return replace(opened, tensors=tensors, tower=0)
+
+
+def refuse_other_model(
+    place: Path, folder: Path, stored: Iterable[FileEntry], config: ModelConfig
+) -> None:
+    """Raise CheckpointError if the head's hidden size or vocabulary is not the model's."""
+    raw = read_object(folder / CONFIG)
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
+    assert isinstance(text, dict)
+    for key in ("hidden_size", "vocab_size"):
+        theirs, ours = text.get(key), getattr(config, key)
+        if isinstance(theirs, int) and theirs != ours:
+            raise CheckpointError(
+                f"--mtp {place}: its config.json says {key} {theirs}, the model's is {ours}: this "
+                "head is another model's"
+            )
+    wanted = (config.vocab_size, config.hidden_size)
+    for entry in stored:
+        if entry.name.endswith(EMBEDDINGS) and entry.floats and entry.shape != wanted:
+            raise CheckpointError(
+                f"--mtp {place}: tensor {entry.name} has shape {[*entry.shape]}, the model's "
+                f"vocabulary and hidden size make it {[*wanted]}: this head is another model's"
+            )
+
+
+def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:
+    """Return the checkpoint with the modules of other files in place of its own."""
+    head, family = open_head(place, config), family_of(config)
+    own = {
+        name: entry
+        for name, entry in checkpoint.tensors.items()
+        if not is_module(family, config, name)
+    }
+    joined = {entry.file: head.settings for entry in head.tensors.values()}
+    return replace(checkpoint, tensors=own | {**head.tensors}, joined=joined)
+
+
+def open_slice(folder: Path, layers: LayersSlice | None, mtp: Path | None = None) -> Checkpoint:
+    """List the tensors of a slice, renamed for a model of its layers alone; None: all layers.
+
+    mtp: a file or folder that has the MTP modules.
+    """
+    checkpoint = open_checkpoint(folder)
+    if mtp is not None:
+        checkpoint = join_head(checkpoint, mtp, load_config(folder))
+    return cut_tensors(checkpoint, layers)

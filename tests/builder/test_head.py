@@ -1,0 +1,164 @@
+"""MTP heads: what is said of missing and partial ones, and how others are joined by --mtp."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.weights.head import open_head
+from mtpbuild.runtime.errors import CheckpointError
+from tests.support.families import make_family, save_family
+from tests.support.invoke import invoke, refusal
+from tests.support.requests import build_request
+
+LAYER = "model.layers.1."
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture
+def trunk(smallest: Path, tmp_path: Path) -> Path:
+    """Save a checkpoint without its head, of which config.json still tells."""
+    folder = shutil.copytree(smallest, tmp_path / "trunk")
+    edit(folder, lambda t: [t.pop(name) for name in [*t] if LAYER in name])
+    return folder
+
+
+@pytest.fixture
+def head(smallest: Path, tmp_path: Path) -> Path:
+    """Save the head of the same model alone, in bf16 and with all weights doubled."""
+    (folder := tmp_path / "head").mkdir()
+    tensors = load_file(smallest / SINGLE)
+    own = {name: 2 * tensor.bfloat16() for name, tensor in tensors.items() if LAYER in name}
+    save_file(own, folder / "mtp.safetensors")
+    return folder
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any], file: str = SINGLE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def opened(folder: Path, nextn: int, out: Path, **more: Any) -> OpenedModel:
+    return prepare(build_request(folder, (nextn,), out=out, **more)).open_model()
+
+
+def read_module(model: OpenedModel) -> Iterator[tuple[str, Tensor]]:
+    for name in model.table.stored:
+        if LAYER in name:
+            yield name, model.checkpoint.read(name)
+
+
+PARTIAL: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "partial": (
+        lambda t: [t.pop(f"{LAYER}{name}.weight") for name in ("eh_proj", "enorm")],
+        r"its MTP layers are not whole: missing tensor model.layers.1.eh_proj.weight \(and 1 mo",
+    ),
+    "of other sizes": (
+        lambda t: t.update({f"{LAYER}eh_proj.weight": torch.ones(2, 2)}),
+        r"tensor model.layers.1.eh_proj.weight has shape \[2, 2\], config.json makes it",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", PARTIAL)
+def test_a_head_that_is_not_whole(damage: str, smallest: Path, tmp_path: Path) -> None:
+    """It is refused with a way out, and without drafts it is left out."""
+    folder = shutil.copytree(smallest, tmp_path / "partial")
+    change, says = PARTIAL[damage]
+    edit(folder, change)
+    hint = ": build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that"
+    with pytest.raises(CheckpointError, match=f"{says}.*{hint}"):
+        opened(folder, 1, tmp_path / "n1")
+    without = opened(folder, 0, tmp_path / "n0")
+    assert without.config.num_nextn_predict_layers == 0
+    assert not any(name.startswith("mtp.") for name in without.table.formats)
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+@pytest.mark.parametrize("count", [0, 1, None])
+def test_a_head_is_joined(
+    given: str, count: int | None, trunk: Path, head: Path, smallest: Path, tmp_path: Path
+) -> None:
+    """Whatever config.json says, its tensors are read, each as it is stored."""
+    raw = json.loads((trunk / "config.json").read_text()) | {"num_nextn_predict_layers": count}
+    (trunk / "config.json").write_text(json.dumps(raw))
+    place = head if given == "folder" else head / "mtp.safetensors"
+    model = opened(trunk, 1, tmp_path / "n1", mtp=place)
+    wanted = load_file(head / "mtp.safetensors")
+    read = dict(read_module(model))
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in read.items())
+    whole = opened(smallest, 1, tmp_path / "n1", mtp=place)  # it wins over the checkpoint's own
+    assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in read_module(whole))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_line_about_formats(trunk: Path, head: Path, tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    flags = ("build", "--model", trunk, "--mtp", head, "--nextn", "1", "--out", out / "engine")
+    for more in ((), ("--dry-run", "--force")):
+        code, told, err = invoke(*flags, *more)
+        assert (code, err) == (0, "")
+        assert (
+            "trunk f32, held in float32; head f32, held in float32; MTP module bf16, held in fl"
+        ) in re.sub(r"\s+", " ", told)
+    assert "unchanged" in invoke(*flags)[1]
+    edit(head, lambda t: t.update({f"{LAYER}enorm.weight": torch.ones(32)}), "mtp.safetensors")
+    assert "unchanged" not in invoke(*flags)[1]  # the head is among what an engine is made of
+
+
+def test_names_of_heads_alone(tmp_path: Path) -> None:
+    """Qwen3.5's, with the prefix and without it, and a layer that is counted from 0."""
+    folder = save_family(tmp_path / "qwen", "qwen3.5", make_family("qwen3.5"))
+    config, tensors = load_config(folder), load_file(folder / SINGLE)
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    save_file(own, tmp_path / "with.safetensors")
+    bare = {name.removeprefix("mtp."): tensor for name, tensor in own.items()}
+    save_file(bare, tmp_path / "without.safetensors")
+    for file in ("with", "without"):
+        assert open_head(tmp_path / f"{file}.safetensors", config).tensors.keys() == own.keys()
+
+
+WRONG: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
+    "hidden": (lambda t: None, {"hidden_size": 64}, "says hidden_size 64, the model's is 32: this"),
+    "text": (lambda t: None, {"text_config": {"vocab_size": 5}}, "says vocab_size 5, the model's"),
+    "vocabulary": (
+        lambda t: t.update({f"{LAYER}shared_head.head.weight": torch.ones(7, 32)}),
+        {},
+        "has shape [7, 32], the model's vocabulary and hidden size make it [61, 32]: this head is",
+    ),
+    "trunk": (
+        lambda t: [t.update({"model.layers.0.mlp.up_proj.weight": t.pop(n)}) for n in [*t]],
+        {},
+        "no tensor of MTP layer model.layers.1 is there",
+    ),
+    "format": (
+        lambda t: None,
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "weights quantised as bitsandbytes are not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", WRONG)
+def test_heads_of_other_models(damage: str, trunk: Path, head: Path, tmp_path: Path) -> None:
+    change, config, says = WRONG[damage]
+    edit(head, change, "mtp.safetensors")
+    (head / "config.json").write_text(json.dumps(config))
+    line = refusal("build", "--model", trunk, "--mtp", head, "--out", tmp_path / "out", code=1)
+    assert line.startswith(f"--mtp {head}: ")
+    assert says in line
+    nothing = refusal("build", "--model", trunk, "--mtp", tmp_path / "no", code=1)
+    assert nothing == f"--mtp {tmp_path / 'no'}: no such file or folder"
