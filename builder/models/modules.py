@@ -29,12 +29,17 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
     return {**raw, KEY: stored_modules(family, family.parse_config(raw), names)}
 
 
-def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
-    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says."""
+def refuse_stripped(
+    where: object, family: Family, c: ModelConfig, there: int, instead: str = ""
+) -> None:
+    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says.
+
+    instead: the end of the message, which may say how to add a module.
+    """
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
             "MTP layer "
             f"{family.module_name(c, there)} was stripped (quantised and fine-tuned copies often "
-            "lack it): build with --nextn 0"
+            f"lack it): build with --nextn 0{instead}"
         )
