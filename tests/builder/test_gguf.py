@@ -2,28 +2,33 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
+from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models import find_family, load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
+from tests.support import model_tokenizers
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.families import config_of, make_family
 from tests.support.gguf_files import Array, converted, dequantised, usual, write_gguf
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL")
+HALVES = ("attn_k_b.weight", "attn_v_b.weight")  # of kv_b_proj
 WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # blocks of 256
 # Rows of whole blocks of 32, and of 256.
 SMALL: dict[str, dict[str, Any]] = {
@@ -31,6 +36,24 @@ SMALL: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
         "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+LATENT = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "gigachat": LATENT,
+    "glm-flash": LATENT,
+    "deepseek-v3.2": LATENT | {"index_head_dim": 32},
+    "glm-5": LATENT | {"index_head_dim": 32},
+    "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "qwen3.5-moe": SMALL["qwen3.5"]
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3-next": SMALL["qwen3.5"]
+    | {
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
     },
 }  # fmt: skip
 
@@ -189,7 +212,7 @@ def test_a_missing_head_is_told(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", c, trunk, usual(Type.Q8_0))
     folder = find_model(str(path)).folder
     checkpoint, config = open_checkpoint(folder), load_config(folder)
-    with pytest.raises(CheckpointError, match=r"--nextn 0, or put its head beside it as mtp-a\.gguf"):
+    with pytest.raises(CheckpointError, match=r"--nextn 0, or put .* as mtp-a\.gguf"):
         checkpoint.settle(config, drafts=True)
     assert checkpoint.settle(config).num_nextn_predict_layers == 0
 
@@ -274,3 +297,99 @@ def test_folders_and_shards(tmp_path: Path) -> None:
     (tmp_path / "a-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"shard a-00002-of-00002\.gguf is missing; resume"):
         find_model(str(tmp_path / "a-00001-of-00002.gguf"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_every_weight_of_other_architectures(name: str, kind: str, tmp_path: Path) -> None:
+    """Stacked experts, heads of latents, packed projections; the configuration is the same."""
+    c, tensors = random_tensors(name, **OTHERS[name])
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type[kind]), more=tokens_of(name))
+    checkpoint = open_gguf(path)
+    assert_equal_weights(path, c, checkpoint)
+    config = load_config(find_model(str(path)).folder)
+    wanted = find_family(c).parse_config(c)
+    assert type(config) is type(wanted)
+    given, other = asdict(config), asdict(wanted)
+    # Keys have no place for it, and mscale in steps of fp32.
+    given["mtp"]["shares_choice"] = other["mtp"]["shares_choice"]
+    for rope in (given["rope"], other["rope"]):
+        rope["original_max_position_embeddings"] *= rope["kind"] != "default"
+    assert differences(given, other) == {}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that differ by more than fp32's rounding."""
+    found = {}
+    for key, value in one.items():
+        if isinstance(value, dict):
+            found |= differences(value, other[key])
+        elif value != (pytest.approx(other[key]) if isinstance(value, float) else other[key]):
+            found[key] = (value, other[key])
+    return found
+
+
+def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:
+    """Returns a writer of the key by which GLM-4.7-Flash is told from DeepSeek."""
+    return lambda writer: writer.add_tokenizer_pre("glm4" if "glm" in name else "deepseek-v3")
+
+
+def test_older_files_have_kv_b_whole(tmp_path: Path) -> None:
+    c, tensors = random_tensors("gigachat", **OTHERS["gigachat"])
+    new = open_gguf(write_gguf(tmp_path / "new.gguf", c, tensors, usual(Type.F32)))
+    older = {
+        name: value for name, value in tensors.items() if "k_b." not in name and "v_b." not in name
+    }
+    for i in range(c["num_hidden_layers"] + c["num_nextn_predict_layers"]):
+        keys, values = (tensors[f"blk.{i}.attn_{x}_b.weight"] for x in "kv")
+        heads = np.concatenate([keys.transpose(0, 2, 1), values], 1)
+        older[f"blk.{i}.attn_kv_b.weight"] = heads.reshape(-1, heads.shape[-1])
+    old = open_gguf(write_gguf(tmp_path / "old.gguf", c, older, usual(Type.F32)))
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert torch.equal(old.read(name), new.read(name))
+
+
+@pytest.mark.parametrize("make", [model_tokenizers.qwen, model_tokenizers.glm])
+def test_the_tokenizer_is_that_of_the_model(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its ids are those of the tokenizer.json whose tokens and merges the keys have."""
+    files = make()
+    raw = files["tokenizer.json"]
+    raw = raw if isinstance(raw, str) else json.dumps(raw)
+    theirs = tokenizers.Tokenizer.from_str(raw)
+    added = theirs.get_added_tokens_decoder()
+    tokens = [theirs.id_to_token(i) for i in range(theirs.get_vocab_size())]
+    control, user = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    for i, token in added.items():
+        types[i] = control if token.special else user
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"], vocab_size=len(tokens) + 8)
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        pad = [f"[PAD{i}]" for i in range(8)]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2" if make is model_tokenizers.qwen else "glm4")
+        writer.add_token_list(tokens + pad)
+        writer.add_token_types([*types, *[gguf.TokenType.UNUSED] * 8])
+        merges = json.loads(raw)["model"]["merges"]
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+        writer.add_eos_token_id(tokens.index("<|endoftext|>"))
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.Q8_0), more=write)
+    folder = find_model(str(path)).folder
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert ours.get_vocab_size() == len(tokens)
+    for text in (
+        *model_tokenizers.TEXTS,
+        "a<think>b</think>\n\n  1234567 e\u0301",
+        "<|endoftext|>",
+    ):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        ids = theirs.encode(text).ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids)
+    ids = generation_ids(folder, load_config(folder))
+    assert ids.eos_token_ids == (tokens.index("<|endoftext|>"),)
+    assert ids.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
