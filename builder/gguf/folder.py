@@ -109,6 +109,8 @@ def checkpoint_folder(path: Path) -> Path:
         if not holds_gguf(path):
             return path
         path = find_trunk(path)
+    elif path.suffix != ENDING or not path.is_file():
+        return path  # reading it tells what is wrong
     path = shard_paths(path)[0].resolve()
     paths = shard_paths(path)
     if (head := find_head(path)) is not None:
