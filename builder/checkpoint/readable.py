@@ -3,7 +3,6 @@
 So a repository is refused before it is downloaded, with the same messages as a folder.
 """
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,8 @@ TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
 def refuse_folder(folder: Path, instead: str = "") -> None:
     """Raise CheckpointError for a folder whose weights a build can't read.
 
-    A folder that can't be listed passes, as reading it fails later with its own message. instead:
-    the end of the message, which may name another model to build.
+    instead: the end of the message, which may name another model to build.
     """
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return
-    refuse_gguf(str(folder), names, instead)
     refuse_quantised(str(folder), folder, instead)
 
 

@@ -47,7 +47,9 @@ Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def identities(folder: Path) -> dict[str, str]:
     """Return the hash of each file of a checkpoint, by name."""
     try:
-        weights = (path.name for path in folder.iterdir() if ".safetensors" in path.name)
+        weights = (
+            p.name for p in folder.iterdir() if ".safetensors" in p.name or p.suffix == ".gguf"
+        )
         names = sorted({CONFIG, *weights, *side_files(folder)})
         files = {name: folder / name for name in names if (folder / name).is_file()}
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:

@@ -83,11 +83,16 @@ def is_module(family: Family, c: ModelConfig, name: str) -> bool:
     return place is not None and place[0] >= c.num_hidden_layers
 
 
-def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
-    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says."""
+def refuse_stripped(
+    where: object, family: Family, c: ModelConfig, there: int, instead: str = ""
+) -> None:
+    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says.
+
+    instead: the end of the message, which may say how to add a module.
+    """
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
             f"MTP layer {family.module_name(c, there)} was stripped (quantised and fine-tuned "
-            f"copies often lack it): {JOIN}"
+            f"copies often lack it): {JOIN}{instead}"
         )

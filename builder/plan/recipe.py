@@ -15,8 +15,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
-from mtpbuild.builder.checkpoint.readable import refuse_folder, refuse_gguf
+from mtpbuild.builder.checkpoint.readable import refuse_folder
 from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.gguf.folder import ENDING, checkpoint_folder
 from mtpbuild.builder.models import refuse_class
 from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
@@ -156,7 +157,7 @@ def find_model(
         raise named.missing(revision)
     refuse_class(folder / CONFIG)  # nobody asks for another format of a model that isn't built
     refuse_folder(folder, instead_of(named.repository or folder.resolve().name))
-    return FoundModel(named.name, named.engine, folder)
+    return FoundModel(named.name, named.engine, checkpoint_folder(folder))
 
 
 def name_model(model: str) -> Model:
@@ -171,8 +172,10 @@ def name_model(model: str) -> Model:
     if os.path.isdir(folder):  # unlike Path.is_dir, it never raises
         name = folder.resolve().name
         return Model(name, name, folder=folder)
-    if folder.suffix == ".gguf":
-        refuse_gguf(model, [model], instead_of(folder.stem))
+    if folder.suffix == ENDING:
+        if not os.path.isfile(folder):
+            raise errors.CheckpointError(f"{model}: no such file{instead_of(folder.stem)}")
+        return Model(folder.stem, folder.stem, folder=folder)
     if os.path.isfile(folder):
         raise errors.CheckpointError(f"{model} is a file: --model names the folder that it is in")
     if REPOSITORY.fullmatch(model):

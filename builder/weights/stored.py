@@ -25,6 +25,8 @@ from mtpbuild.builder.formats import (
     own_name,
     stored_format,
 )
+from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
+from mtpbuild.builder.gguf.mapped import Mapped
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
@@ -56,6 +58,7 @@ class FileEntry(Entry):
     file: Path
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
+    mapped: Mapped | None = None  # how it is read from a GGUF file
 
     @property
     def floats(self) -> bool:
@@ -64,9 +67,9 @@ class FileEntry(Entry):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint folder by name; their bytes are read on demand."""
+    """The tensors of a checkpoint by name; their bytes are read on demand."""
 
-    folder: Path
+    folder: Path  # or GGUF file, for messages
     tensors: Mapping[str, FileEntry]
     tower: int  # number of a vision tower's tensors, which are left out
     settings: Settings  # of its quantisation
@@ -107,7 +110,8 @@ class Checkpoint:
 
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
-        if self.format(name) is not None or self.tensors[name].part is not None:
+        entry = self.tensors[name]
+        if self.format(name) is not None or entry.part is not None or entry.mapped is not None:
             yield from self.read(name).split(PIECE)
             return
         for start in range(0, self.tensors[name].shape[0], PIECE):
@@ -118,6 +122,8 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor as it is stored."""
+        if (mapped := self.tensors[name].mapped) is not None:
+            return mapped.read()
         with self._opened(name) as (file, entry):
             if entry.part is None:
                 tensor: Tensor = file.get_tensor(entry.name)
@@ -176,7 +182,7 @@ class Checkpoint:
         family = family_of(config)
         stored_count = stored_modules(family, config, self.tensors)
         if drafts:
-            refuse_stripped(self.folder, family, config, stored_count)
+            refuse_stripped(self.folder, family, config, stored_count, how_to_join(self.folder))
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
         fault = self._fault_of_modules(config) if count else None
@@ -262,7 +268,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """List the tensors of `model.safetensors` or of the shards that the index names."""
+    """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
+    if holds_gguf(folder):
+        return Checkpoint(find_trunk(folder).resolve(), dict(gguf_entries(folder)), 0, {})
     paths, index = find_shards(folder)
     return collect_tensors(folder, map(list_entries, paths), index)
 
@@ -304,6 +312,13 @@ def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
         return [FileEntry(e["dtype"], tuple(e["shape"]), path, n) for n, e in header.items()]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
+
+
+def gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
+    """Yield the tensors of a folder's GGUF files under the checkpoint's names."""
+    for weight in weights_in(folder):
+        for name, entry, source in weight.entries():
+            yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, mapped=source)
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:

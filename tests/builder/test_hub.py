@@ -501,15 +501,8 @@ def test_a_class_is_refused_before_its_number_format(checkpoint: Path, tmp_path:
 
 
 def test_folders_are_refused_by_the_same_lines(smallest: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "DeepSeek-R1-GGUF"
-    folder.mkdir()
-    (folder / "a.gguf").touch()
-    assert build(model=str(folder)) == (
-        f"{folder}: GGUF is not read, only safetensors; --model deepseek-r1 "
-        "(deepseek-ai/DeepSeek-R1) is the same model"
-    )
-    file = "DeepSeek-R1-Q4_K_M.gguf"  # as llama.cpp's --model takes it, there or not
-    assert build(model=file) == f"{file}: GGUF is not read, only safetensors"
+    file = "DeepSeek-R1-Q4_K_M.gguf"
+    assert build(model=file) == f"{file}: no such file"
     folder = shutil.copytree(smallest, tmp_path / "tiktoken")
     (folder / "tiktoken.model").touch()
     assert f"{folder}: tiktoken.model is not read: put a tokenizer.json" in build(model=str(folder))

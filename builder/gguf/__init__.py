@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints: their tensors under Hugging Face's names, their keys as its files."""

@@ -1,0 +1,165 @@
+"""A folder for a GGUF file, with the files that Hugging Face's checkpoints have.
+
+The folder is in a cache, and links to the GGUF files. Files that lie beside a GGUF file, such as
+tokenizer.json, win over those made from its keys.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
+from mtpbuild.builder.gguf.architectures import architecture_of, list_weights
+from mtpbuild.builder.gguf.container import SHARD, GgufFile, read_file, shard_paths
+from mtpbuild.builder.gguf.mapped import Mapped
+from mtpbuild.builder.gguf.tokenizer import tokenizer_files, unknown_split
+from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.text.tokenizer import TOKENIZER
+
+ENDING, HEAD, PROJECTOR = ".gguf", "mtp-", "mmproj"
+logger = logging.getLogger(__name__)
+
+
+def holds_gguf(folder: Path) -> bool:
+    """Return whether a folder's weights are GGUF files, with no safetensors beside them."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return not {SINGLE, INDEX} & {*names} and any(name.endswith(ENDING) for name in names)
+
+
+def find_trunk(folder: Path) -> Path:
+    """Return the one GGUF file of a folder, or its first shard; raise CheckpointError."""
+    paths = sorted(folder.glob(f"*{ENDING}"))
+    models = [p for p in paths if not p.name.startswith((HEAD, PROJECTOR))]
+    first = [p for p in models if not (m := SHARD.fullmatch(p.name)) or int(m[2]) == 1]
+    if len(first) == 1:
+        return first[0]
+    if not first:
+        raise CheckpointError(f"{folder}: no GGUF file of a whole model, only {paths[0].name}")
+    names = ", ".join(path.name for path in first)
+    raise CheckpointError(f"{folder}: has several models: name one of its files: {names}")
+
+
+def find_head(trunk: Path) -> Path | None:
+    """Return the file beside a GGUF file that holds its MTP head alone, if there is one."""
+    named = trunk.with_name(HEAD + trunk.name)
+    if named.is_file():
+        return named
+    others = [*trunk.parent.glob(f"{HEAD}*{ENDING}")]
+    return others[0] if len(others) == 1 else None
+
+
+def how_to_join(path: Path) -> str:
+    """Return how a GGUF file gets an MTP head, as the end of a message; "" for other paths."""
+    return f", or put its head beside it as {HEAD}{path.name}" if path.suffix == ENDING else ""
+
+
+def read_model(folder: Path) -> GgufFile:
+    """Read a folder's GGUF file, joined with its head's if the head is in a file of its own."""
+    path = find_trunk(folder)
+    trunk = read_file(path)
+    if any("nextn." in name for name in trunk.tensors) or (place := find_head(path)) is None:
+        return trunk
+    head = read_file(place)
+    refuse_other(trunk, head)
+    blocks = (f"blk.{head.layers + j}." for j in range(head.modules))
+    own = tuple(blocks)
+    joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(own)}
+    count = {f"{trunk.architecture}.nextn_predict_layers": head.modules}
+    count[f"{trunk.architecture}.block_count"] = head.layers + head.modules
+    return replace(trunk, keys={**trunk.keys, **count}, tensors={**trunk.tensors, **joined})
+
+
+def refuse_other(trunk: GgufFile, head: GgufFile) -> None:
+    """Raise CheckpointError if a head was made for another model."""
+
+    def sizes(file: GgufFile) -> dict[str, object]:
+        embedding = file.tensors.get("token_embd.weight")
+        tokens = embedding.shape[0] if embedding is not None else None
+        return {
+            "architecture": file.architecture,
+            "embedding_length": file.key("embedding_length"),
+            "layers": file.layers,
+            "tokens": tokens,
+        }
+
+    theirs = sizes(head)
+    for what, ours in sizes(trunk).items():
+        if theirs[what] is not None and theirs[what] != ours:
+            raise CheckpointError(
+                f"{head.path}: an MTP head of another model: {what} {theirs[what]}, not {ours} as "
+                f"in {trunk.path.name}; move it away, and build with --nextn 0"
+            )
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Return a folder in which a GGUF file is a checkpoint; any other folder is returned as it is.
+
+    path: the file, one of its shards, or a folder with one.
+    """
+    if path.is_dir():
+        if not holds_gguf(path):
+            return path
+        path = find_trunk(path)
+    elif path.suffix != ENDING or not path.is_file():
+        return path  # reading it tells what is wrong
+    path = shard_paths(path)[0].resolve()
+    paths = shard_paths(path)
+    if (head := find_head(path)) is not None:
+        paths += shard_paths(head)
+    folder = _cache() / f"{path.stem}-{_hash(paths)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in paths:
+            _link(source, folder / source.name)
+        for name, text in dict(_made_files(folder, path.parent)).items():
+            partial = folder / f"{name}.{os.getpid()}"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+        for name in side_files(path.parent):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path.parent / name, folder / name)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: can't be written ({error.strerror})") from None
+    return folder
+
+
+def _made_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files that are made from the keys."""
+    file = read_model(folder)
+    yield CONFIG, json.dumps(architecture_of(file).config(file), indent=2)
+    yield from tokenizer_files(file)
+    why = unknown_split(file)
+    if why is not None and not (beside / TOKENIZER).is_file():
+        note = "note: %s: %s: the engine takes token ids; put a %s beside it"
+        logger.warning(note, file.path.name, why, TOKENIZER)
+
+
+def weights_in(folder: Path) -> list[Mapped]:
+    """Return the weights of a folder's GGUF files under the checkpoint's names."""
+    return [*list_weights(read_model(folder))]
+
+
+def _link(source: Path, link: Path) -> None:
+    if not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mtpbuild" / "gguf"
+
+
+def _hash(paths: list[Path]) -> str:
+    """Hash the places, sizes and times of files, so that each version has its own folder."""
+    stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:12]

@@ -1,0 +1,133 @@
+"""A tensor of a GGUF file as Hugging Face's checkpoints have it."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mtpbuild.builder.formats import Entry, Shape
+from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
+from mtpbuild.builder.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Change: TypeAlias = "Callable[..., Floats]"
+Order = npt.NDArray[np.intp]
+# Types whose blocks are those of our own integers: bits of a value.
+INTEGERS = {"Q8_0": 8, "Q4_0": 4}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Value heads in tiled order: for each repeat a head of every key head.
+
+    Checkpoints have them grouped: for each key head all its value heads. start: rows before them.
+    """
+
+    keys: int
+    repeats: int
+    width: int
+    start: int = 0
+
+    def grouped(self, unit: int = 1) -> Order:
+        """Return the place of each grouped unit in the tiled order."""
+        heads = np.arange(self.keys * self.repeats * self.width // unit)
+        tiled = heads.reshape(self.repeats, self.keys, -1).swapaxes(0, 1).ravel()
+        start = self.start // unit
+        return np.concatenate([np.arange(start), start + tiled])
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """A weight as the checkpoint has it, made from one or more tensors of a file.
+
+    Tensors are joined along their rows, and put in order; `change` then makes the weight's values
+    from the decoded tensors.
+    """
+
+    name: str
+    shape: Shape
+    tensors: tuple[RawTensor, ...]
+    expert: int | None = None  # of a stack
+    part: slice | None = None  # rows of an expert's tensor
+    rows: Order | None = None  # rows of the file, in the checkpoint's order
+    columns: Tiles | None = None
+    change: Change | None = None
+    as_floats: bool = False  # whether integers are decoded, as kernels would round the inputs
+    suffix: str | None = None  # of a part of our own integers; None: values, as they are
+
+    @property
+    def file(self) -> Path:
+        return self.tensors[0].file
+
+    @property
+    def bits(self) -> int | None:
+        """Return the bits of our own integers that the weight's blocks are; None if it has none."""
+        (kind, *others) = {tensor.type for tensor in self.tensors}
+        bits = INTEGERS.get(kind)
+        if others or bits is None or self.change is not None or self.as_floats:
+            return None
+        splits = self.columns is not None and self.columns.width % self.tensors[0].block
+        return None if splits or len(self.shape) != 2 else bits
+
+    def entries(self) -> Iterator[tuple[str, Entry, Mapped]]:
+        """Yield the name, the header entry and the source of each tensor that stores the weight."""
+        if (bits := self.bits) is None:
+            kinds = {tensor.type for tensor in self.tensors}
+            kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
+            yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
+            return
+        rows, blocks = self.shape[0], self.shape[1] // self.tensors[0].block
+        codes = Entry("U8", (rows, blocks, self.tensors[0].block * bits // 8))
+        yield self.name, codes, replace(self, suffix="")
+        scales = Entry("F16", (rows, blocks))
+        yield f"{self.name}_scale", scales, replace(self, suffix="_scale")
+
+    def read(self) -> Tensor:
+        """Read the tensor that its entry describes."""
+        if self.change is not None:
+            shaped = (
+                self._ordered(each.decode(each.read(self.expert))).reshape(each.shape)
+                for each in self.tensors
+            )
+            return torch.from_numpy(np.ascontiguousarray(self.change(*shaped))).reshape(self.shape)
+        if len({tensor.type for tensor in self.tensors}) > 1:
+            decoded = [tensor.decode(tensor.read(self.expert)) for tensor in self.tensors]
+            return torch.from_numpy(self._ordered(np.concatenate(decoded))).reshape(self.shape)
+        tensor = self.tensors[0]
+        blocks = np.concatenate([each.read(self.expert) for each in self.tensors])
+        blocks = blocks[self.part or slice(None)]
+        if self.suffix is not None:
+            return self._integers(self._ordered(blocks, tensor.block))
+        if tensor.type in FLOATS:
+            dtype: torch.dtype = getattr(torch, FLOATS[tensor.type])
+            values = np.ascontiguousarray(self._ordered(blocks))
+            return torch.from_numpy(values).view(dtype).reshape(self.shape)
+        return torch.from_numpy(self._ordered(tensor.decode(blocks))).reshape(self.shape)
+
+    def _ordered(self, values: npt.NDArray[np.generic], unit: int = 1) -> npt.NDArray[np.generic]:
+        """Put rows and columns in the checkpoint's order; unit: columns in a block."""
+        if self.rows is not None:
+            values = values[self.rows]
+        if self.columns is not None:
+            values = values[:, self.columns.grouped(unit)]
+        return np.ascontiguousarray(values)
+
+    def _integers(self, blocks: Bytes) -> Tensor:
+        """Return the codes or the scales of blocks as our own integers have them."""
+        if self.suffix == "_scale":
+            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+            return torch.from_numpy(np.ascontiguousarray(scales))
+        codes = blocks[..., 2:]
+        if self.bits == 8:
+            return torch.from_numpy(codes ^ 0x80)  # q + 128, unsigned
+        # A byte has elements j and j + 16 of its block; ours have neighbours, the even one first.
+        values = np.concatenate([codes & 0xF, codes >> 4], axis=-1)
+        return torch.from_numpy(values[..., 0::2] | values[..., 1::2] << 4)

@@ -1,0 +1,395 @@
+"""GGUF files: every weight is what the package `gguf` makes of it, and engines run from them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.gguf.architectures import log_of_rate
+from mtpbuild.builder.models import find_family, load_config
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.errors import CheckpointError
+from tests.support import model_tokenizers
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.families import config_of, make_family
+from tests.support.gguf_files import Array, converted, dequantised, usual, write_gguf
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL")
+HALVES = ("attn_k_b.weight", "attn_v_b.weight")  # of kv_b_proj
+WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # blocks of 256
+# Rows of whole blocks of 32, and of 256.
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+LATENT = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "gigachat": LATENT,
+    "glm-flash": LATENT,
+    "deepseek-v3.2": LATENT | {"index_head_dim": 32},
+    "glm-5": LATENT | {"index_head_dim": 32},
+    "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "qwen3.5-moe": SMALL["qwen3.5"]
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3-next": SMALL["qwen3.5"]
+    | {
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def tiny_tensors() -> tuple[dict[str, Any], dict[str, Array]]:
+    folder = find_model("qwen-tiny").folder
+    c = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    return c, dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
+
+
+def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+    c = config_of(name, **overrides)
+    stored = make_family(name, **overrides).state_dict()
+    return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Opens and checks a file; it must have everything that its configuration wants."""
+    folder = find_model(str(path)).folder
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(checkpoint.settle(load_config(folder)))
+    return checkpoint
+
+
+def assert_equal_weights(path: Path, c: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Converting what the checkpoint reads gives what the package reads, to the bit."""
+    names = {n for n in checkpoint.tensors if not n.endswith("weight_scale")}
+    found = dict(converted(c, names, lambda name: checkpoint.read(name).numpy()))
+    wanted = dequantised(path)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_a_hybrid(kind: str, tmp_path: Path) -> None:
+    """Its value heads are tiled: three to a key head."""
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type[kind]))
+    assert_equal_weights(path, c, open_gguf(path))
+
+
+@pytest.mark.parametrize(("kind", "format"), [("Q4_0", INT4), ("Q8_0", INT8)])
+def test_integers_are_kept(kind: str, format: Any, tmp_path: Path) -> None:
+    """Codes and scales of products are the file's, also where heads are put in order."""
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type[kind]))
+    checkpoint = open_gguf(path)
+    formats = {name: checkpoint.format(name) for name in checkpoint.tensors if "_scale" not in name}
+    products = (
+        "_proj.weight",
+        "in_proj_qkv.weight",
+        "in_proj_z.weight",
+        "fc.weight",
+        "head.weight",
+    )
+    kept = {name for name, found in formats.items() if found is format}
+    assert kept == {n for n in formats if n.endswith((*products, "embed_tokens.weight"))}
+    file = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    parts = checkpoint.kept_parts("model.layers.3.self_attn.k_proj.weight")
+    raw = file["blk.3.attn_k.weight"].data.reshape(*parts["_scale"].shape, -1)
+    assert parts["_scale"].numpy().tobytes() == raw[..., :2].tobytes()
+    want = raw[..., 2:].view(np.int8).astype(int)
+    if kind == "Q4_0":
+        low, high = raw[..., 2:] & 15, raw[..., 2:] >> 4
+        want = np.concatenate([low, high], -1).astype(int) - 8
+        got = np.stack([parts[""] & 15, parts[""] >> 4], -1).reshape(want.shape).astype(int) - 8
+    else:
+        got = parts[""].numpy().astype(int) - 128
+    np.testing.assert_array_equal(got, want)
+
+
+def as_integers(checkpoint: Checkpoint, source: Path, folder: Path, bits: int) -> Path:
+    """Writes the tensors that a file is read as to safetensors, in our own format."""
+    folder.mkdir()
+    raw = json.loads((source / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mtpbuild", "fmt": f"int{bits}", "block_size": 32}
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.tensors}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
+def test_an_engine_of_qwen_tiny(
+    kind: str, bits: int, build_engine: EngineBuilder, tmp_path: Path
+) -> None:
+    """The head is used, and the tokens are those of the same values in safetensors."""
+    c, tensors = tiny_tensors()
+    path = write_gguf(tmp_path / f"tiny-{kind}.gguf", c, tensors, usual(Type[kind]))
+    source = find_model(str(path)).folder
+    same = as_integers(open_gguf(path), source, tmp_path / f"same-{kind}", bits)
+    flags: dict[str, Any] = {"max_batch": 1, "prefill_chunk": 32}
+    ours, theirs = build_engine(path, 3, **flags), build_engine(same, 3, **flags)
+    weights = [
+        read_manifest(engine).files["weights.safetensors"].sha256 for engine in (ours, theirs)
+    ]
+    assert weights[0] == weights[1]
+    prompts = [[0, 5, 9, 300, 17, 40], [0, 77, 1200]]
+    assert greedy_ids(ours, prompts, 24) == greedy_ids(theirs, prompts, 24)
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_blocks_of_256(kind: str, tmp_path: Path) -> None:
+    wide = SMALL["qwen3.5"] | {
+        "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2,
+        "full_attention_interval": 2, "linear_num_value_heads": 8,
+    }  # fmt: skip
+    c, tensors = random_tensors("qwen3.5", **wide)
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type[kind]))
+    types = {t.name: t.tensor_type for t in gguf.GGUFReader(path).tensors}
+    assert types["blk.0.ssm_out.weight"] == types["blk.2.nextn.eh_proj.weight"] == Type[kind]
+    assert_equal_weights(path, c, open_gguf(path))
+
+
+def test_the_decay_comes_back_exactly() -> None:
+    """Of a million logarithms in bf16 and in fp32, the rate's exponential is the stored rate."""
+    logs = torch.linspace(-9, 4, 1_000_000)
+    for given in (logs, logs.bfloat16().float()):
+        rate = -given.exp().numpy()
+        again = torch.from_numpy(log_of_rate(rate)).exp().numpy()
+        np.testing.assert_array_equal(-again, rate)
+
+
+def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Returns the trunk's tensors, and the head's with those that head files repeat."""
+    own = f"blk.{layers}."
+    trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
+    top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
+    return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
+
+
+def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    type_of = usual(Type.Q8_0)
+    whole = open_gguf(write_gguf(tmp_path / "whole" / "a.gguf", c, tensors, type_of))
+    trunk, head = split_head(tensors, c["num_hidden_layers"])
+    path = write_gguf(tmp_path / "a.gguf", c | {"mtp_num_hidden_layers": 0}, trunk, type_of)
+    write_gguf(tmp_path / "mtp-a.gguf", c, head, type_of)
+    both = open_gguf(path)
+    assert both.tensors.keys() == whole.tensors.keys()
+    for name in whole.tensors:
+        assert torch.equal(both.tensor(name), whole.tensor(name))
+
+
+def test_a_missing_head_is_told(tmp_path: Path) -> None:
+    """Whether keys name it or not; without drafts the trunk alone is built."""
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    trunk, _ = split_head(tensors, c["num_hidden_layers"])
+    path = write_gguf(tmp_path / "a.gguf", c, trunk, usual(Type.Q8_0))
+    folder = find_model(str(path)).folder
+    checkpoint, config = open_checkpoint(folder), load_config(folder)
+    with pytest.raises(CheckpointError, match=r"--nextn 0, or put .* as mtp-a\.gguf"):
+        checkpoint.settle(config, drafts=True)
+    assert checkpoint.settle(config).num_nextn_predict_layers == 0
+
+
+def test_a_module_without_a_norm_takes_the_trunks(tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    del tensors[f"blk.{c['num_hidden_layers']}.nextn.shared_head_norm.weight"]
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.F32)))
+    assert torch.equal(checkpoint.read("mtp.norm.weight"), checkpoint.read("model.norm.weight"))
+
+
+def test_a_head_of_another_model(tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    trunk, _ = split_head(tensors, c["num_hidden_layers"])
+    path = write_gguf(tmp_path / "a.gguf", c | {"mtp_num_hidden_layers": 0}, trunk, usual(Type.F32))
+    other = SMALL["qwen3.5"] | {"hidden_size": 128}
+    d, theirs = random_tensors("qwen3.5", **other)
+    write_gguf(tmp_path / "mtp-b.gguf", d, split_head(theirs, 4)[1], usual(Type.F32))
+    with pytest.raises(CheckpointError, match="another model: embedding_length 128, not 64"):
+        find_model(str(path))
+
+
+def damaged(path: Path, change: Callable[[bytes], bytes]) -> str:
+    """Returns the line that ends the reading of a changed file."""
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError) as error:
+        open_gguf(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+
+    def write(name: str, **changed: Array) -> Path:
+        return write_gguf(tmp_path / name, c, tensors | changed, usual(Type.Q8_0))
+
+    assert "cut off or damaged" in damaged(write("a.gguf"), lambda data: data[:-100])
+    assert "cut off or damaged" in damaged(write("b.gguf"), lambda data: data[:3000])
+    assert "does not begin with GGUF" in damaged(write("c.gguf"), lambda data: b"PK" + data)
+    odd = {"blk.0.ffn_down.weight": tensors["blk.0.ffn_down.weight"][:32]}
+    shape = damaged(write("d.gguf", **odd), lambda data: data)
+    assert "model.layers.0.mlp.down_proj.weight has shape" in shape or "needs" in shape
+    extra = {"blk.0.attn_sinks.weight": tensors["output_norm.weight"]}
+    left = damaged(write("e.gguf", **extra), lambda data: data)
+    assert "does not have: model.layers.0.attn_sinks.weight" in left
+    tensors.pop("blk.1.ffn_up.weight")
+    assert "missing tensor model.layers.1.mlp.up_proj.weight" in damaged(
+        write("f.gguf"), lambda data: data
+    )
+
+
+def test_unread_types_and_architectures(tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **(SMALL["qwen3.5"] | {"hidden_size": 256}))
+
+    def type_of(name: str, value: Array) -> Type:
+        return Type.TQ1_0 if name == "token_embd.weight" else Type.F32
+
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, type_of)
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight: type TQ1_0 is not read; supp"):
+        find_model(str(path))
+    path = write_gguf(tmp_path / "b.gguf", c, tensors, usual(Type.F32))
+    data = path.read_bytes().replace(b"qwen35", b"llamaX")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="architecture llamaX is not read; supported: qwen35"):
+        find_model(str(path))
+
+
+def test_folders_and_shards(tmp_path: Path) -> None:
+    """A folder with one model is that model; of several it names the files."""
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    names = [*tensors]
+    for i, part in enumerate((names[:20], names[20:]), start=1):
+        file = tmp_path / f"a-{i:05}-of-00002.gguf"
+        write_gguf(file, c, {name: tensors[name] for name in part}, usual(Type.Q8_0))
+    (tmp_path / "mmproj-a.gguf").touch()
+    checkpoint = open_gguf(tmp_path)
+    assert len({entry.file for entry in checkpoint.tensors.values()}) == 2
+    write_gguf(tmp_path / "b.gguf", c, tensors, usual(Type.Q8_0))
+    with pytest.raises(CheckpointError, match="several models: name one of its files: a-00001-of-"):
+        find_model(str(tmp_path))
+    (tmp_path / "a-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"shard a-00002-of-00002\.gguf is missing; resume"):
+        find_model(str(tmp_path / "a-00001-of-00002.gguf"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_every_weight_of_other_architectures(name: str, kind: str, tmp_path: Path) -> None:
+    """Stacked experts, heads of latents, packed projections; the configuration is the same."""
+    c, tensors = random_tensors(name, **OTHERS[name])
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type[kind]), more=tokens_of(name))
+    checkpoint = open_gguf(path)
+    assert_equal_weights(path, c, checkpoint)
+    config = load_config(find_model(str(path)).folder)
+    wanted = find_family(c).parse_config(c)
+    assert type(config) is type(wanted)
+    given, other = asdict(config), asdict(wanted)
+    # Keys have no place for it, and mscale in steps of fp32.
+    given["mtp"]["shares_choice"] = other["mtp"]["shares_choice"]
+    for rope in (given["rope"], other["rope"]):
+        rope["original_max_position_embeddings"] *= rope["kind"] != "default"
+    assert differences(given, other) == {}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that differ by more than fp32's rounding."""
+    found = {}
+    for key, value in one.items():
+        if isinstance(value, dict):
+            found |= differences(value, other[key])
+        elif value != (pytest.approx(other[key]) if isinstance(value, float) else other[key]):
+            found[key] = (value, other[key])
+    return found
+
+
+def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:
+    """Returns a writer of the key by which GLM-4.7-Flash is told from DeepSeek."""
+    return lambda writer: writer.add_tokenizer_pre("glm4" if "glm" in name else "deepseek-v3")
+
+
+def test_older_files_have_kv_b_whole(tmp_path: Path) -> None:
+    c, tensors = random_tensors("gigachat", **OTHERS["gigachat"])
+    new = open_gguf(write_gguf(tmp_path / "new.gguf", c, tensors, usual(Type.F32)))
+    older = {
+        name: value for name, value in tensors.items() if "k_b." not in name and "v_b." not in name
+    }
+    for i in range(c["num_hidden_layers"] + c["num_nextn_predict_layers"]):
+        keys, values = (tensors[f"blk.{i}.attn_{x}_b.weight"] for x in "kv")
+        heads = np.concatenate([keys.transpose(0, 2, 1), values], 1)
+        older[f"blk.{i}.attn_kv_b.weight"] = heads.reshape(-1, heads.shape[-1])
+    old = open_gguf(write_gguf(tmp_path / "old.gguf", c, older, usual(Type.F32)))
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert torch.equal(old.read(name), new.read(name))
+
+
+@pytest.mark.parametrize("make", [model_tokenizers.qwen, model_tokenizers.glm])
+def test_the_tokenizer_is_that_of_the_model(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its ids are those of the tokenizer.json whose tokens and merges the keys have."""
+    files = make()
+    raw = files["tokenizer.json"]
+    raw = raw if isinstance(raw, str) else json.dumps(raw)
+    theirs = tokenizers.Tokenizer.from_str(raw)
+    added = theirs.get_added_tokens_decoder()
+    tokens = [theirs.id_to_token(i) for i in range(theirs.get_vocab_size())]
+    control, user = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    for i, token in added.items():
+        types[i] = control if token.special else user
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"], vocab_size=len(tokens) + 8)
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        pad = [f"[PAD{i}]" for i in range(8)]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2" if make is model_tokenizers.qwen else "glm4")
+        writer.add_token_list(tokens + pad)
+        writer.add_token_types([*types, *[gguf.TokenType.UNUSED] * 8])
+        merges = json.loads(raw)["model"]["merges"]
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+        writer.add_eos_token_id(tokens.index("<|endoftext|>"))
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.Q8_0), more=write)
+    folder = find_model(str(path)).folder
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert ours.get_vocab_size() == len(tokens)
+    for text in (
+        *model_tokenizers.TEXTS,
+        "a<think>b</think>\n\n  1234567 e\u0301",
+        "<|endoftext|>",
+    ):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        ids = theirs.encode(text).ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids)
+    ids = generation_ids(folder, load_config(folder))
+    assert ids.eos_token_ids == (tokens.index("<|endoftext|>"),)
+    assert ids.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
