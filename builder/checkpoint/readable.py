@@ -10,6 +10,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
+from mtpbuild.builder.formats.compressed_tensors import METHOD, kept_as
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
@@ -50,7 +51,8 @@ def stored_as(folder: Path) -> str:
     """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
-    return {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}.get(method, method)
+    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}
+    return layouts.get(method, kept_as(settings) if method == METHOD else method)
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
@@ -65,7 +67,11 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 def read_quantisation(folder: Path) -> Mapping[str, Any]:
     """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
-    raw = read_object(folder / CONFIG).get("quantization_config")
+    config = read_object(folder / CONFIG)
+    text = config.get("text_config")
+    raw = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):

@@ -97,6 +97,10 @@ class Format(ABC):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
 
+    def fault(self, parts: Mapping[str, Tensor]) -> str | None:
+        """Return what is wrong with a weight's numbers, None if nothing is."""
+        return None
+
     @abstractmethod
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the weight in fp32: values times scales, rounded once."""
@@ -131,6 +135,16 @@ class Format(ABC):
     def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
         """Return the shape of an engine weight's second scales, None if the format has none."""
         return None
+
+
+class ReadFormat(Format):
+    """A format that is only read; its module's `find_format` finds it."""
+
+    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+        return False
+
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        raise NotImplementedError(f"{self.name} is only read")
 
 
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:

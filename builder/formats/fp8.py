@@ -19,21 +19,35 @@ class Fp8(Format):
     """DeepSeek's FP8: e4m3 values, and one fp32 scale for each block of 128 x 128.
 
     W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; the last blocks may be smaller.
+    Scales in bf16 or fp16 become fp32 in engines, which changes none. compressed-tensors calls them
+    weight_scale.
     """
 
     name, bits, block = "fp8", 8, BLOCK
-    suffixes: tuple[str, ...] = ("", "_scale_inv")
+
+    def __init__(self, scales: str = "F32", suffix: str = "_scale_inv") -> None:
+        self.suffixes, self._scales = ("", suffix), scales
 
     def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        return entries[name].dtype == "F8_E4M3" and f"{name}_scale_inv" in entries
+        scale = entries.get(f"{name}_scale_inv")
+        if entries[name].dtype != "F8_E4M3" or scale is None:
+            return False
+        return self._scales == (scale.dtype if scale.dtype in ("BF16", "F16") else "F32")
+
+    @property
+    def kept(self) -> Fp8:
+        return FP8
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"": parts[""], "_scale_inv": parts[self.suffixes[1]].float()}
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // BLOCK) for size in shape)
-        return {"": Entry("F8_E4M3", shape), "_scale_inv": Entry("F32", scales)}
+        return {"": Entry("F8_E4M3", shape), self.suffixes[1]: Entry(self._scales, scales)}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = parts[""].float()
-        return values.mul_(spread(parts["_scale_inv"], values.shape))
+        return values.mul_(spread(parts[self.suffixes[1]].float(), values.shape))
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         rows, columns = (-size % BLOCK for size in weight.shape)
@@ -65,6 +79,7 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     return f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
 
 
-FORMATS = (FP8,) = (Fp8(),)
+FP8 = Fp8()
+FORMATS = (FP8, Fp8("BF16"), Fp8("F16"))
 METHODS = {"fp8": unread}
 READS = "DeepSeek's fp8 with weight_block_size [128, 128]"

@@ -37,6 +37,8 @@ class Integers(Format):
         weight, scale = entries[name], entries.get(f"{name}_scale")
         if weight.dtype != "U8" or scale is None or scale.dtype == "F8_E4M3":
             return False
+        if len(weight.shape) == 2:
+            return False  # MXFP4's, or ModelOpt's integers
         bits = 4 if weight.shape[-1] == BLOCK // 2 else 8
         return bits == self.bits and (scale.dtype == "F32") == (self._scales == "F32")
 
@@ -54,6 +56,26 @@ class Integers(Format):
         weight = self.decode(parts)
         refuse_too_large(self.kept, name, weight)
         return self.kept.encode(weight)
+
+    def hold(self, name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """Return the parts of values [N, K] times scales [N, groups of columns], as they are.
+
+        Where fp16 does not have the scales, they are rounded, or the weight is quantised again,
+        whichever is closer.
+        """
+        times = values.shape[1] // scales.shape[1] // BLOCK
+        scales = scales.float().repeat_interleave(times, dim=1)
+        codes = (values.to(torch.int16) + self.zero).to(torch.uint8).unflatten(1, (-1, BLOCK))
+        held = {"": self._nibbles(codes), "_scale": self._rounded(scales)}
+        if scales.is_meta or torch.equal(held["_scale"].float(), scales):
+            return held
+        weight = (values.unflatten(1, (-1, BLOCK)).float() * scales[..., None]).flatten(1)
+        refuse_too_large(self, name, weight)
+        both = held, self.encode(weight)
+        return min(both, key=lambda parts: (self.decode(parts) - weight).square().sum().item())
+
+    def _nibbles(self, codes: Tensor) -> Tensor:
+        return codes[..., 0::2] | codes[..., 1::2] << 4 if self.bits == 4 else codes
 
     @property
     def scales(self) -> torch.dtype:
@@ -84,10 +106,7 @@ class Integers(Format):
         scales = self._rounded(extreme / -self.zero)
         scales = torch.where(scales != 0, scales, 1.0)
         values = (blocks / scales.float()).round().add(self.zero).clamp(0, 2 * self.zero - 1)
-        values = values.to(torch.uint8)
-        if self.bits == 4:
-            values = values[..., 0::2] | values[..., 1::2] << 4
-        return {"": values, "_scale": scales.squeeze(-1)}
+        return {"": self._nibbles(values.to(torch.uint8)), "_scale": scales.squeeze(-1)}
 
     def can_split(self, ranks: int, group: int) -> bool:
         return ranks == 1

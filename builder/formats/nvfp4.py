@@ -3,7 +3,7 @@
 from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
@@ -30,7 +30,12 @@ class Nvfp4(Format):
 
     def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
         scale = entries.get(f"{name}_scale")
-        return entries[name].dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3"
+        if entries[name].dtype != "U8" or scale is None or scale.dtype != "F8_E4M3":
+            return False
+        if f"{name}_pre_quant_scale" in entries:
+            return False  # see modelopt.py
+        divides = f"{name}_global_scale" in entries
+        return self.suffixes[2] == ("_global_scale" if divides else "_scale_2")
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
@@ -74,6 +79,35 @@ class Nvfp4(Format):
         return (shape[-2] // GROUP, 1) if joined == 1 else (1, shape[-1])
 
 
+class Divided(Nvfp4):
+    """compressed-tensors' NVFP4, whose second scale divides: it is the reciprocal of ModelOpt's.
+
+    W = value * (weight_scale / weight_global_scale), rounded as that package does. Engines hold
+    the same values and scales, and the reciprocal in fp32: the last bit of a weight may differ.
+    """
+
+    suffixes = ("", "_scale", "_global_scale")
+
+    @property
+    def kept(self) -> Nvfp4:
+        return NVFP4
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        second = 1 / parts["_global_scale"].reshape(())
+        return {"": parts[""], "_scale": parts["_scale"], "_scale_2": second}
+
+    def fault(self, parts: Mapping[str, Tensor]) -> str | None:
+        return None if parts["_global_scale"].all() else "is divided by a global scale of 0"
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        usual = super().parts(shape)
+        return {"": usual[""], "_scale": usual["_scale"], "_global_scale": Entry("F32", (1,))}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        scales = parts["_scale"].float() / parts["_global_scale"]
+        return (unpack(parts[""]).unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
+
+
 def unpack(packed: Tensor) -> Tensor:
     """Decode uint8 codes [N, K/2] to fp32 values [N, K]."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
@@ -93,12 +127,5 @@ def pack(values: Tensor) -> Tensor:
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
-def unread(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of ModelOpt's settings; None if they are."""
-    algorithm = settings.get("quant_algo")
-    return None if algorithm == "NVFP4" else f"modelopt {algorithm}"
-
-
-FORMATS = (NVFP4,) = (Nvfp4(),)
-METHODS = {"modelopt": unread}
-READS = "ModelOpt's NVFP4"
+NVFP4 = Nvfp4()
+FORMATS = (NVFP4, Divided())

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
 # Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
-UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
+UNUSED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# Parts of a quantised module for kernels that quantise its inputs or outputs, too.
+ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Checkpoint:
         for suffix, part in parts.items():
             if part.is_floating_point():
                 self._refuse_not_finite(name + suffix, part.float())
+        if (fault := format.fault(parts)) is not None:
+            raise self._wrong(name, fault)
         return parts
 
     def kept_parts(self, name: str) -> dict[str, Tensor]:
@@ -260,7 +264,8 @@ class Checkpoint:
             if (dtype := self.tensors[name + suffix].dtype) != entry.dtype:
                 raise self._wrong(name + suffix, f"is {dtype}, {format.name} needs {entry.dtype}")
             self._check_shape(name + suffix, entry.shape, f"{format.name} of {list(stored.shape)}")
-        return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
+        module = name.removesuffix("weight")
+        return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:

@@ -1,0 +1,114 @@
+"""ModelOpt's settings, its int4, and its weights whose inputs are scaled.
+
+Its other layouts are those of `nvfp4.py` and `scaled.py`.
+"""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.integers import BLOCK, INT4
+from mtpbuild.builder.formats.nvfp4 import NVFP4
+from mtpbuild.builder.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INPUTS = "_pre_quant_scale"
+MIXED = "MIXED_PRECISION"
+READ = {
+    *("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A16_AWQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+    *("MXFP8", "W8A16"),
+}
+
+
+class RowPairs(ReadFormat):
+    """ModelOpt's int4: W = value * weight_scale, one scale for some columns of a row.
+
+    A byte has the values of two rows, the even row's in its low nibble, in two's complement.
+    """
+
+    bits = 4
+    suffixes: tuple[str, ...] = ("", "_scale")
+
+    def __init__(self, columns: int, scales: str) -> None:
+        self.name, self.block, self._scales = f"int4 by {columns} columns", columns, scales
+
+    @property
+    def kept(self) -> Format:
+        return self if self.block % BLOCK else INT4
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts if self.kept is self else INT4.hold(name, self._values(parts), parts["_scale"])
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[0] % 2 == 0 and shape[1] % self.block == 0
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, columns = shape
+        scale = Entry(self._scales, (rows, columns // self.block))
+        return {"": Entry("U8", (rows // 2, columns)), "_scale": scale}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = self._values(parts).float().unflatten(1, (-1, self.block))
+        return values.mul_(parts["_scale"].float()[..., None]).flatten(1)
+
+    @staticmethod
+    def _values(parts: Mapping[str, Tensor]) -> Tensor:
+        pairs = parts[""].view(torch.int8)
+        return torch.stack([pairs << 4 >> 4, pairs >> 4], dim=1).flatten(0, 1)
+
+
+class ScaledInputs(ReadFormat):
+    """A format whose weight's inputs are multiplied first: W = W' * pre_quant_scale, by column."""
+
+    def __init__(self, of: Format, scales: str) -> None:
+        self.name, self.bits, self.block = f"{of.name} with scaled inputs", of.bits, of.block
+        self.suffixes = (*of.suffixes, INPUTS)
+        self._of, self._scales = of, scales
+
+    def fits(self, shape: Shape) -> bool:
+        return self._of.fits(shape)
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        return self._of.parts(shape) | {INPUTS: Entry(self._scales, shape[1:])}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return self._of.decode(parts).mul_(parts[INPUTS].float())
+
+
+def find_format(
+    name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+) -> Format | None:
+    weight, scale = entries[name], entries.get(f"{name}_scale")
+    if weight.dtype != "U8" or scale is None or len(weight.shape) != 2:
+        return None
+    if scale.dtype == "F8_E4M3":
+        found: Format = NVFP4
+    elif scale.dtype in DTYPES and len(scale.shape) == 2 and scale.shape[1]:
+        found = _row_pairs(weight.shape[1] // scale.shape[1], scale.dtype)
+    else:
+        return None
+    inputs = entries.get(f"{name}{INPUTS}")
+    return found if inputs is None else _scaled_inputs(found, inputs.dtype)
+
+
+_row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
+
+
+def unread(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of ModelOpt's settings; None if they are."""
+    algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
+    found = [algorithm]
+    if algorithm == MIXED and isinstance(layers, Mapping):
+        found = [each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)]
+    unknown = [str(each) for each in found if each not in READ]
+    return f"modelopt {unknown[0]}" if unknown else None
+
+
+METHODS = {"modelopt": unread}
+NAMES = {".pre_quant_scale": f".weight{INPUTS}"}
+READS = "ModelOpt's NVFP4, FP8, MXFP8 and int4"

@@ -1,0 +1,367 @@
+"""Checkpoints that compressed-tensors wrote are read to the bit, and integers kept as they are."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.formats import Entry, entry_of, stored_format
+from mtpbuild.builder.formats.compressed_tensors import dense, loose, unpack, unread
+from mtpbuild.builder.formats.fp8 import FP8
+from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.formats.modelopt import unread as unread_of_modelopt
+from mtpbuild.builder.formats.nvfp4 import NVFP4
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.runtime.errors import CheckpointError
+from tests.support.engines import greedy_ids
+from tests.support.opened import load_model, opened
+from tests.support.requests import build_request
+
+WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
+FOLDERS = ["deepseek_mixed", "deepseek_w4a16", "glm4_fp8_block", "glm4_fp8_dynamic", "qwen3_5_w8a8"]
+MIXED = {
+    "fp8 by tensor", "fp8", "packed int8", "packed int4 with zero points", "nvfp4", "mxfp4",
+    "packed int3", "packed int8 with zero points", "mxfp8", "int8 by row with zero points",
+    "packed int5",
+}  # fmt: skip
+
+
+def digest(values: Tensor) -> str:
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def quantised(folder: str) -> dict[str, str]:
+    found: dict[str, str] = json.loads((WRITTEN / folder / "dequantised.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_packages_values(folder: str) -> None:
+    """Each weight equals, to the bit, what the package dequantises; no tensor is left over."""
+    checkpoint, names = open_checkpoint(WRITTEN / folder), quantised(folder)
+    checkpoint.check(checkpoint.settle(load_config(WRITTEN / folder)))
+    weights = [name for name in checkpoint.tensors if name.endswith(".weight")]
+    assert {name for name in weights if checkpoint.format(name)} == names.keys()
+    wrong = [name for name, wanted in names.items() if digest(checkpoint.read(name)) != wanted]
+    assert not wrong
+    if folder == "deepseek_mixed":
+        assert {checkpoint.format(name).name for name in names} == MIXED  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kept_weights(folder: str) -> None:
+    """Integers, blocks of FP8 and FP8 by tensor are kept with equal values; NVFP4 but for a bit."""
+    checkpoint, seen = open_checkpoint(WRITTEN / folder), set[str]()
+    for name in quantised(folder):
+        format = checkpoint.format(name)
+        assert format is not None
+        kept, decoded = format.kept, checkpoint.read(name)
+        if kept is format:
+            assert "zero" in format.name or format.name[:2] == "mx" or "row" in format.name or (
+                format.name == "packed int5"
+            ), format.name  # fmt: skip
+            continue
+        parts = checkpoint.kept_parts(name)
+        held = {suffix: entry_of(part) for suffix, part in parts.items()}
+        assert held == kept.parts(tuple(decoded.shape))
+        assert kept in (INT4, INT8, FP8, NVFP4)
+        if kept is NVFP4:
+            torch.testing.assert_close(kept.decode(parts), decoded, rtol=2.0**-22, atol=0)
+        else:
+            assert torch.equal(kept.decode(parts), decoded), name
+        seen.add(kept.name)
+    assert seen == {
+        "deepseek_mixed": {"int4", "int8", "fp8", "nvfp4"}, "deepseek_w4a16": {"int4"},
+        "glm4_fp8_block": {"fp8"}, "glm4_fp8_dynamic": set(), "qwen3_5_w8a8": {"int8"},
+    }[folder]  # fmt: skip
+
+
+def dequantised(folder: str, place: Path) -> Path:
+    """Writes the same checkpoint in fp32."""
+    checkpoint, source = open_checkpoint(WRITTEN / folder), WRITTEN / folder
+    place.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (place / "config.json").write_text(json.dumps(config))
+    names, tensors = quantised(folder), load_file(source / SINGLE)
+    plain = {
+        key: tensor for key, tensor in tensors.items()
+        if f"{key.rpartition('.')[0]}.weight" not in names or key.endswith("bias")
+    }  # fmt: skip
+    save_file(plain | {name: checkpoint.read(name) for name in names}, place / SINGLE)
+    return place
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_models_are_equal(folder: str, tmp_path: Path) -> None:
+    plain = dequantised(folder, tmp_path / "plain")
+    ours = load_model(WRITTEN / folder, load_config(WRITTEN / folder)).state_dict()
+    theirs = load_model(plain, load_config(plain)).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+@pytest.mark.parametrize("folder", ["deepseek_mixed", "glm4_fp8_dynamic", "qwen3_5_w8a8"])
+def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
+    """A portable engine, in fp32, of each architecture: the dequantised checkpoint's tokens."""
+    texts = []
+    for model in (WRITTEN / folder, dequantised(folder, tmp_path / "plain")):
+        out = tmp_path / model.name
+        out = out.with_suffix(".engine")
+        build(build_request(model, (1,), out=out, portable=True))
+        texts.append(greedy_ids(out, [[5, 17, 3], [40, 2]], 12))
+    assert texts[0] == texts[1]
+
+
+def altered(folder: str, place: Path, change: Any) -> Path:
+    shutil.copytree(WRITTEN / folder, place)
+    tensors, config = load_file(place / SINGLE), json.loads((place / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    save_file(tensors, place / SINGLE)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+W4 = "model.layers.0.self_attn.o_proj.weight"
+Q = "model.layers.0.mlp.down_proj.weight"
+
+
+def group_of(settings: Any, **weights: Any) -> None:
+    settings["config_groups"]["group_0"]["weights"] |= weights
+
+
+DAMAGED = {
+    "no scale": ("deepseek_w4a16", lambda t, s: t.pop(f"{W4}_scale"), f"missing tensor {W4}_scale"),
+    "no shape": ("deepseek_w4a16", lambda t, s: t.pop(f"{W4}_shape"), f"missing tensor {W4}_shape"),
+    "zero points": (
+        "deepseek_w4a16", lambda t, s: group_of(s, symmetric=False), "missing tensor .*_zero_point",
+    ),
+    "order": (
+        "deepseek_w4a16", lambda t, s: group_of(s, actorder="group"), "missing tensor .*_g_idx",
+    ),
+    "group": (
+        "deepseek_w4a16", lambda t, s: group_of(s, group_size=48), "does not split into the blocks",
+    ),
+    "bits": ("deepseek_w4a16", lambda t, s: group_of(s, num_bits=8), "has shape .* makes it"),
+    "fewer scales": (
+        "glm4_fp8_dynamic", lambda t, s: t.update({f"{Q}_scale": t[f"{Q}_scale"][1:]}),
+        f"{Q}_scale has shape",
+    ),
+    "int8 zero points": (
+        "qwen3_5_w8a8", lambda t, s: group_of(s, symmetric=False), "missing tensor .*_zero_point",
+    ),
+    "blocks": (
+        "glm4_fp8_block", lambda t, s: t.update({f"{Q}_scale": torch.ones(7, 2).bfloat16()}),
+        f"{Q}_scale has shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_checkpoints(what: str, tmp_path: Path) -> None:
+    folder, change, says = DAMAGED[what]
+    checkpoint = open_checkpoint(altered(folder, tmp_path / "damaged", change))
+    with pytest.raises(CheckpointError, match=says) as error:
+        checkpoint.check(checkpoint.settle(load_config(checkpoint.folder)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_weight_shape(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], settings: Any) -> None:
+        tensors[f"{W4}_shape"] += 8
+
+    checkpoint = open_checkpoint(altered("deepseek_w4a16", tmp_path / "damaged", change))
+    with pytest.raises(CheckpointError, match=r"o_proj.weight is packed in .*weight_shape says"):
+        checkpoint.read(W4)
+
+
+def test_words() -> None:
+    """Codes 0..7 in 4 bits; in 3 bits without spare bits, and ten to a word."""
+    word = torch.tensor([[0x76543210]], dtype=torch.int32)
+    assert unpack(word, 4, 8, dense).tolist() == [[*range(8)]]
+    codes = [i % 8 for i in range(32)]
+    three = torch.tensor([[0x88, 0xC6, 0xFA] * 4], dtype=torch.uint8).view(torch.int32)
+    assert unpack(three, 3, 32, dense).tolist() == [codes]
+    words = [sum(code << 3 * i for i, code in enumerate(codes[at : at + 10])) for at in (0, 10, 20)]
+    words.append(codes[30] | codes[31] << 3)
+    assert unpack(torch.tensor([words], dtype=torch.int32), 3, 32, loose).tolist() == [codes]
+
+
+def packed_entries(words: int, groups: int, rows: int = 2) -> dict[str, Entry]:
+    return {
+        "w": Entry("I32", (rows, words)), "w_scale": Entry("BF16", (rows, groups)),
+        "w_shape": Entry("I64", (2,)),
+    }  # fmt: skip
+
+
+def settings_of(*groups: dict[str, Any]) -> dict[str, Any]:
+    named = {f"group_{i}": {"targets": ["Linear"], "weights": g} for i, g in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": named}
+
+
+def test_odd_widths() -> None:
+    """Both packings are told by the words of a row; where they don't tell, it is refused."""
+    said = settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
+    for words in (dense(32, 3), loose(32, 3)):
+        format = stored_format("w", packed_entries(words, 1), said)
+        assert format is not None
+        assert format.fits((2, 32))
+        assert format.parts((2, 32))[""].shape == (2, words)
+    codes = torch.tensor([[i % 8 for i in range(32)]] * 2)
+    values = []
+    for row in ([0x88FAC688 - 2**32, 0xC688FAC6 - 2**32, 0xFAC688FA - 2**32],
+                [sum(int(c) << 3 * i for i, c in enumerate(codes[0, at : at + 10]))
+                 for at in range(0, 32, 10)]):  # fmt: skip
+        parts = {
+            "": torch.tensor([row, row], dtype=torch.int32), "_shape": torch.tensor([2, 32]),
+            "_scale": torch.tensor([[0.5], [2.0]]).bfloat16(),
+        }  # fmt: skip
+        format = stored_format("w", packed_entries(len(row), 1), said)
+        assert format is not None
+        values.append(format.decode(parts))
+        assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
+    assert torch.equal(values[0], (codes - 4) * torch.tensor([[0.5], [2.0]]))
+    assert torch.equal(*values)
+    unclear = settings_of({"num_bits": 3, "group_size": 24, "symmetric": True})
+    format = stored_format("w", packed_entries(dense(24, 3), 1), unclear)
+    assert format is not None
+    assert dense(24, 3) == loose(24, 3)
+    assert not format.fits((2, 24))
+
+
+def test_columns_in_another_order() -> None:
+    """With actorder, weight_g_idx says which group a column belongs to; such are not kept."""
+    said = settings_of({"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"})
+    entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
+    format = stored_format("w", entries, said)
+    assert format is not None
+    assert format.kept is format
+    order = torch.arange(64, dtype=torch.int32).flip(0) % 2
+    parts = {
+        "": torch.full((2, 8), 0x76543210, dtype=torch.int32), "_shape": torch.tensor([2, 64]),
+        "_scale": torch.tensor([[1.0, 8.0], [0.5, 4.0]]).bfloat16(), "_g_idx": order,
+    }  # fmt: skip
+    wanted = (torch.arange(64) % 8 - 8.0) * parts["_scale"].float()[:, order]
+    assert torch.equal(format.decode(parts), wanted)
+    assert format.fault(parts) is None
+    none = format.decode(parts | {"_g_idx": torch.full((64,), -1)})
+    in_turn = parts["_scale"].float().repeat_interleave(32, 1)
+    assert torch.equal(none, (torch.arange(64) % 8 - 8.0) * in_turn)
+    assert "beyond its 2 groups" in str(format.fault(parts | {"_g_idx": order + 1}))
+
+
+def test_scales_that_fp16_lacks() -> None:
+    """Codes stay and scales are rounded, where that is closer than quantising again."""
+    values = torch.arange(64).reshape(1, 64) % 16 - 8
+    held = INT4.hold("w", values, torch.tensor([[0.1, 3e-3]]))
+    wide = held["_scale"].float().repeat_interleave(32, 1)
+    assert torch.equal(INT4.decode(held), values * wide)
+    with pytest.raises(CheckpointError, match="but int4 ends at"):
+        INT4.hold("w", values, torch.tensor([[1e6, 1.0]]))
+
+
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
+def test_deepseeks_blocks_with_short_scales(scales: torch.dtype) -> None:
+    """Qwen's FP8 has scales in bf16; engines keep them in fp32, which is exact."""
+    torch.manual_seed(0)
+    parts = FP8.encode(torch.randn(130, 200))
+    parts["_scale_inv"] = parts["_scale_inv"].to(scales)
+    format = stored_format("w", {f"w{suffix}": entry_of(part) for suffix, part in parts.items()})
+    assert format is not None
+    assert format.kept is FP8
+    kept = format.keep("w", parts)
+    assert kept["_scale_inv"].dtype == torch.float32
+    assert torch.equal(FP8.decode(kept), format.decode(parts))
+    wide = (
+        parts[""].float()
+        * parts["_scale_inv"]
+        .float()
+        .repeat_interleave(128, 0)[:130]
+        .repeat_interleave(128, 1)[:, :200]
+    )
+    assert torch.equal(format.decode(parts), wide)
+
+
+def test_int4_of_modelopt() -> None:
+    """A byte holds two rows' values in two's complement; pre_quant_scale multiplies columns."""
+    torch.manual_seed(0)
+    values = torch.randint(-8, 8, (4, 64), dtype=torch.int8)
+    scales = torch.rand(4, 2).half().float()
+    packed = ((values[0::2] & 0xF) | (values[1::2] & 0xF) << 4).view(torch.uint8)
+    parts = {"": packed, "_scale": scales}
+    entries = {f"w{suffix}": entry_of(part) for suffix, part in parts.items()}
+    format, wanted = stored_format("w", entries), values * scales.repeat_interleave(32, 1)
+    assert format is not None
+    assert format.parts((4, 64)) == {"": entries["w"], "_scale": entries["w_scale"]}
+    assert torch.equal(format.decode(parts), wanted)
+    assert torch.equal(INT4.decode(format.keep("w", parts)), wanted)
+    inputs = torch.rand(64)
+    format = stored_format("w", entries | {"w_pre_quant_scale": entry_of(inputs)})
+    assert format is not None
+    assert format.kept is format
+    assert torch.equal(format.decode(parts | {"_pre_quant_scale": inputs}), wanted * inputs)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])
+def test_fp8_of_modelopt(shape: tuple[int, ...]) -> None:
+    values, scales = torch.randn(6, 40).to(torch.float8_e4m3fn), torch.rand(shape)
+    entries = {"w": entry_of(values), "w_scale": entry_of(scales)}
+    format = stored_format("w", entries)
+    assert format is not None
+    assert format.parts((6, 40)) == {"": entries["w"], "_scale": entries["w_scale"]}
+    wide = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(1, 1)
+    assert torch.equal(format.decode({"": values, "_scale": scales}), values.float() * wide)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"format": "pack-quantized"}, None),
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"format": "sparse-24-bitmask"}, "sparse-24-bitmask"),
+        ({"format": "dense", "sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
+        ({"format": "mixed-precision", "config_groups": {"a": {"format": "mxfp6-pack-quantized"}}},
+         "mxfp6-pack-quantized"),
+        ({"transform_config": {"config_groups": {"r": {}}}}, "with transform_config"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read(settings: dict[str, Any], says: str | None) -> None:
+    assert unread(settings) == (says and f"compressed-tensors {says}")
+
+
+def test_what_is_not_read_of_modelopt() -> None:
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert unread_of_modelopt(mixed) is None
+    layers["c"] = {"quant_algo": "FP8_PB_WO"}
+    assert unread_of_modelopt(mixed) == "modelopt FP8_PB_WO"
+
+
+def test_targets_are_asked_where_shapes_do_not_tell() -> None:
+    """Two groups by row differ in bits alone: a row's words don't tell how many columns it has."""
+    said = settings_of(
+        {"num_bits": 4, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel"}
+    )
+    said["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]
+    for name, bits in (("a.down_proj.weight", 8), ("a.up_proj.weight", 4)):
+        entries = {key.replace("w", name, 1): e for key, e in packed_entries(8, 1).items()}
+        format = stored_format(name, entries, said)
+        assert format is not None
+        assert format.bits == bits
+
+
+def test_opened_with_kernels() -> None:
+    """The engine's table keeps the products that the CPU's kernels read."""
+    from mtpbuild.builder.graph.pipelines import CPU
+
+    model = opened(WRITTEN / "deepseek_w4a16", formats=("int8", "int4"), pipeline=CPU)
+    assert {f.name for n, f in model.table.formats.items() if n.endswith("o_proj")} == {"int4"}
