@@ -14,7 +14,7 @@ import torch
 
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.formats import Format
+from mtpbuild.builder.formats import FORMATS, Format
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
@@ -81,8 +81,9 @@ class OpenedModel:
     @property
     def format(self) -> Format | None:
         """The quantised format of most products, or None."""
-        formats = Counter(self.table.formats.values()).most_common(1)
-        return formats[0][0] if formats else None
+        products = (weight for weight in self.table if not weight.per_head)
+        formats = Counter(weight.format.name for weight in products if weight.format is not None)
+        return FORMATS[formats.most_common(1)[0][0]] if formats else None
 
     @property
     def block_size(self) -> int | None:

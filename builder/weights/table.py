@@ -9,7 +9,7 @@ from math import prod
 from typing import TypeAlias
 
 from mtpbuild.builder.formats import Format
-from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.formats.integers import INT4, INT8, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
@@ -58,7 +58,7 @@ class WeightTable:
     @property
     def stored_formats(self) -> dict[str, Format | None]:
         """The format in which the engine holds each weight of the checkpoint, by name."""
-        return {stored.name: each.format for each in self.weights for stored in each.stored}
+        return {stored.name: format for each in self.weights for stored, format in each.held}
 
     @property
     def parameters(self) -> int:
@@ -81,14 +81,15 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
     weights = with_shared(table.weights, joined)
     formats = dict[str, Format]()
     for weight in weights:
-        format, *others = possible[weight.name]
-        if format is None or others or format.name not in style.formats:
+        kept = possible[weight.name]
+        if any(format is None or format.name not in style.formats for format in kept):
             continue
-        if _can_stay(replace(weight, format=format), share):
+        format = _joined_format(weight, kept)
+        if format is not None and _can_stay(replace(weight, format=format), share):
             formats[weight.name] = format
     formats = _drop_unpaired(weights, formats)
     if style.packs_weights:
-        formats |= per_head_formats(weights, formats)
+        formats |= _per_head_formats(weights, formats)
     held = (
         replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
         for each in weights
@@ -96,35 +97,46 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
     return replace(table, weights=tuple(held), joined=joined)
 
 
-def per_head_formats(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
+def _per_head_formats(
+    weights: Iterable[Weight], formats: Mapping[str, Format]
+) -> dict[str, Format]:
     """Return the formats of `kv_b_proj`, which attention reads as a product for each head.
 
-    In layers whose o_proj is in integers it is int8, or int4 if the head is int4. In fp32 these
-    products of a 10B model would be a third of the bytes that a token reads.
+    In layers whose o_proj is in integers it is int8. In fp32 these products of a 10B model would be
+    a third of the bytes that a token reads.
     """
-    integers = INT4 if formats.get("lm_head") is INT4 else INT8
     chosen = dict[str, Format]()
     for weight in weights:
         o_proj = formats.get(f"{_module(weight.name)}.o_proj")
         if weight.wide_heads and o_proj is not None and o_proj.packs:
             _, inputs, outputs = weight.per_head
-            if integers.fits((outputs, inputs)):
-                chosen[weight.name] = integers
+            if INT8.fits((outputs, inputs)):
+                chosen[weight.name] = INT8
     return chosen
 
 
-def _kept_formats(weight: Weight, format_of: FormatOf) -> set[Format | None]:
+def _kept_formats(weight: Weight, format_of: FormatOf) -> tuple[Format | None, ...]:
     """Return the formats in which engines keep the tensors that a weight is made from."""
-    formats = set(map(format_of, weight.stored))
-    return {None if format is None else format.kept for format in formats}
+    formats = map(format_of, weight.stored)
+    return tuple(None if format is None else format.kept for format in formats)
 
 
-def _same_formats(formats: Mapping[str, set[Format | None]], modules: Set[str]) -> set[str]:
+def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
+    """Return the format of a weight by those of its tensors; None if it has to be floats."""
+    different = set(kept)
+    if len(different) == 1:
+        return kept[0]
+    if different == {INT4, INT8} and weight.slices == 1 and weight.rows is not None:
+        return join_integers(kept, tuple(stored.shape[0] for stored in weight.stored))
+    return None
+
+
+def _same_formats(formats: Mapping[str, tuple[Format | None, ...]], modules: Set[str]) -> set[str]:
     """Return the MoE modules whose shared expert has the same formats as all their routed ones."""
 
     def fits(module: str) -> bool:
         pairs = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
-        return all(formats[routed] == formats[shared] for routed, shared in pairs)
+        return all(set(formats[routed]) == set(formats[shared]) for routed, shared in pairs)
 
     return set(filter(fits, modules))
 

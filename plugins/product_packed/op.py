@@ -1,5 +1,6 @@
 """product_packed: x @ W for a weight in the layout of the CPU's kernels."""
 
+import torch
 from torch import Tensor
 
 from mtpbuild.plugins.cpu import layout
@@ -11,7 +12,8 @@ def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: in
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
     The weight is packed by `plugins/cpu/layout.py`: values uint8 [panels, K / 32, 128 * bits] with
-    scales fp16 [panels, K / 32, 32], for which the kernels round x to int8 per row and block; or
+    scales fp16 [panels, K / 32, 32], for which the kernels round x to int8 per row and block; the
+    last panels of int4 may be int8, each in the place of two; or
     values fp32 [panels, K, 32] without scales, or [H, panels, K, 32] for x [B, H, T, K].
     """
     return x @ unpacked(values, scales, outputs).mT
@@ -21,5 +23,11 @@ def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Unpack weights [.., panels, ..] to fp32 [.., outputs, K]."""
     if scales is None:
         return layout.unpacked_floats(values, outputs).mT
+    count, eights = scales.shape[-3], values.shape[-3] - scales.shape[-3]
+    if eights:
+        fours = count - eights
+        wide = values[fours:].reshape(eights, -1, 2 * values.shape[-1])
+        first = unpacked(values[:fours], scales[:fours], fours * layout.PANEL)
+        return torch.cat([first, unpacked(wide, scales[fours:], outputs - len(first))])
     own = layout.unpacked_values(values, outputs), layout.unpacked_scales(scales, outputs)
     return layout.dequantise(*own, values.shape[-1] // 128)

@@ -349,7 +349,7 @@ def plain_factor(find: Callable[[CausalLM], Any]) -> Callable[[CausalLM], None]:
 def gate_of_attention_dropped(model: CausalLM) -> None:
     attention: Any = model.layers[0].self_attn
     H, D = attention.heads, attention.width
-    attention.qkv_proj[:, -H * D :] = 0  # each gate is a half
+    attention.qkv_proj[:, : H * D] = 0  # each gate is a half
 
 
 def module_hands_on(model: CausalLM) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.models.common.blocks import (
@@ -113,10 +114,13 @@ def test_what_stays(
 ) -> None:
     """Only formats that the target runs, and only products that are in one of them as a whole."""
     assert source(plain, BOTH).weights_type == "float32"
-    assert source(folders["int4"], ("int8",)).table.formats == {}
+    latents = {f"{at}.self_attn.qkv_a_proj" for at in ("layers.0", "layers.1", "mtp.0")}
+    assert source(folders["int4"], ("int8",)).table.formats.keys() == latents
+    assert source(folders["int4"], ("int4",)).table.formats.keys().isdisjoint(latents)
     kept = source(folders["int4"], BOTH)
     assert kept.weights_type == "int4"
-    assert {each.name for each in kept.table.formats.values()} == {"int4"}
+    formats = {name: each.name for name, each in kept.table.formats.items()}
+    assert {name for name in formats if formats[name] == "int8"} == latents
     assert "layers.0.self_attn.w_uk" not in kept.table.formats
     assert "layers.1.mlp.experts.down_proj" in kept.table.formats
     assert source(folders["int8"], BOTH).weights_type == "int8"
@@ -129,8 +133,32 @@ def test_what_stays(
     counts = {each.table.parameters for each in (whole, kept, source(plain, ()))}
     assert len(counts) == 1
     assert [*list_notes(kept)] == []
-    count = 3 * 4 + 3 + 2 * 9 * 3  # attentions without kv_b, a dense MLP, experts
-    assert f"quantised weights ({count} in int4) are dequantised" in "".join(list_notes(whole))
+    count = 3 * 2 + 3 + 2 * 9 * 3  # q_b and o of attentions, a dense MLP, experts
+    said = f"quantised weights ({count} in int4, {3 * 2} in int8) are dequantised"
+    assert said in "".join(list_notes(whole))
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_queries_in_int4_beside_latents_in_int8(fills: bool, tmp_path: Path) -> None:
+    """One product holds both as they are; rows of int4 that fill no panels become int8, exactly."""
+    shape = QUANTIZABLE | {"q_lora_rank": None}
+    if fills:
+        shape |= {"qk_nope_head_dim": 28}
+    plain = save_checkpoint(tmp_path / "plain", make_predictable(**shape), **shape)
+    quantize(QuantizeRequest(str(plain), SCHEMES["int4"], tmp_path / "int4"))
+    kept = source(tmp_path / "int4", BOTH)
+    (tmp_path / "e").mkdir()
+    EngineWeights(kept).write(tmp_path / "e", siblings=None)
+    kept.model.load_state_dict(load_file(tmp_path / "e" / WEIGHTS), assign=True)
+    name = "layers.0.self_attn.qkv_a_proj"
+    module, whole = kept.model.get_submodule(name), load_model(tmp_path / "int4", kept.config)
+    wanted = whole.get_parameter(name)
+    assert isinstance(module, PackedBlocks)
+    assert module.scales is not None
+    assert torch.equal(torch.eye(len(wanted)) @ module, wanted)
+    held, at = kept.table.stored_formats, "model.layers.0.self_attn"
+    assert held[f"{at}.q_proj.weight"] is (INT4 if fills else INT8)
+    assert held[f"{at}.kv_a_proj_with_mqa.weight"] is INT8
 
 
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("int4", "many")]
@@ -177,7 +205,7 @@ def test_a_portable_engine(
     request = BuildRequest(str(folders["many"]), (1,), max_seq_len=64, out=tmp_path / "e")
     (built,) = build(replace(request, options={"portable": True}))
     assert (built.manifest.build.cpu_layout, built.manifest.build.weights) == (None, "float32")
-    assert "in int4) are dequantised: the engine holds them in float32" in caplog.text
+    assert "in int8) are dequantised: the engine holds them in float32" in caplog.text
     check_rounded(load_plain(folders["many"]), PROMPTS, played(built.folder, PROMPTS, 20))
     older = built.manifest.build.model_copy(update={"weights": "int4", "block_size": 32})
     manifest = built.manifest.model_copy(update={"build": older})

@@ -61,6 +61,9 @@ def formats_of(folder: Path) -> dict[str, str]:
     return {name: format.name for name, format in found.items() if format is not None}
 
 
+LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> None:
     """Each program's weight is the table's transform of the decoded parts, and near the source."""
@@ -82,8 +85,8 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     limit = {"fp8": 0.03, "nvfp4": 0.12, "int8": 0.01, "int4": 0.1}[name]
     assert max(errors.values()) < limit
     assert all(errors[n] == 0 for n in weights if n.endswith(EXACT) or n in EXACT)
-    portion = done.portions[name]
-    assert (portion.weights, 0 < portion.error < limit) == (len(formats_of(tmp_path / "out")), True)
+    found, portion = [*formats_of(tmp_path / "out").values()], done.portions[name]
+    assert (portion.weights, 0 < portion.error < limit) == (found.count(name), True)
     size = sum(each.bytes for each in done.portions.values())
     assert size == sum(tensor.nbytes for tensor in stored.values())
 
@@ -109,7 +112,10 @@ def test_which_weights(source: Path, tmp_path: Path) -> None:
     assert more == {f"model.layers.{i}.self_attn.o_proj.weight" for i in (0, 1)}
 
     run(source, tmp_path / "int4", SCHEMES["int4"])
-    assert not any("kv_b_proj" in name for name in formats_of(tmp_path / "int4"))
+    found = formats_of(tmp_path / "int4")
+    assert not any("kv_b_proj" in name for name in found)
+    latents = {f"model.layers.{i}.self_attn.{n}.weight" for i in range(3) for n in LATENTS}
+    assert {name for name, format in found.items() if format == "int8"} == latents
 
 
 def test_modules_in_another_precision(source: Path, tmp_path: Path) -> None:
@@ -124,13 +130,19 @@ def test_modules_in_another_precision(source: Path, tmp_path: Path) -> None:
     read(tmp_path / "b")
 
 
+def fine(name: str) -> bool:
+    return any(part in name for part in LATENTS)
+
+
 def test_embedding_and_head(source: Path, tmp_path: Path) -> None:
     """On request they are in int8, and so are the modules' copies of them."""
     run(source, tmp_path / "out", make_scheme("int4", None, None, head="int8"))
     found = formats_of(tmp_path / "out")
     ends = {"model.embed_tokens.weight": "int8", "lm_head.weight": "int8"}
     assert ends.items() <= found.items()
-    assert {found[name] for name in found.keys() - ends.keys()} == {"int4"}
+    others = {name: format for name, format in found.items() if name not in ends}
+    assert {format for name, format in others.items() if not fine(name)} == {"int4"}
+    assert {format for name, format in others.items() if fine(name)} == {"int8"}
     stored = load_file(tmp_path / "out" / SINGLE)
     for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         for part in ("weight", "weight_scale"):

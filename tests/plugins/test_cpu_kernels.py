@@ -22,6 +22,7 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
+from mtpbuild.plugins.product_packed.op import product_packed
 from mtpbuild.runtime.cpu_library import ISAS, LAYOUT
 from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import (
@@ -95,6 +96,27 @@ def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     got = same_everywhere(monkeypatch, "Product", given, N=N)
     wanted = exact.product(x, (integers - (1 << bits - 1)).astype(np.int32), scales)
     np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("fours", "eights"), [(32, 32), (64, 33), (96, 300)])
+def test_products_of_both_widths(fours: int, eights: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last panels of an int4 weight may be int8, each in the place of two."""
+    rng, K = np.random.default_rng(fours), 96
+    x = rng.standard_normal((5, K), dtype=np.float32)
+    panels, factors, wanted = [], [], []
+    for bits, outputs in ((4, fours), (8, eights)):
+        values, scales, integers = random_weight(rng, (outputs, K), bits)
+        panels.append(packed_values(values).reshape(-1, K // 32, 512))
+        factors.append(packed_scales(scales))
+        wanted.append(exact.product(x, integers, scales.numpy()))
+    both = torch.cat(panels), torch.cat(factors)
+    given = {"x": x, "values": both[0].numpy(), "scales": both[1].numpy()}
+    got = same_everywhere(monkeypatch, "Product", given, N=fours + eights)
+    np.testing.assert_array_equal(got, np.concatenate(wanted, axis=1))
+    plain = product_packed(torch.from_numpy(x), *both, fours + eights).numpy()
+    np.testing.assert_allclose(got, plain, rtol=0.1, atol=0.5)
+    with pytest.raises(Exception, match="mtpbuild Product: "):
+        run("Product", given, N=fours + eights + 32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -373,7 +395,15 @@ CALLS: dict[str, tuple[str, Arrays, dict[str, Any]]] = {
 SHAPES: dict[str, dict[str, list[tuple[int, ...]]]] = {
     "integers": {
         "x": [(3, 96), (3, 32), (0,), (3, 64, 32)],
-        "values": [(4, 2, 512), (3, 2, 500), (3, 2, 128), (3, 3, 512), (6, 512), (3, 0, 512)],
+        "values": [
+            (7, 2, 512),
+            (2, 2, 512),
+            (3, 2, 500),
+            (3, 2, 128),
+            (3, 3, 512),
+            (6, 512),
+            (3, 0, 512),
+        ],
         "scales": [(3, 2, 31), (2, 2, 32), (3, 32), (3, 1, 32)],
     },
     "panels": {"w": [(3, 7, 32), (3, 8, 31), (2, 8, 32), (1, 3, 8, 32), (3, 0, 32)]},

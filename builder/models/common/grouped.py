@@ -34,7 +34,7 @@ class GroupedAttention(Attention):
         self.sizes = H, G, D, c.rms_norm_eps
         self.scale = softmax_scale(c.rope, D)
         self.gated = c.output_gate
-        outputs = (H + 2 * G + (H if self.gated else 0)) * D  # queries, keys, values, gates
+        outputs = (H + 2 * G + (H if self.gated else 0)) * D  # gates, queries, keys, values
         self.qkv_proj = parameter(c.hidden_size, outputs)
         self.qkv_bias = parameter(outputs) if c.attention_bias else None
         self.q_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
@@ -42,14 +42,17 @@ class GroupedAttention(Attention):
         self.o_proj = parameter(H * D, c.hidden_size)
 
     def product(self, x: Tensor) -> tuple[Tensor, Gates]:
-        """Compute queries, keys and values side by side, and the gates of the heads' outputs."""
+        """Compute queries, keys and values side by side, and the gates of the heads' outputs.
+
+        Keys and values are the last outputs, as they may be int8 where the others are int4.
+        """
         y = x @ self.qkv_proj
         if self.qkv_bias is not None:
             y = y + self.qkv_bias
         if not self.gated:
             return y, ()
         queries = self.heads * self.width
-        y, gate = y.split([y.shape[-1] - queries, queries], dim=-1)
+        gate, y = y.split([queries, y.shape[-1] - queries], dim=-1)
         return y, (gate,)
 
     def operands(self, y: Tensor, rows: Rows) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.formats import Format, refuse_too_large
+from mtpbuild.builder.formats.integers import MixedIntegers
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -123,7 +124,9 @@ class Weight:
     name: str
     stored: tuple[Stored, ...]
     transform: Transform = stack_rows  # makes one slice from the slice's stored tensors
-    rows: Transform | None = None  # for products: the same, but with outputs first, [out, ..]
+    # For products: the same, but with outputs first, [out, ..]. It may permute a stored tensor's
+    # outputs; those of the next one come after them.
+    rows: Transform | None = None
     slices: int = 1  # number of slices, which are stacked along a first axis
     joined: int | None = None  # for products: axis of [out, in] along which tensors are joined
     looked_up: bool = False  # an embedding: token ids select its rows
@@ -164,6 +167,13 @@ class Weight:
             return {f"{self.name}.{self.layout.value}" if self.layout.value else self.name: ""}
         parts = zip(PARTS, self.format.suffixes, strict=False)
         return {f"{self.name}.{part}": suffix for part, suffix in parts}
+
+    @property
+    def held(self) -> Iterator[tuple[Stored, Format | None]]:
+        """The stored weights, each with the format in which the engine holds it."""
+        if isinstance(self.format, MixedIntegers):
+            return zip(self.stored, self.format.formats, strict=True)
+        return ((stored, self.format) for stored in self.stored)
 
     def scale_group(self, share: Share) -> int:
         """Return how many inputs share a scale after ranks have cut the format's blocks."""
@@ -215,19 +225,19 @@ class Weight:
         share: Share,
     ) -> Tensor:
         """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
+        inputs = self.scale_group(share)
+        rows = (
+            share.cut(stored, format.rows(suffix, part, stored.shape, inputs))
+            for stored, part in zip(group, parts, strict=True)
+        )
         if not format.packs:
-            inputs = self.scale_group(share)
-            rows = (
-                share.cut(stored, format.rows(suffix, part, stored.shape, inputs))
-                for stored, part in zip(group, parts, strict=True)
-            )
             return format.finish(suffix, self.transform(*rows), self.joined)
         if self.rows is not None:
-            joined = self.rows(*parts)
+            joined = self.rows(*rows)
         else:
             from mtpbuild.plugins.cpu.layout import gates_then_ups
 
-            joined = gates_then_ups(in_turn(*parts)) if self.paired else in_turn(*parts)
+            joined = gates_then_ups(in_turn(*rows)) if self.paired else in_turn(*rows)
         return format.pack(suffix, joined) if self.packed else joined
 
 

@@ -69,7 +69,7 @@ struct GatedProduct : FloatOperator {
     by_tiles(call, inputs, 1, rows, inner, W::work(rows, product(w.inputs, outputs)), y,
              [&](int64_t, int64_t panel, int64_t columns, int64_t some, auto in, auto gates) {
                alignas(64) float ups[ROWS][WIDE * PANEL];
-               float* out[ROWS];
+               float* out[ROWS] = {};
                for (int64_t i = 0; i < some; i++) out[i] = ups[i];
                w.multiply(k, 0, panel, columns, some, in, gates);
                w.multiply(k, 0, inner / PANEL + panel, columns, some, in, out);
