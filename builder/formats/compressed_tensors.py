@@ -46,9 +46,9 @@ class Group:
         """Return whether a target names a module, whose name here may lack a wrapper's."""
         names = module, module.replace("model.", "model.language_model.", 1)
         return any(
-            any(map(_expression(target).match, names)) if target.startswith("re:")
-            else target in names
-            for target in self.targets
+            any(map(_expression(entry).match, names)) if entry.startswith("re:")
+            else entry in names
+            for entry in self.targets
         )  # fmt: skip
 
 
