@@ -15,6 +15,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
+GPTQ = "quantize_config.json"
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
 
 
@@ -57,7 +58,9 @@ def stored_as(folder: Path) -> str:
     """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
-    return {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}.get(method, method)
+    kept = f"int{settings.get('bits')}" if settings.get("sym") else "bf16"
+    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}
+    return layouts.get(method, method if method in ("bf16", "fp8") else kept)
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
@@ -71,12 +74,14 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def read_quantisation(folder: Path) -> Mapping[str, Any]:
-    """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
+    """Return the quantisation settings of config.json, ModelOpt's or GPTQ's file; {} if none."""
     raw = read_object(folder / CONFIG).get("quantization_config")
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
         return {"quant_method": "modelopt", **modelopt, **settings}
+    if not settings and (gptq := read_object(folder / GPTQ)):
+        return {"quant_method": "gptq", **gptq}
     return settings
 
 

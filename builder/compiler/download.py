@@ -30,7 +30,7 @@ from mtpbuild.runtime.text.tokenizer import TOKENIZER
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.hub import Repository
 
-SMALL = (CONFIG, INDEX, readable.MODELOPT)
+SMALL = (CONFIG, INDEX, readable.MODELOPT, readable.GPTQ)
 
 
 def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:

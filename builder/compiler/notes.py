@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 
+from mtpbuild.builder.formats.integers import WIDE
 from mtpbuild.builder.program.opened_model import OpenedModel
 
 
@@ -17,7 +18,7 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
     dtype, counts = model.style.dtype, sorted(model.dequantised().items())
     if found := ", ".join(f"{count} in {name}" for name, count in counts):
         yield f"quantised weights ({found}) are dequantised: the engine holds them in {dtype}"
-    if count := sum(bool(held) and each.kept is not each for each, held in model.quantised()):
+    if count := sum(bool(held) and each in WIDE.values() for each, held in model.quantised()):
         yield f"{count} weights with fp32 scales get fp16 ones, quantised anew where inexact"
     if unfit := model.unfit:
         what = f"their columns do not split into blocks ({unfit[0]}, ..)"

@@ -97,6 +97,10 @@ class Format(ABC):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
 
+    def fault(self, parts: Mapping[str, Tensor]) -> str | None:
+        """Return what is wrong with a weight's numbers, None if nothing is."""
+        return None
+
     @abstractmethod
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the weight in fp32: values times scales, rounded once."""

@@ -81,6 +81,8 @@ class Checkpoint:
         for suffix, part in parts.items():
             if part.is_floating_point():
                 self._refuse_not_finite(name + suffix, part.float())
+        if (fault := format.fault(parts)) is not None:
+            raise self._wrong(name, fault)
         return parts
 
     def kept_parts(self, name: str) -> dict[str, Tensor]:
@@ -221,7 +223,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                         raise CheckpointError(f"{path}: tensor {name} is in {files[name]} too")
                     tensor, files[name] = file.get_slice(name), path
                     shape = tuple(tensor.get_shape())
-                    tensors |= entries(FileEntry(tensor.get_dtype(), shape, path, name))
+                    found = entries(FileEntry(tensor.get_dtype(), shape, path, name))
+                    if twice := found.keys() & tensors.keys():
+                        other = tensors[min(twice)].name
+                        raise CheckpointError(f"{path}: {name} and {other} are the same weight")
+                    tensors |= found
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:
