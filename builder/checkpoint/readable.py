@@ -15,6 +15,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
+GPTQ = "quantize_config.json"
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
 
 
@@ -51,8 +52,13 @@ def stored_as(folder: Path) -> str:
     """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
-    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt"))}
-    return layouts.get(method, kept_as(settings) if method == METHOD else method)
+    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
+    if method == METHOD:
+        return kept_as(settings)
+    if method == "fp8":
+        return method
+    symmetric = settings.get("bits") in (4, 8) and settings.get("sym")  # of GPTQ and its kin
+    return layouts.get(method, f"int{settings['bits']}" if symmetric else "bf16")
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
@@ -66,7 +72,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def read_quantisation(folder: Path) -> Mapping[str, Any]:
-    """Return the quantisation settings of config.json and ModelOpt's file; {} if there are none."""
+    """Return the quantisation settings of config.json, ModelOpt's or GPTQ's file; {} if none."""
     config = read_object(folder / CONFIG)
     text = config.get("text_config")
     raw = config.get("quantization_config") or (
@@ -76,6 +82,8 @@ def read_quantisation(folder: Path) -> Mapping[str, Any]:
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
         return {"quant_method": "modelopt", **modelopt, **settings}
+    if not settings and (gptq := read_object(folder / GPTQ)):
+        return {"quant_method": "gptq", **gptq}
     return settings
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.compiler.hub import Repository
 
 MOST_REQUESTS = 8  # to the hub, at once
-SMALL = (CONFIG, INDEX, readable.MODELOPT)
+SMALL = (CONFIG, INDEX, readable.MODELOPT, readable.GPTQ)
 
 
 def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:

@@ -290,8 +290,11 @@ def collect_tensors(
         if entry.name in files:
             other = files[entry.name]
             raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name] = entry.file
-        tensors |= entries(entry)
+        files[entry.name], found = entry.file, entries(entry)
+        if twice := found.keys() & tensors.keys():
+            same = tensors[min(twice)].name
+            raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
+        tensors |= found
     if index is not None:
         index.check(files)
     tower = sum(text_name(name) is None for name in files)

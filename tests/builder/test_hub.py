@@ -413,7 +413,7 @@ def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"README.md": ""}, "no config.json; give a Hugging Face checkpoint folder"),
         ({"pytorch_model.bin": "", "config.json": {}}, f"x/y: neither {SINGLE} nor {INDEX}, and"),
         ({"config.json": {"model_type": "llama"}}, "unsupported architecture llama; supported: De"),
-        ({"config.json": {"quantization_config": {"quant_method": "awq"}}}, "quantised as awq are"),
+        ({"config.json": {"quantization_config": {"quant_method": "hqq"}}}, "quantised as hqq are"),
         (
             {"config.json": {}, "tiktoken.model": "x"},
             "x/y: tiktoken.model is not read: put a tokenizer.json with equal ids beside it (made "
@@ -473,7 +473,10 @@ def test_flags_are_checked_before_weights_are_fetched(
         ({"quant_method": "modelopt", "quant_algo": "MIXED"}, None, "modelopt MIXED"),
         ({"quant_method": "fp8"}, None, "fp8 without blocks"),
         ({"quant_method": "fp8", "weight_block_size": [1, 128]}, None, "fp8 with weight_block_si"),
-        ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
+        ({"quant_method": "gptq", "bits": 4}, None, None),
+        ({"quant_method": "gptq", "bits": 3}, None, "gptq with 3 bits"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, None, "gptq in the layout marl"),
+        ({"quant_method": "awq", "version": "gemv"}, None, "awq in the layout gemv"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None, None),
         (
             {"quant_method": "compressed-tensors", "format": "marlin-24"},

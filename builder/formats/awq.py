@@ -1,0 +1,60 @@
+"""AutoAWQ's integers in its layout `gemm`."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.formats.format import Entry, Format, Shape
+from mtpbuild.builder.formats.gptq import WORD, Words, measured, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of 8 outputs lie in a word
+
+
+class Awq(Words):
+    """AWQ: a word holds the 4-bit numbers of 8 outputs, of one input or of one group."""
+
+    method = "awq"
+
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        return shape[:1]
+
+    def words(self, shape: Shape) -> Shape:
+        return shape[1], shape[0] * self.bits // WORD
+
+    def codes(self, words: Tensor) -> Tensor:
+        return unpack(words, self.bits)[..., ORDER].flatten(1).T
+
+    def zeros(self, words: Tensor) -> Tensor:
+        return self.codes(words).short()
+
+
+def find_format(
+    name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+) -> Format | None:
+    if entries[name].dtype != "I32" or not is_awq(settings):
+        return None
+    return measured(Awq, name, entries, settings)
+
+
+def is_awq(settings: Mapping[str, Any]) -> bool:
+    method = settings.get("quant_method")
+    return method == "awq" or (
+        method == "auto-round" and "awq" in str(settings.get("packing_format"))
+    )
+
+
+def unread_awq(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of settings with this method; None if they are."""
+    said = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
+    if (layout := str(next(filter(None, said), "gemm")).lower()) != "gemm":
+        return f"awq in the layout {layout}"
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    return None if bits == 4 else f"awq with {bits} bits"
+
+
+METHODS = {"awq": unread_awq}
+READS = "AWQ in the layout gemm"

@@ -1,0 +1,317 @@
+"""GPTQ's integers, also as auto-round stores them."""
+
+from __future__ import annotations  # Tensor is imported for types alone
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, Shape
+from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, WIDE
+from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORD = 32  # bits
+WIDTHS = (2, 4, 8)  # bits of codes that fill a word
+BITS, GROUP = 4, 128  # unless the settings say others
+PACKINGS = {
+    *("auto_round", "auto_gptq", "gptq", "gptqmodel", "auto_awq", "awq"),
+    *("exllamav2", "triton", "tritonv2"),  # kernels
+}
+SCALES, ZEROS, INDEX = "_scales", "_qzeros", "_g_idx"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the tensors of a weight hold its numbers.
+
+    group: inputs that share a scale, -1 for all. less: what zero points are stored less by.
+    symmetric: whether all zero points are in the middle. indexed: whether `g_idx` is there.
+    ordered: whether inputs are in the order of their groups.
+    """
+
+    bits: int
+    group: int
+    scales: str  # dtype
+    symmetric: bool
+    less: int = 0
+    indexed: bool = False
+    ordered: bool = True
+
+
+class Words(Format):
+    """Integers in 32-bit words, inputs first: qweight, qzeros [groups, out], scales [groups, out].
+
+    W[n, k] = (code[k, n] - zero[g, n]) * scales[g, n], with g = k // group or g_idx[k].
+    """
+
+    method: str
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry, self.bits, self.block = geometry, geometry.bits, geometry.group
+        self.name = f"{self.method} int{self.bits}"
+        self.suffixes = ("", ZEROS, SCALES, *([INDEX] if geometry.indexed else []))
+
+    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+        return False  # `find_format` finds it
+
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        raise NotImplementedError(f"{self.name} is only read")
+
+    @property
+    def kept(self) -> Format:
+        """Symmetric integers stay, if groups are whole blocks of ours."""
+        own, whole = {4: INT4, 8: INT8}.get(self.bits), self.block < 0 or self.block % BLOCK == 0
+        stays = self.geometry.symmetric and self.geometry.ordered and whole
+        return own if own is not None and stays else self
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if (kept := self.kept) is self:
+            return parts
+        values = self.codes(parts[""]).unflatten(1, (-1, BLOCK))
+        self._refuse_mixed(name, parts, values.shape[1] * BLOCK)
+        if self.bits == 4:
+            values = values[..., 0::2] | values[..., 1::2] << 4
+        repeats = values.shape[1] if self.block < 0 else self.block // BLOCK
+        scales = parts[SCALES].T.repeat_interleave(repeats, 1)[:, : values.shape[1]]
+        wide = {"": values.contiguous(), "_scale": scales.float().contiguous()}
+        return WIDE[kept.bits].keep(name, wide)
+
+    def _refuse_mixed(self, name: str, parts: Mapping[str, Tensor], inputs: int) -> None:
+        """Raise CheckpointError if inputs are not in the order of their groups."""
+        if INDEX not in parts or parts[INDEX].is_meta:
+            return
+        groups = torch.arange(inputs) // (inputs if self.block < 0 else self.block)
+        if not torch.equal(parts[INDEX].long(), groups):
+            raise CheckpointError(
+                f"{name}{INDEX} has inputs in another order, but the quantisation settings don't "
+                "say desc_act: set it to true there"
+            )
+
+    def fits(self, shape: Shape) -> bool:
+        if self.kept is not self and shape[1] % BLOCK:
+            return False
+        return all(size * self.bits % WORD == 0 for size in self.packed(shape))
+
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        """Return the sizes that are split into words."""
+        raise NotImplementedError
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, columns = shape
+        groups = groups_of(columns, self.block)
+        parts = {
+            "": Entry("I32", self.words(shape)),
+            ZEROS: Entry("I32", (groups, rows * self.bits // WORD)),
+            SCALES: Entry(self.geometry.scales, (groups, rows)),
+        }
+        return parts | ({INDEX: Entry("I32", (columns,))} if self.geometry.indexed else {})
+
+    def words(self, shape: Shape) -> Shape:
+        """Return the shape of qweight."""
+        raise NotImplementedError
+
+    def codes(self, words: Tensor) -> Tensor:
+        """Unpack qweight: uint8 [out, in]."""
+        raise NotImplementedError
+
+    def zeros(self, words: Tensor) -> Tensor:
+        """Unpack qzeros: int16 [out, groups]."""
+        raise NotImplementedError
+
+    def fault(self, parts: Mapping[str, Tensor]) -> str | None:
+        stored = self.zeros(parts[ZEROS])
+        if self.geometry.symmetric and stored.numel() and bool((stored != self.middle).any()):
+            return (
+                f"has zero points other than the {self.middle} of symmetric weights: its settings "
+                "are wrong in sym, or in the version (checkpoint_format, packing_format)"
+            )
+        if stored.numel() and int(stored.max()) >> self.bits:
+            return "has zero points that version 1 of GPTQ can't store, so their values are unknown"
+        if INDEX in parts and parts[INDEX].numel():
+            least, most = parts[INDEX].aminmax()
+            if int(least) < 0 or int(most) >= stored.shape[1]:
+                return f"has g_idx from {least} to {most} for {stored.shape[1]} groups"
+        return None
+
+    @property
+    def middle(self) -> int:
+        return 1 << self.bits - 1
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        codes, zeros = self.codes(parts[""]), self.zeros(parts[ZEROS])
+        inputs = codes.shape[1]
+        if INDEX in parts:
+            groups = parts[INDEX].long()
+        else:
+            groups = torch.arange(inputs) // (inputs if self.block < 0 else self.block)
+        return (codes - zeros[:, groups]).float().mul_(parts[SCALES].T.float()[:, groups])
+
+
+class Gptq(Words):
+    """GPTQ: words of codes of 4 or 8 inputs, and of 4 or 8 outputs' zero points, lowest bits first.
+
+    Version 1 stores zero points less 1.
+    """
+
+    method = "gptq"
+
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        return shape
+
+    def words(self, shape: Shape) -> Shape:
+        return shape[1] * self.bits // WORD, shape[0]
+
+    def codes(self, words: Tensor) -> Tensor:
+        return unpack(words, self.bits).permute(1, 0, 2).flatten(1)
+
+    def zeros(self, words: Tensor) -> Tensor:
+        return unpack(words, self.bits).flatten(1).T.short() + self.geometry.less
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Split words [.., C] of int32 into codes of uint8 [.., C, 32 / bits], lowest bits first."""
+    codes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8))[..., None]
+    if bits < 8:
+        codes = codes >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
+    return codes.flatten(-2)
+
+
+@cache  # formats are compared by `is`
+def made(kind: type[Words], geometry: Geometry) -> Words:
+    return kind(geometry)
+
+
+def find_format(
+    name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+) -> Format | None:
+    if entries[name].dtype != "I32" or version_of(settings) is None:
+        return None
+    return measured(Gptq, name, entries, settings)
+
+
+def measured(
+    kind: type[Words], name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+) -> Format:
+    """Return the format of weight `name`, whose tensors tell bits and groups.
+
+    Settings of some modules alone differ, and their lists are not reliable. What the tensors don't
+    tell is as the settings say, so that the missing or wrong tensor is found.
+    """
+    weight, none = entries[name], Entry("F16", ())
+    scales, zeros = (entries.get(f"{name}{suffix}", none) for suffix in (SCALES, ZEROS))
+    own = settings_of(name, settings)
+    bits, group = own.get("bits", own.get("w_bit")), group_of(own)
+    if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
+        found = WORD * zeros.shape[1] / scales.shape[1]
+        bits = int(found) if found in WIDTHS else bits
+        inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
+        said = (group, *map(group_of, (settings, *overrides(settings))))
+        group = next((g for g in said if groups_of(inputs, g) == scales.shape[0]), group)
+    indexed = f"{name}{INDEX}" in entries
+    geometry = Geometry(
+        bits if bits in WIDTHS else BITS,
+        group,
+        scales.dtype if scales.dtype in DTYPES else "F16",
+        symmetric=bool(own.get("sym", not own.get("zero_point", True))),
+        less=int(version_of(settings) == 1),
+        indexed=indexed,
+        ordered=not (indexed and own.get("desc_act", False)),
+    )
+    return made(kind, geometry)
+
+
+def groups_of(inputs: int, group: int) -> int:
+    return 1 if group < 0 else ceil(inputs / group)
+
+
+def group_of(settings: Mapping[str, Any]) -> int:
+    """Return the number of inputs that share a scale, -1 for all of them."""
+    group = settings.get("group_size", settings.get("q_group_size", GROUP))
+    return group if isinstance(group, int) and group > 0 else -1
+
+
+def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
+    for key in ("dynamic", "extra_config"):
+        yield from (own for own in (settings.get(key) or {}).values() if isinstance(own, dict))
+
+
+def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a weight's module."""
+    module = name.removesuffix(".weight")
+    names = (module, module.replace("model.", "model.language_model.", 1))
+    for key in ("dynamic", "extra_config"):
+        if not (rules := settings.get(key)):
+            continue
+        matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
+        rule = next((n for n in names if n in rules), None) or next(matching, None)
+        return settings if rule is None else {**settings, **(rules[rule] or {})}
+    return settings
+
+
+@cache
+def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
+    """Return the rules that are regular expressions.
+
+    GPTQModel's begin with the name; "+:" is before them, or "-:" for modules that are left alone.
+    """
+    found = list[tuple[str, re.Pattern[str]]]()
+    for rule in rules:
+        if re.search(r"[*+?^$|()\[\]\\]", rule):
+            anchored = rf"\A(?:{rule[2:]})" if rule[1:2] == ":" else rule
+            with suppress(re.error):
+                found.append((rule, re.compile(anchored)))
+    return found
+
+
+def version_of(settings: Mapping[str, Any]) -> int | None:
+    """Return the version of GPTQ's zero points, None if the settings name another format."""
+    method, packing = settings.get("quant_method"), str(settings.get("packing_format"))
+    if method == "auto-round" and "awq" not in packing:
+        return 1 if "gptq" in packing and "gptqmodel" not in packing else 2
+    if method == "gptq":
+        return 2 if layout_of(settings) == "gptq_v2" else 1
+    return None
+
+
+def layout_of(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+
+
+def unread_gptq(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of settings with this method; None if they are."""
+    layout = "marlin" if settings.get("is_marlin_format") else layout_of(settings)
+    if layout not in ("gptq", "gptq_v2"):
+        return f"gptq in the layout {layout}"
+    bits = settings.get("bits", BITS)
+    return None if bits in WIDTHS else f"gptq with {bits} bits"
+
+
+def unread_auto_round(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not read of auto-round's settings; None if they are."""
+    packing, bits = str(settings.get("packing_format", "auto_round")), settings.get("bits", BITS)
+    kind = str(settings.get("data_type", "int"))
+    if kind != "int" or not PACKINGS.issuperset(packing.split(":")):
+        return f"auto-round {kind} packed as {packing}"
+    if (inputs := settings.get("act_bits")) is not None and inputs < 16:
+        return f"auto-round with inputs of {inputs} bits"
+    widths = (BITS,) if "awq" in packing else WIDTHS
+    return None if bits in widths else f"auto-round with {bits} bits"
+
+
+NAMES = {
+    ".qweight": ".weight",
+    ".qzeros": f".weight{ZEROS}",
+    ".scales": f".weight{SCALES}",
+    ".g_idx": f".weight{INDEX}",
+}
+METHODS = {"gptq": unread_gptq, "auto-round": unread_auto_round}
+READS = "GPTQ and auto-round with 2, 4 or 8 bits"

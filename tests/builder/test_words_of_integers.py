@@ -1,0 +1,87 @@
+"""Weights of GPTQ, AWQ and auto-round against what the packages say and against formulas."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.formats import Format, own_name, stored_format
+from mtpbuild.builder.formats.format import entry_of
+from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.runtime.errors import CheckpointError
+
+DATA = Path(__file__).parents[1] / "data/checkpoints"
+
+
+@pytest.mark.parametrize("name", ["auto_round_gptq", "autoawq"])
+def test_what_packages_write(name: str) -> None:
+    checkpoint = open_checkpoint(DATA / name)
+    checkpoint.check(checkpoint.settle(load_config(DATA / name)))
+    meant = json.loads((DATA / name / "dequantised.json").read_text())
+    for weight, digest in meant.items():
+        read, format = checkpoint.read(weight), checkpoint.format(weight)
+        assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
+        assert format is not None
+        if format.kept is INT4:
+            assert torch.equal(INT4.decode(checkpoint.kept_parts(weight)).view_as(read), read)
+        assert (format.kept is INT4) == (name == "auto_round_gptq")
+
+
+def words(codes: Tensor, bits: int, dim: int) -> Tensor:
+    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
+    packed = (fields << torch.arange(0, 32, bits)).sum(-1)
+    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    return signed.int().movedim(-1, dim).contiguous()
+
+
+def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any, ...]:
+    """A format, its parts, and codes and scales of 128 inputs in groups of 32."""
+    codes, scales = torch.randint(0, 2**bits, (128, 32)), torch.rand(4, 32).half()
+    zeros = torch.as_tensor(zero).expand(4, 32)
+    tensors = {"qweight": words(codes, bits, 0), "qzeros": words(zeros, bits, 1)}
+    tensors |= {"scales": scales, "g_idx": order.int()}
+    own = {own_name(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32} | said
+    format = stored_format("x.weight", {n: entry_of(t) for n, t in own.items()}, settings)
+    assert format is not None
+    return format, {s: own[f"x.weight{s}"] for s in format.suffixes}, codes, scales
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq(bits: int, version: str) -> None:
+    order = torch.randint(0, 4, (128,))
+    zeros = torch.randint(0, 2**bits - 1, (4, 32))
+    format, parts, codes, scales = gptq(bits, zeros, order, checkpoint_format=version)
+    wanted = (codes - zeros[order] - int(version == "gptq")).float() * scales.float()[order]
+    assert format.kept is format
+    assert format.fault(parts) is None
+    assert torch.equal(format.decode(parts), wanted.T)
+    sizes = {s: (entry.dtype, entry.shape) for s, entry in format.parts((32, 128)).items()}
+    assert sizes == {s: (entry_of(p).dtype, tuple(p.shape)) for s, p in parts.items()}
+
+
+@pytest.mark.parametrize("kept", [INT4, INT8])
+def test_symmetric_integers_stay(kept: Format) -> None:
+    order = torch.arange(128) // 32
+    middle = 2 ** (kept.bits - 1) - 1
+    format, parts, *_ = gptq(kept.bits, middle, order, sym=True)
+    assert format.kept is kept
+    assert format.fault(parts) is None
+    held = kept.decode(format.keep("x", parts))
+    assert torch.equal(held.view(32, 128), format.decode(parts))
+    with pytest.raises(CheckpointError, match="x_g_idx has inputs in another order"):
+        format.keep("x", parts | {"_g_idx": parts["_g_idx"].flip(0)})
+    wrong = words(torch.full((4, 32), middle + 1), kept.bits, 1)
+    assert "has zero points other than" in str(format.fault(parts | {"_qzeros": wrong}))
+
+
+def test_zero_points_that_wrap() -> None:
+    format, parts, *_ = gptq(4, 15, torch.arange(128) // 32)
+    assert "version 1 of GPTQ can't store" in str(format.fault(parts))
