@@ -42,7 +42,7 @@ class Scaled(ReadFormat):
         block = f"block of {rows} x {columns}"
         by = {(0, 0): "tensor", (1, 0): "row", (1, columns or 1): f"{columns} columns"}
         zeros = " with zero points" if self._zero else ""
-        return f"{VALUES[self._weight.dtype]} by {by.get(self._sides, block)}{zeros}"
+        return f"{VALUES[self._weight.dtype]} by {by.get((rows, columns), block)}{zeros}"
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         both = zip(shape, self._sides, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.builder.gguf.container import Floats, GgufFile, RawTensor
-from mtpbuild.builder.gguf.mapped import Mapped, Order, Tiles
+from mtpbuild.builder.gguf.mapped import Change, Mapped, Order, Tiles
 from mtpbuild.runtime.errors import CheckpointError
 
 Config = dict[str, Any]
@@ -339,7 +339,8 @@ def _layer(
 
 def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> Mapped:
     """Return a weight made from one tensor, with the values that the checkpoint has."""
-    shape, change = tensor.shape, None
+    shape = tensor.shape
+    change: Change | None = None
     if name.endswith("conv1d.weight") and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     elif name.endswith("shared_expert_gate.weight") and len(shape) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +112,7 @@ class Mapped:
             return torch.from_numpy(values).view(dtype).reshape(self.shape)
         return torch.from_numpy(self._ordered(tensor.decode(blocks))).reshape(self.shape)
 
-    def _ordered(self, values: npt.NDArray[np.generic], unit: int = 1) -> npt.NDArray[np.generic]:
+    def _ordered(self, values: npt.NDArray[Any], unit: int = 1) -> npt.NDArray[Any]:
         """Put rows and columns in the checkpoint's order; unit: columns in a block."""
         if self.rows is not None:
             values = values[self.rows]

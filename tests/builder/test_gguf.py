@@ -320,7 +320,7 @@ def test_every_weight_of_other_architectures(name: str, kind: str, tmp_path: Pat
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that differ by more than fp32's rounding."""
-    found = {}
+    found = dict[str, Any]()
     for key, value in one.items():
         if isinstance(value, dict):
             found |= differences(value, other[key])
@@ -389,7 +389,7 @@ def test_the_tokenizer_is_that_of_the_model(
         assert ours.encode(text).ids == theirs.encode(text).ids
         ids = theirs.encode(text).ids
         assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids)
-    ids = generation_ids(folder, load_config(folder))
-    assert ids.eos_token_ids == (tokens.index("<|endoftext|>"),)
-    assert ids.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
+    known = generation_ids(folder, load_config(folder))
+    assert known.eos_token_ids == (tokens.index("<|endoftext|>"),)
+    assert known.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
     assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
