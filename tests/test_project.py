@@ -57,6 +57,8 @@ OUTSIDE = {
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
     "mtpbuild.builder.measure.statistics": {"numpy"},
+    "mtpbuild.builder.gguf.tokenizer": {"tokenizers"},
+    **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("architectures", "container", "mapped")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.builder.eval.study": {"numpy"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
@@ -210,13 +212,13 @@ def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
 
 
 def test_only_a_download_imports_the_hubs_client() -> None:
-    """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
+    """`hub` alone names it, `download` alone names `hub`, and `build` and `plan` when they run."""
     users = {
         "huggingface_hub": {"compiler.hub"},
         "httpx2": {"compiler.hub"},
         "mtpbuild.builder.compiler.hub": {"compiler.download"},
     }
-    users["mtpbuild.builder.compiler.download"] = {"cli.build"}
+    users["mtpbuild.builder.compiler.download"] = {"cli.build", "cli.plan"}
     for module, path in sources():
         everywhere, at_once = (imports(path, module_level=level) for level in (False, True))
         for name in set(everywhere) & users.keys():
@@ -253,7 +255,7 @@ def test_ops_need_torch_alone() -> None:
 # What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
 OF_A_KIND = "cache_widths check costs info load lower parse_config split_sizes weight_table"
-SAME_FUNCTIONS = f"{OF_A_KIND} refit visible_gpus"
+SAME_FUNCTIONS = f"{OF_A_KIND} find_format refit unread visible_gpus"
 
 
 def test_names_stand_for_one_thing() -> None:

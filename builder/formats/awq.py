@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
-from mtpbuild.builder.formats.gptq import WORD, Words, measured, unpack
+from mtpbuild.builder.formats.gptq import WORD, Words, measured, unpack_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class Awq(Words):
         return shape[1], shape[0] * self.bits // WORD
 
     def codes(self, words: Tensor) -> Tensor:
-        return unpack(words, self.bits)[..., ORDER].flatten(1).T
+        return unpack_words(words, self.bits)[..., ORDER].flatten(1).T
 
     def zeros(self, words: Tensor) -> Tensor:
         return self.codes(words).short()

@@ -98,7 +98,7 @@ def _expression(target: str) -> re.Pattern[str]:
         return re.compile(r"(?!)")  # matches nothing
 
 
-class Packed(ReadFormat):
+class PackedIntegers(ReadFormat):
     """Integers of 1 to 8 bits in int32 words, from the lowest bits on.
 
     W = (code - zero) * weight_scale, with a scale per row and group of columns. zero is
@@ -155,10 +155,10 @@ class Packed(ReadFormat):
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = parts["_shape"].tolist()
         pack, scales = self._packing(columns) or dense, parts["_scale"].float()
-        codes = unpack(parts[""], self.bits, columns, pack).float()
+        codes = unpack_stream(parts[""], self.bits, columns, pack).float()
         zeros = torch.full_like(scales, 1 << self.bits - 1)
         if "_zero_point" in parts:
-            zeros = unpack(parts["_zero_point"].T, self.bits, rows, pack).T.float()
+            zeros = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack).T.float()
         order = torch.arange(columns) // (self._columns or columns)
         if "_g_idx" in parts and (parts["_g_idx"] >= 0).any():  # -1 throughout means none
             order = parts["_g_idx"]
@@ -182,7 +182,7 @@ class Packed(ReadFormat):
         words, columns = parts[""], parts[""].shape[1] * WORD // self.bits
         if self._columns:
             columns = self._columns * parts["_scale"].shape[1]
-        codes = unpack(words, self.bits, columns, self._packing(columns) or dense)
+        codes = unpack_stream(words, self.bits, columns, self._packing(columns) or dense)
         values = codes.to(torch.int8) - (1 << self.bits - 1)
         return self._integers.hold(name, values, parts["_scale"])
 
@@ -201,7 +201,7 @@ def loose(count: int, bits: int) -> int:
     return -(-count // (WORD // bits))
 
 
-def unpack(words: Tensor, bits: int, count: int, packing: Packing) -> Tensor:
+def unpack_stream(words: Tensor, bits: int, count: int, packing: Packing) -> Tensor:
     """Return the first values of each row of int32 words [N, W] as uint8 [N, count]."""
     at = torch.arange(count, device=words.device)
     start = at * bits
@@ -229,7 +229,7 @@ def find_format(
     return _packed(chosen.bits, chosen.columns, weight, types, symmetric, ordered)
 
 
-_packed = cache(Packed)
+_packed = cache(PackedIntegers)
 
 
 def _choose_group(settings: Mapping[str, Any], name: str, words: int, scales: int) -> Group:

@@ -170,13 +170,13 @@ class Gptq(Words):
         return shape[1] * self.bits // WORD, shape[0]
 
     def codes(self, words: Tensor) -> Tensor:
-        return unpack(words, self.bits).permute(1, 0, 2).flatten(1)
+        return unpack_words(words, self.bits).permute(1, 0, 2).flatten(1)
 
     def zeros(self, words: Tensor) -> Tensor:
-        return unpack(words, self.bits).flatten(1).T.short() + self.geometry.less
+        return unpack_words(words, self.bits).flatten(1).T.short() + self.geometry.less
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
+def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Split words [.., C] of int32 into codes of uint8 [.., C, 32 / bits], lowest bits first."""
     codes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8))[..., None]
     if bits < 8:

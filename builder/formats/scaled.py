@@ -20,7 +20,7 @@ VALUES = {"F8_E4M3": "fp8", "I8": "int8"}
 POWERS = ("U8", "F8_E8M0")  # scales of powers of two
 
 
-class Scaled(ReadFormat):
+class ScaledValues(ReadFormat):
     """W = (value - weight_zero_point) * weight_scale, one of each for a block of the weight.
 
     value: e4m3 or int8. Scales are floats, or exponents e of 2 ** (e - 127). A block has `sides`
@@ -117,7 +117,7 @@ def find_format(
 def _scaled(weight: Entry, scale: Entry, zero: Entry | None, sides: Shape) -> Format:
     if weight.dtype == "F8_E4M3" and sides == (SIDE, SIDE) and scale.dtype in DTYPES and not zero:
         return Fp8(scale.dtype, "_scale")
-    return Scaled(weight, scale, zero, sides)
+    return ScaledValues(weight, scale, zero, sides)
 
 
 def _sides(weight: Entry, scale: Entry, block: Shape) -> Shape:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Entry, entry_of, stored_format
-from mtpbuild.builder.formats.compressed_tensors import dense, loose, unpack, unread
+from mtpbuild.builder.formats.compressed_tensors import dense, loose, unpack_stream, unread
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.formats.modelopt import unread as unread_of_modelopt
@@ -61,23 +62,19 @@ def test_the_packages_values(folder: str) -> None:
 def test_kept_weights(folder: str) -> None:
     """Integers, blocks of FP8 and FP8 by tensor are kept with equal values; NVFP4 but for a bit."""
     checkpoint, seen = open_checkpoint(WRITTEN / folder), set[str]()
-    for name in quantised(folder):
-        format = checkpoint.format(name)
-        assert format is not None
-        kept, decoded = format.kept, checkpoint.read(name)
-        if kept is format:
-            assert "zero" in format.name or format.name[:2] == "mx" or "row" in format.name or (
-                format.name == "packed int5"
-            ), format.name  # fmt: skip
+    formats = {name: checkpoint.format(name) for name in quantised(folder)}
+    floats = {format.name for format in formats.values() if format and format.kept is format}
+    assert all(re.match("mx|packed int5|.*(zero|row)", name) for name in floats)
+    for name, format in formats.items():
+        if format is None or format.kept is format:
             continue
+        kept, decoded = format.kept, checkpoint.read(name)
         parts = checkpoint.kept_parts(name)
         held = {suffix: entry_of(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
         assert kept in (INT4, INT8, FP8, NVFP4)
-        if kept is NVFP4:
-            torch.testing.assert_close(kept.decode(parts), decoded, rtol=2.0**-22, atol=0)
-        else:
-            assert torch.equal(kept.decode(parts), decoded), name
+        near = 2.0**-22 if kept is NVFP4 else 0
+        torch.testing.assert_close(kept.decode(parts), decoded, rtol=near, atol=0)
         seen.add(kept.name)
     assert seen == {
         "deepseek_mixed": {"int4", "int8", "fp8", "nvfp4"}, "deepseek_w4a16": {"int4"},
@@ -187,13 +184,13 @@ def test_a_wrong_weight_shape(tmp_path: Path) -> None:
 def test_words() -> None:
     """Codes 0..7 in 4 bits; in 3 bits without spare bits, and ten to a word."""
     word = torch.tensor([[0x76543210]], dtype=torch.int32)
-    assert unpack(word, 4, 8, dense).tolist() == [[*range(8)]]
+    assert unpack_stream(word, 4, 8, dense).tolist() == [[*range(8)]]
     codes = [i % 8 for i in range(32)]
     three = torch.tensor([[0x88, 0xC6, 0xFA] * 4], dtype=torch.uint8).view(torch.int32)
-    assert unpack(three, 3, 32, dense).tolist() == [codes]
+    assert unpack_stream(three, 3, 32, dense).tolist() == [codes]
     words = [sum(code << 3 * i for i, code in enumerate(codes[at : at + 10])) for at in (0, 10, 20)]
     words.append(codes[30] | codes[31] << 3)
-    assert unpack(torch.tensor([words], dtype=torch.int32), 3, 32, loose).tolist() == [codes]
+    assert unpack_stream(torch.tensor([words], dtype=torch.int32), 3, 32, loose).tolist() == [codes]
 
 
 def packed_entries(words: int, groups: int, rows: int = 2) -> dict[str, Entry]:

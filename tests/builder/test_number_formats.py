@@ -143,32 +143,51 @@ def test_older_integers_in_an_engine(bits: int) -> None:
         older.keep("w", fine | {"_scale": fine["_scale"] * 1e9})
 
 
-@pytest.mark.parametrize("format", [INT4, INT8])
-def test_scales_that_are_subnormal(format: Integers) -> None:
+def test_scales_that_are_subnormal() -> None:
     """They are rounded away from zero, so that no value is cut off; all others to the nearest."""
+    weight, parts, scales, blocks = weight_of_small_blocks(INT8)
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
+    exact = extreme / -INT8.zero
+    small = exact.abs() < 2.0**-14
+    assert 0.2 < small.double().mean() < 0.8
+    assert torch.equal(scales[~small], exact[~small].half().double())
+    away = exact.abs().mul(2.0**24).ceil().mul(2.0**-24).copysign(exact)
+    assert torch.equal(scales[small], away[small])
+    # The extreme's opposite is a step off; none is cut off by more.
+    assert (errors(INT8, parts, weight)[small] <= 1.0001 * scales[small].abs()).all()
+
+
+def test_fitted_scales_that_are_subnormal() -> None:
+    """int4's are those of least squared error, also rounded away from zero."""
+    weight, parts, scales, blocks = weight_of_small_blocks(INT4)
+    exact = int4_scales(blocks)
+    sure = (exact.abs() / 2.0**-14 - 1).abs() > 1e-3
+    small = (exact.abs() < 2.0**-14) & sure
+    assert 0.2 < small.double().mean() < 0.8
+    torch.testing.assert_close(scales[sure], exact[sure], rtol=2.0**-10, atol=2.0**-23)
+    assert (scales[small].abs() >= exact[small].abs() * (1 - 1e-6)).all()
+    # The extreme's opposite may be two steps off, as int4 cuts it; none is cut off by more.
+    assert (errors(INT4, parts, weight)[small] <= 2 * scales[small].abs()).all()
+
+
+@pytest.mark.parametrize("format", [INT4, INT8])
+def test_coarse_blocks_are_counted(format: Integers) -> None:
+    _, parts, scales, _ = weight_of_small_blocks(format)
+    assert coarse_blocks(parts["_scale"]) == (scales.abs() < 2.0**-21).sum()
+    assert coarse_blocks(encode(format, torch.zeros(2, 64))["_scale"]) == 0
+
+
+def weight_of_small_blocks(format: Integers) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """Return a weight, its parts, its scales and its blocks, both in fp64."""
     torch.manual_seed(0)
     weight = torch.randn(200, 64) * torch.logspace(-9, 2, 200)[:, None]
     parts = encode(format, weight)
-    scales, blocks = parts["_scale"].double(), weight.double().unflatten(1, (-1, 32))
-    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
-    exact = extreme / -format.zero
-    small = exact.abs() < 2.0**-14
-    assert 0.2 < small.double().mean() < 0.8
-    if format is INT4:  # its scales are fitted to the values
-        exact = int4_scales(blocks)
-        sure = (exact.abs() / 2.0**-14 - 1).abs() > 1e-3
-        small = (exact.abs() < 2.0**-14) & sure
-        torch.testing.assert_close(scales[sure], exact[sure], rtol=2.0**-10, atol=2.0**-23)
-        assert (scales[small].abs() >= exact[small].abs() * (1 - 1e-6)).all()
-    else:
-        assert torch.equal(scales[~small], exact[~small].half().double())
-        away = exact.abs().mul(2.0**24).ceil().mul(2.0**-24).copysign(exact)
-        assert torch.equal(scales[small], away[small])
-    # The extreme's opposite is a step off, or two where int4 cuts it; none is cut off by more.
-    error = (format.decode(parts).double() - weight).unflatten(1, (-1, 32)).abs().amax(-1)
-    assert (error[small] <= (2 if format is INT4 else 1.0001) * scales[small].abs()).all()
-    assert coarse_blocks(parts["_scale"]) == (scales.abs() < 2.0**-21).sum()
-    assert coarse_blocks(encode(format, torch.zeros(2, 64))["_scale"]) == 0
+    return weight, parts, parts["_scale"].double(), weight.double().unflatten(1, (-1, 32))
+
+
+def errors(format: Integers, parts: dict[str, Tensor], weight: Tensor) -> Tensor:
+    """Return the largest error of each block."""
+    return (format.decode(parts).double() - weight).unflatten(1, (-1, 32)).abs().amax(-1)
 
 
 def int4_scales(blocks: Tensor) -> Tensor:

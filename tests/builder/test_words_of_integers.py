@@ -28,9 +28,9 @@ def test_what_packages_write(name: str) -> None:
         read, format = checkpoint.read(weight), checkpoint.format(weight)
         assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
         assert format is not None
-        if format.kept is INT4:
-            assert torch.equal(INT4.decode(checkpoint.kept_parts(weight)).view_as(read), read)
         assert (format.kept is INT4) == (name == "auto_round_gptq")
+        kept = format.kept.decode(checkpoint.kept_parts(weight))
+        assert torch.equal(kept.view_as(read), read)
 
 
 def words(codes: Tensor, bits: int, dim: int) -> Tensor:
