@@ -101,9 +101,17 @@ def fetch_configuration(name: str) -> Path | None:
     if model.recipe is not None or model.repository is None or model.find_weights() is not None:
         return None
     with needs("build", "huggingface_hub"):
-        from mtpbuild.builder.compiler.hub import open_repository, silence_hub
+        from mtpbuild.builder.compiler.hub import (
+            OfflineError,
+            UnreachableError,
+            open_repository,
+            silence_hub,
+        )
     with silence_hub():
-        repository = open_repository(model.repository, MAIN)
+        try:
+            repository = open_repository(model.repository, MAIN)
+        except (OfflineError, UnreachableError) as error:
+            raise MissingWeightsError(f"{model.missing()}; {error}") from None
         for file in (CONFIG, readable.MODELOPT):
             if file in repository.files:
                 repository.fetch(file)

@@ -212,7 +212,7 @@ def test_a_missing_head_is_told(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", c, trunk, usual(Type.Q8_0))
     folder = find_model(str(path)).folder
     checkpoint, config = open_checkpoint(folder), load_config(folder)
-    with pytest.raises(CheckpointError, match=r"--nextn 0, or put .* as mtp-a\.gguf"):
+    with pytest.raises(CheckpointError, match=r"--nextn 0, .* beside it as mtp-a\.gguf"):
         checkpoint.settle(config, drafts=True)
     assert checkpoint.settle(config).num_nextn_predict_layers == 0
 
