@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 METHOD = "compressed-tensors"
 READ = {
-    None, "dense", "mixed-precision", "pack-quantized", "int-quantized", "float-quantized",
+    "dense", "mixed-precision", "pack-quantized", "int-quantized", "float-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
 }  # fmt: skip
 PRESET = re.compile(r"W([2-8])A(?:4|8|16|FP8)(_ASYM)?", re.IGNORECASE)  # of packed integers
@@ -256,11 +256,15 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     """Return what is not read of settings with this method; None if they are."""
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
     kinds = [settings, *(groups.values() if isinstance(groups, Mapping) else ()), sparsity]
-    found = [kind.get("format") for kind in kinds if isinstance(kind, Mapping)]
-    if bad := next((format for format in found if format not in READ), None):
+    found = [kind["format"] for kind in kinds if isinstance(kind, Mapping) and kind.get("format")]
+    if bad := next((format for format in map(str, found) if format not in READ), None):
         return f"{METHOD} {bad}"
     rotated = settings.get("transform_config")
-    return f"{METHOD} with transform_config" if rotated and rotated.get("config_groups") else None
+    return (
+        f"{METHOD} with transform_config"
+        if isinstance(rotated, Mapping) and rotated.get("config_groups")
+        else None
+    )
 
 
 def kept_as(settings: Mapping[str, Any]) -> str:

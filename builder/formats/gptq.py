@@ -241,7 +241,14 @@ def group_of(settings: Mapping[str, Any]) -> int:
 def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
     for key in ("dynamic", "extra_config"):
-        yield from (own for own in (settings.get(key) or {}).values() if isinstance(own, dict))
+        yield from rules_of(settings, key).values()
+
+
+def rules_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings by module under a key, without those that are no objects."""
+    rules = settings.get(key)
+    named = rules.items() if isinstance(rules, dict) else ()
+    return {name: rule or {} for name, rule in named if isinstance(rule or {}, dict)}
 
 
 def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -249,11 +256,11 @@ def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
     for key in ("dynamic", "extra_config"):
-        if not (rules := settings.get(key)):
+        if not (rules := rules_of(settings, key)):
             continue
         matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
         rule = next((n for n in names if n in rules), None) or next(matching, None)
-        return settings if rule is None else {**settings, **(rules[rule] or {})}
+        return settings if rule is None else {**settings, **rules[rule]}
     return settings
 
 

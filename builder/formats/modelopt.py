@@ -105,7 +105,7 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     found = [algorithm]
     if algorithm == MIXED and isinstance(layers, Mapping):
         found = [each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)]
-    unknown = [str(each) for each in found if each not in READ]
+    unknown = [each for each in map(str, found) if each not in READ]
     return f"modelopt {unknown[0]}" if unknown else None
 
 

@@ -1,13 +1,16 @@
 """Oracle O9: quantised weights against their formulas, byte by byte and block by block."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.formats import FORMATS, Entry, refuse_too_large, stored_format
+from mtpbuild.builder.checkpoint.readable import refuse_folder, stored_as
+from mtpbuild.builder.formats import FORMATS, METHODS, Entry, refuse_too_large, stored_format
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, coarse_blocks
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
@@ -306,3 +309,38 @@ def test_a_small_block_beside_a_large_one() -> None:
     decoded = NVFP4.decode(encode(NVFP4, weight))
     assert decoded[0, :16].abs().max() == 0
     assert math.isclose(decoded[0, 16].item(), 1.0, rel_tol=1e-6)
+
+
+ODD = [None, 3, "x", [], [1], {}, {"a": 1}, {"a": {}}, -1, True, {"a": {"weights": 3, "format": 5}}]
+KEYS = (
+    "format config_groups ignore transform_config bits group_size sym checkpoint_format dynamic "
+    "desc_act version packing_format extra_config quant_algo quantized_layers weight_block_size"
+)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_settings_of_any_type_are_read_or_refused(method: str, tmp_path: Path) -> None:
+    """What users edit or other programs write ends in a message, never in a traceback."""
+    entries = {
+        "x.weight": Entry("I32", (16, 8)),
+        "x.weight_scale": Entry("BF16", (16, 1)),
+        "y.weight": Entry("I32", (16, 8)),
+        "y.weight_qzeros": Entry("I32", (1, 1)),
+        "y.weight_scales": Entry("F16", (1, 8)),
+    }
+    read = refused = 0
+    for key in KEYS.split():
+        for value in ODD:
+            settings = {"quant_method": method, "bits": 4, key: value}
+            (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+            try:
+                refuse_folder(tmp_path)
+            except CheckpointError:
+                refused += 1
+                continue
+            stored_as(tmp_path)
+            stored_format("x.weight", entries, settings)
+            stored_format("y.weight", entries, settings)
+            read += 1
+    assert read + refused == len(KEYS.split()) * len(ODD)
+    assert read or method in ("modelopt", "fp8"), "these need a key that is right"
