@@ -116,6 +116,7 @@ def shard_paths(path: Path) -> list[Path]:
 def read_file(path: Path) -> GgufFile:
     """Read keys and the places of tensors, of all shards; raise CheckpointError."""
     tensors, first = dict[str, RawTensor](), None
+    path = path.resolve()  # the user's own file, not the link to it
     for shard in shard_paths(path):
         stat = shard.stat()
         keys, found = _read_header(shard, stat.st_size, stat.st_mtime_ns)

@@ -311,7 +311,19 @@ def test_a_small_block_beside_a_large_one() -> None:
     assert math.isclose(decoded[0, 16].item(), 1.0, rel_tol=1e-6)
 
 
-ODD = [None, 3, "x", [], [1], {}, {"a": 1}, {"a": {}}, -1, True, {"a": {"weights": 3, "format": 5}}]
+ODD: list[Any] = [
+    None,
+    3,
+    "x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    {"a": {}},
+    -1,
+    True,
+    {"a": {"weights": 3, "format": 5}},
+]
 KEYS = (
     "format config_groups ignore transform_config bits group_size sym checkpoint_format dynamic "
     "desc_act version packing_format extra_config quant_algo quantized_layers weight_block_size"
