@@ -3,9 +3,10 @@
 This module needs no torch: formats are names, and None means that a weight stays as it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import get_args
 
 from mtpbuild.builder.models import ModelConfig, family_of
@@ -57,13 +58,17 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
-        subject = f"{weight_role(config, name)} {module_of(config, name)}"
-        return next((format for glob, format in self.rules() if fnmatchcase(subject, glob)), None)
+        rules = self.rules.get(weight_role(config, name))
+        if rules is None:
+            return None
+        module = module_of(config, name)
+        return next(format for glob, format in rules if fnmatchcase(module, glob))
 
-    def rules(self) -> Iterator[tuple[str, str | None]]:
-        """Yield globs over a role and a module, each with a format; the first that matches wins.
+    @cached_property
+    def rules(self) -> Mapping[str, tuple[tuple[str, str | None], ...]]:
+        """Globs over modules for each role, each with a format; the first that matches wins.
 
-        In int8 "main model.layers.*.self_attn.kv_b_proj" has None: attention absorbs this weight.
+        In int8 "model.layers.*.self_attn.kv_b_proj" has None: attention absorbs this weight.
         """
         roles = {
             # Beside an int4 head the embedding is int8, since a step reads only a few of its rows.
@@ -73,10 +78,14 @@ class Scheme:
             "mtp": self.mtp,
             "main": self.main,
         }
-        for role, format in roles.items():
-            yield from ((f"{role} {glob}", None) for glob in self.globs(format))
-            yield from ((f"{role} {glob}", "int8") for glob in FINER.get(format or "", ()))
-            yield f"{role} *", format
+        return {
+            role: (
+                *((glob, None) for glob in self.globs(format)),
+                *((glob, "int8") for glob in FINER.get(format or "", ())),
+                ("*", format),
+            )
+            for role, format in roles.items()
+        }
 
     def exclude_modules(self, config: ModelConfig) -> list[str]:
         """Return the list of excluded modules as ModelOpt writes it."""
@@ -95,14 +104,12 @@ class Scheme:
 def weight_role(config: ModelConfig, name: str) -> str:
     """Return a weight's role in `Scheme.rules`; "" if it is never quantised."""
     family = family_of(config)
+    layer = family.may_be_quantised(config, name)
+    if layer is not None:
+        return "main" if layer < config.num_hidden_layers else "mtp"
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
-    if family.joins(config, name):
-        return "join"
-    layer = family.may_be_quantised(config, name)
-    if layer is None:
-        return ""
-    return "main" if layer < config.num_hidden_layers else "mtp"
+    return "join" if family.joins(config, name) else ""
 
 
 def module_of(config: ModelConfig, name: str) -> str:
