@@ -238,6 +238,7 @@ def test_a_format_is_one_file(tree: Path) -> None:
     run_in(tree, RUN_FORMAT, random_checkpoint(tree / "checkpoint", **SMALLEST))
 
 
+@pytest.mark.full
 def test_a_cpu_operator_is_three_files(tree: Path) -> None:
     """The op and its node are found in the tree."""
     assert len(OPERATOR) <= 4

@@ -470,6 +470,7 @@ def test_the_command_is_installed() -> None:
     assert script.value == PYPROJECT["project"]["scripts"]["mtpbuild"]
 
 
+@pytest.mark.full
 def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built by the declared backend, offline: modules, recipes, typing marks, kernels, no more."""
     pytest.importorskip("setuptools.build_meta")

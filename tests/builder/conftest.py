@@ -44,13 +44,13 @@ def predictable_folder(
 def predictable_engine(predictable_folder: Path, build_engine: EngineBuilder) -> EngineBuilder:
     """predictable_engine(nextn, drafter, **flags) -> an engine of that model, in chunks of 4.
 
-    No drafter means MTP vanilla. Tests of such engines are in the xdist group `predictable`, for
-    another worker would wait for them.
+    No drafter means MTP vanilla. Engines that draft have three slots. Tests of such engines are in
+    the xdist group `predictable`, for another worker would wait for them.
     """
 
     def build(nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any) -> Path:
         drafter = drafter or (None if nextn in (0, "auto") else "mtp-vanilla")
-        options = {"prefill_chunk": 4, "max_batch": 1, "portable": False} | flags
+        options = {"prefill_chunk": 4, "max_batch": 3 if nextn else 1, "portable": False} | flags
         return build_engine(predictable_folder, nextn, drafter, **options)
 
     return build
@@ -58,15 +58,8 @@ def predictable_engine(predictable_folder: Path, build_engine: EngineBuilder) ->
 
 @pytest.fixture(scope="session")
 def vanilla(predictable_engine: EngineBuilder) -> Iterator[Engine]:
-    """Load the predictable model's engine of one slot and three drafts."""
+    """Load the predictable model's engine of three slots and three drafts."""
     with Engine.load(predictable_engine(3), threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def vanilla_batch(predictable_engine: EngineBuilder) -> Iterator[Engine]:
-    """Load the same with three slots."""
-    with Engine.load(predictable_engine(3, max_batch=3), threads=1) as engine:
         yield engine
 
 

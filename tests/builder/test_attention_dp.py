@@ -134,6 +134,7 @@ def test_more_of_them(
     check(make(checkpoint, tmp_path / "engine", attention_dp=True, **flags), model)
 
 
+@pytest.mark.full
 def test_the_folder(engine: Path, checkpoint: Path) -> None:
     """Each rank holds all but a part of the experts, and caches for its own requests."""
     manifest = read_manifest(engine)

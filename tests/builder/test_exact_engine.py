@@ -25,13 +25,14 @@ from tests.support.isas import isas
 pytestmark = pytest.mark.xdist_group("exact")  # another worker would build the engines anew
 FULL: Any = pytest.mark.full
 KINDS = [  # model, weights, caches
-    ("few", "int4", "float32"),
+    ("many", "int4", "float32"),
     *(
         pytest.param(kind, marks=FULL)
         for kind in [
             ("many", "float32", "float32"),
             ("glm-4.6", "int8", "bfloat16"),
             ("many", "int4", "bfloat16"),
+            ("few", "int4", "float32"),
             ("few", "float32", "float32"),
             ("few", "int8", "bfloat16"),
             ("glm-4.6", "int8", "float32"),
@@ -62,12 +63,13 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [built.folder for each in requests for built in build(each)]
 
 
-def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(TEXTS, marks=FULL)])
+def test_alone_or_beside_others(engines: Sequence[Path], count: int) -> None:
     """Drafts, neighbours, pieces of a prompt and threads change no bit."""
     alone, many = engines
-    wanted = said(alone, TEXTS, at_once=False)
-    assert same(said(many, TEXTS, at_once=True), wanted)
-    assert same(said(many, TEXTS, at_once=False, threads=2), wanted)
+    wanted = said(alone, count, at_once=False)
+    assert same(said(many, count, at_once=True), wanted)
+    assert same(said(many, count, at_once=False, threads=2), wanted)
 
 
 def test_prefixes(engines: Sequence[Path]) -> None:
@@ -143,6 +145,7 @@ def test_a_probe_that_fails(
         build(replace(wanted, exact=True, force=True))
 
 
+@pytest.mark.full
 def test_an_operator_that_nobody_has_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

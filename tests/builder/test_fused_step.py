@@ -90,9 +90,10 @@ def test_which_shared_experts_fit() -> None:
         assert len(like_routed(table, share)) == count
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("traced_without_running")
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch's own, of copied graphs
-@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("slots", [1, 3])
 def test_what_a_gpu_is_given(slots: int) -> None:
     """The graph that AOTInductor gets, on the CPU by Triton's interpreter: state is written over.
 

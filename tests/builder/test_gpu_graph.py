@@ -232,6 +232,7 @@ def test_one_shot_sums_of_a_rank_of_two(all_graphs: Graphs) -> None:
     assert not written & {"x", "peers"}, "AOTInductor would copy them first"
 
 
+@pytest.mark.full
 def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     """Experts are kernels too; caches and what goes to the experts stay narrow."""
     nodes = graphs["one"]

@@ -88,14 +88,17 @@ def load(engine: Path) -> InductorPrograms:
     return programs
 
 
+@pytest.mark.full
 def test_every_step_equals_recomputation(programs: InductorPrograms, model: PlainDeepseek) -> None:
     check_programs(programs, model, NEXTN, "mtp-eagle", CHUNK)
 
 
+@pytest.mark.full
 def test_texts_equal_plain_decoding(engine: Path, model: PlainDeepseek) -> None:
     check_texts(engine, model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", [GREEDY, HOT])
 def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None:
     """Compiled programs, overlapping, on a GPU whose memory is the CPU's: the same tokens."""
@@ -109,10 +112,12 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
     assert gpu.replays > 0
 
 
+@pytest.mark.full
 def test_masks(programs: InductorPrograms, engine: Path) -> None:
     check_masks(programs, read_manifest(engine))
 
 
+@pytest.mark.full
 def test_new_weights(engine: Path, tmp_path: Path) -> None:
     other = make_predictable(seed=1, **SHAPE)
     copy = shutil.copytree(engine, tmp_path / "engine")
@@ -123,6 +128,7 @@ def test_new_weights(engine: Path, tmp_path: Path) -> None:
     assert result.token_ids == greedy(other, asked[0], GREEDY.max_tokens)
 
 
+@pytest.mark.full
 def test_alternatives(engine: Path) -> None:
     with Engine.load(engine, threads=1) as loaded:
         result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
@@ -130,6 +136,7 @@ def test_alternatives(engine: Path) -> None:
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
 
 
+@pytest.mark.full
 def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     (asked,) = prompts(11)
     penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
@@ -139,6 +146,7 @@ def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     assert result.token_ids == plain_text(model, asked, penalised) != plain_text(model, asked, HOT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("controls", [StepControls(), StepControls(temperature=0.8, seed=1)])
 def test_state_is_updated_in_place(programs: InductorPrograms, controls: StepControls) -> None:
     """One row per token is written, and no step takes memory of the size of a cache."""
@@ -170,6 +178,7 @@ def test_a_copied_cache_would_be_seen() -> None:
     assert max(allocations(cache.clone)) == cache.nbytes
 
 
+@pytest.mark.full
 def test_weights_stay_mapped(programs: InductorPrograms, engine: Path) -> None:
     """One copy for all programs, in the file's pages."""
     place = str((engine / "weights.safetensors").resolve())
@@ -182,6 +191,7 @@ def test_weights_stay_mapped(programs: InductorPrograms, engine: Path) -> None:
             assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
 
+@pytest.mark.full
 def test_threads(engine: Path) -> None:
     """Set where the programs run: a thread has its own number."""
     one = greedy_ids(engine, prompts(9), 8)
@@ -203,6 +213,7 @@ def edited(engine: Path, folder: Path, **fields: Any) -> Path:
     return copy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -218,6 +229,7 @@ def test_other_machines_are_refused(
         Engine.load(edited(engine, tmp_path, **fields))
 
 
+@pytest.mark.full
 def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
     """Damage that the hashes don't show."""
     copy = edited(engine, tmp_path)
@@ -231,6 +243,7 @@ def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
     load(copy)
 
 
+@pytest.mark.full
 def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("mtpbuild.runtime.programs.")]:
         monkeypatch.delitem(sys.modules, name)

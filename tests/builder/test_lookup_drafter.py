@@ -137,6 +137,7 @@ def test_a_mistake_in_what_it_declares_is_refused(
     assert str(caught.value) == f"drafter lookup: {says}"
 
 
+@pytest.mark.full
 def test_a_mistake_of_its_program_is_refused(
     smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

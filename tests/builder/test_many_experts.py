@@ -44,12 +44,13 @@ def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("portable", marks=pytest.mark.full), "own"])
+@pytest.fixture(scope="module", params=["portable", "own"])
 def engine(request: pytest.FixtureRequest, folder: Path, build_engine: EngineBuilder) -> Path:
     portable = request.param == "portable"
     return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, portable=portable)
 
 
+@pytest.mark.full
 def test_tokens(engine: Path, model: PlainDeepseek, folder: Path) -> None:
     """Whole chunks and parts of one; what is accepted was drafted by a module with experts too."""
     theirs = transformers_model(folder)
@@ -58,6 +59,7 @@ def test_tokens(engine: Path, model: PlainDeepseek, folder: Path) -> None:
     assert greedy_ids(engine, PROMPTS, 30) == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", ["prefill", "decode", "decode_mixed"])
 def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> None:
     """One node of each layer reads them, whatever the tokens: nothing gathers them for a token."""
@@ -76,6 +78,7 @@ def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> Non
     assert len(read) == 2 * (trunk + drafts)
 
 
+@pytest.mark.full
 def test_the_weights_are_stored_once(engine: Path) -> None:
     stored = load_file(engine / WEIGHTS)
     manifest = read_manifest(engine)
@@ -104,6 +107,7 @@ def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_new_weights(engine: Path, tmp_path: Path) -> None:
     other = make_predictable(1, **MANY)
     refitted = shutil.copytree(engine, tmp_path / "engine")

@@ -107,6 +107,7 @@ def test_the_peak_is_bounded(tp: int, rank: int, checkpoint: Path, tmp_path: Pat
     assert 0 < taken < 3 * LARGEST
 
 
+@pytest.mark.full
 def test_quantising_on_the_way(tmp_path: Path) -> None:
     """Embedding and head never exist as floats, which were 8 * LARGEST each, but integers twice.
 

@@ -258,7 +258,11 @@ def test_grouped_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors"), [("glm-4.7-flash", 9703), ("gigachat3-10b-a1.8b-bf16", 5113 + 208)]
+    ("name", "tensors"),
+    [
+        pytest.param("glm-4.7-flash", 9703, marks=pytest.mark.full),
+        ("gigachat3-10b-a1.8b-bf16", 5113 + 208),
+    ],
 )
 def test_a_checkpoint_of_holes(name: str, tensors: int, tmp_path: Path) -> None:
     """The headers are the published checkpoint's: as many tensors, copies in the MTP layer too."""

@@ -55,6 +55,7 @@ def sums(graph: Traced) -> tuple[list[Tensor], list[Tensor]]:
     return found["sum_of_ranks"], found["all_reduce"]
 
 
+@pytest.mark.full
 def test_a_step_of_few_slots() -> None:
     """All its sums, the narrow one that heads exchange, too; their number is counted as before."""
     graph = traced(1, max_batch=4)
@@ -70,6 +71,7 @@ def test_a_step_of_few_slots() -> None:
     assert describe_counts(counts).endswith("(9 of them one-shot)")
 
 
+@pytest.mark.full
 def test_the_most_slots_decide() -> None:
     """Whichever number of slots a step has, its program is the same: the largest sum counts."""
     fit = MOST // (2 * HIDDEN * 4)  # slots of a window of two tokens in fp32
@@ -81,6 +83,7 @@ def test_the_most_slots_decide() -> None:
     assert len(own) == 4
 
 
+@pytest.mark.full
 def test_long_chunks_stay_with_nccl() -> None:
     own, others = sums(traced(0, max_batch=1, chunk=MOST // (HIDDEN * 4) + 1))
     assert others

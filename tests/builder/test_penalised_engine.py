@@ -69,17 +69,17 @@ def test_an_adaptive_engine(
 
 
 def test_requests_share_slots(
-    vanilla_batch: Engine, predictable: PlainDeepseek, texts: list[list[list[int]]]
+    vanilla: Engine, predictable: PlainDeepseek, texts: list[list[list[int]]]
 ) -> None:
     """Texts are the same if slots move, or if others had them, cancelled requests too."""
     rejection = replace(HOT, acceptance="rejection")
     block = replace(rejection, rejection_sample_method="block")
     params = [ALL, PLAIN, HOT, rejection, replace(ALL, max_tokens=9), block, HOT, PLAIN]
     asked = [PROMPTS[i % 2] for i in range(len(params))]
-    together = check_alone(vanilla_batch, asked, params)
-    with vanilla_batch.stream(PROMPTS[1], replace(ALL, max_tokens=80)) as stream:
+    together = check_alone(vanilla, asked, params)
+    with vanilla.stream(PROMPTS[1], replace(ALL, max_tokens=80)) as stream:
         next(iter(stream))  # it ends in the middle
-    again = vanilla_batch.generate(PROMPTS[0], replace(PLAIN, presence_penalty=2.0))
+    again = vanilla.generate(PROMPTS[0], replace(PLAIN, presence_penalty=2.0))
     assert together[0].token_ids == texts[2][0]
     assert together[6].token_ids == texts[3][0]
     assert together[7].token_ids == greedy(predictable, asked[7], COUNT)

@@ -65,6 +65,7 @@ def test_48_users_of_4_turns_over_8_slots(weights: str, build_engine: EngineBuil
         users.check(cold)
 
 
+@pytest.mark.full
 def test_a_pool_that_gives_rows_up(folder: Path, cold: Engine) -> None:
     users = Users(12)
     with warm(folder, prefix_cache_bytes=SMALL) as engine:
@@ -82,6 +83,7 @@ def test_a_restart_between_turns(folder: Path, cold: Engine, tmp_path: Path) -> 
     users.check(cold)
 
 
+@pytest.mark.full
 def test_users_behind_a_prefix_of_the_engine(folder: Path, cold: Engine, tmp_path: Path) -> None:
     """Its tokens count for penalties as any others of a prompt."""
     beginning = cold.encode(TEXT)

@@ -104,7 +104,9 @@ def check_branches(
     check(known, "the first one, gone on with", 8 + carried)
 
 
-@pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
+@pytest.mark.parametrize(
+    "drafter", ["mtp-eagle", pytest.param("mtp-vanilla", marks=pytest.mark.full)]
+)
 def test_branches(predictable: PlainDeepseek, drafter: DrafterName) -> None:
     check_branches(eager(predictable, drafter))
 

@@ -19,6 +19,7 @@ from tests.support.invoke import invoke
 from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
 from tests.support.model_tokenizers import qwen3_5
 
+pytestmark = pytest.mark.full
 NAME = "Qwen/Qwen3.5-4B"
 SHARDS = tuple(f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2))
 NOT_READ = ("README.md", "vocab.json", "merges.txt", "preprocessor_config.json")

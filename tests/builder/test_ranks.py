@@ -157,6 +157,7 @@ def test_a_request_that_one_rank_fails_at(
         assert loaded.failure is None
 
 
+@pytest.mark.full
 def test_the_folder(engine: Path, checkpoint: Path) -> None:
     """Each rank holds its share, one copy of the programs; building again changes nothing."""
     manifest = read_manifest(engine)
@@ -184,9 +185,8 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +293,7 @@ def test_a_folder_of_another_build(copy: Path) -> None:
     assert layout.find_missing_ranks(copy, read_manifest(copy).build.fingerprint, range(2)) == [1]
 
 
+@pytest.mark.full
 def test_damage_on_another_rank(copy: Path) -> None:
     """Each rank checks its own files; the line is the failing rank's."""
     (copy / "rank1" / "weights.safetensors").write_bytes(b"")

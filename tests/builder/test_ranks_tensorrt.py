@@ -151,6 +151,7 @@ def shares_weights(rank: Path, trt: FakeDataCentre) -> None:
         )
 
 
+@pytest.mark.full
 def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDataCentre) -> None:
     """As the engine's own files say; a GPU that has less is refused before anything is compiled."""
     request = build_request(r1, (NEXTN,), target="tensorrt", tp=2, **SMALL_STEPS)
@@ -182,6 +183,7 @@ def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataC
         on_device(device, alone, read_manifest(alone).programs)
 
 
+@pytest.mark.full
 def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
     caught(altered_engine(engine, tmp_path / "altered", 1, "decode", exchanged))
 

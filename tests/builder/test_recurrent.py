@@ -148,9 +148,8 @@ def test_slots_of_inductor(nextn: int, plain: PlainSumming) -> None:
     check_slots(programs, plain, nextn)
 
 
-@pytest.mark.parametrize(
-    "nextn", [NEXTN, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 2))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("nextn", range(4))
 def test_onnxruntime(
     nextn: int, plain: PlainSumming, folder: Path, build_engine: EngineBuilder
 ) -> None:

@@ -54,13 +54,13 @@ def test_sampled_text_is_what_plain_sampling_gives(
     assert bool(accepted) == (kind != (0,))
 
 
-def test_modes_share_a_batch(vanilla_batch: Engine, predictable: PlainDeepseek) -> None:
+def test_modes_share_a_batch(vanilla: Engine, predictable: PlainDeepseek) -> None:
     """Each request of a mixed batch gives what it gives alone, whoever it shares a step with."""
     rejection = replace(HOT, acceptance="rejection")
     block = replace(rejection, rejection_sample_method="block")
     params = [PLAIN, HOT, rejection, RELAXED, PLAIN, HOT, block]
     asked = [*prompts(3), [BEGIN, 20, 21], *prompts(3)]
-    together = check_alone(vanilla_batch, asked, params)
+    together = check_alone(vanilla, asked, params)
     for i in (0, 1, 4):
         assert together[i].token_ids == plain_text(predictable, asked[i], params[i])
 

@@ -182,7 +182,8 @@ def test_an_fp8_value_that_is_none(folder: MakeFolder, tmp_path: Path) -> None:
         EngineWeights(source(tmp_path)).write(tmp_path, siblings=None)
 
 
-@pytest.mark.parametrize("name", ["fp8-experts", pytest.param("nvfp4", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp8-experts", "nvfp4"])
 def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     """Prefill and a step as they are exported."""
     kept = kept_model(folder(name), tmp_path)

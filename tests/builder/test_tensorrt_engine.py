@@ -114,6 +114,7 @@ def changed(engine: Path, **target: object) -> Manifest:
     return manifest.model_copy(update={"target": manifest.target.model_copy(update=target)})
 
 
+@pytest.mark.full
 def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda) -> None:
     """O2 and O7: more requests than slots, in chunks, left and taken at different steps."""
     params = [replace(GREEDY, max_tokens=count) for count in (5, 40, 17, 3, 30, 11)]
@@ -122,6 +123,7 @@ def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda)
     assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results) > 20
 
 
+@pytest.mark.full
 def test_prompts_begin_with_rows_of_earlier_ones(engine: Path, model: PlainDeepseek) -> None:
     """The second turns of conversations, over fewer slots."""
     asked, params = PROMPTS, replace(GREEDY, max_tokens=12)
@@ -134,6 +136,7 @@ def test_prompts_begin_with_rows_of_earlier_ones(engine: Path, model: PlainDeeps
             known = [len(prompt) - 2 - loaded.manifest.lookahead for prompt in asked]
 
 
+@pytest.mark.full
 def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> None:
     """Each as alone, also after a sampled request has had the slot."""
     with Engine.load(engine) as loaded:
@@ -141,6 +144,7 @@ def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> 
         check_texts(loaded, model, PROMPTS[:1], [GREEDY])
 
 
+@pytest.mark.full
 def test_a_step_is_one_launch(engine: Path, gpu: FakeCuda, trt: FakeTensorRt) -> None:
     """All state stays where it is: a step copies the host's words and the carries, not caches."""
     programs = load(engine)
@@ -160,6 +164,7 @@ def test_a_step_is_one_launch(engine: Path, gpu: FakeCuda, trt: FakeTensorRt) ->
     assert len({context.scratch for context in trt.contexts}) == 1
 
 
+@pytest.mark.full
 def test_inactive_slots_keep_what_they_hold(engine: Path) -> None:
     programs = load(engine)
     programs.prefill(1, 0, np.array([5, 6, 7, 8]))
@@ -173,6 +178,7 @@ def test_inactive_slots_keep_what_they_hold(engine: Path) -> None:
         np.testing.assert_array_equal(kept, was, err_msg=name)
 
 
+@pytest.mark.full
 def test_a_closed_engine_leaves_the_gpu(engine: Path, gpu: FakeCuda) -> None:
     free = gpu.free
     loaded = Engine.load(engine)
@@ -185,6 +191,7 @@ def test_a_closed_engine_leaves_the_gpu(engine: Path, gpu: FakeCuda) -> None:
     assert not gpu.host
 
 
+@pytest.mark.full
 def test_the_directory(engine: Path) -> None:
     """Three programs with their weights inside, and no fp32 product in TF32."""
     manifest = read_manifest(engine)
@@ -208,6 +215,7 @@ def test_the_directory(engine: Path) -> None:
         assert (b'"tokens": [[1, 1], [1, 4], [1, 4]]' in header) == (name == "prefill")
 
 
+@pytest.mark.full
 def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) -> None:
     """A graph compiled again, alone."""
     graph = (engine / "decode.engine").read_bytes().partition(b"\n")[2]

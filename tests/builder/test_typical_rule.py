@@ -177,6 +177,7 @@ def test_the_traced_program_and_the_kernels_say_the_same(target: str) -> None:
     assert (kept[2:] > 0).all()
 
 
+@pytest.mark.full
 def test_the_oracle_finds_a_planted_bug(
     predictable_folder: Path,
     predictable: PlainDeepseek,

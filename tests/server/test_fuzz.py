@@ -13,7 +13,7 @@ from mtpbuild.runtime.server.app import make_app
 from tests.support.fakes import fake_engine
 from tests.support.live_server import Live, live, until
 
-CASES = [pytest.param(100), pytest.param(2000, marks=pytest.mark.full)]
+CASES = [pytest.param(40), pytest.param(2000, marks=pytest.mark.full)]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 

@@ -296,12 +296,16 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": 'now "here"'}},
 ]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+SOME = ("deepseek_v3", "qwen3_coder")  # JSON, and tagged text
 TEXTUAL: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "string"}}}
 ]
 
 
-@pytest.mark.parametrize("parser", FORMS)
+@pytest.mark.parametrize(
+    "parser",
+    [form if form in SOME else pytest.param(form, marks=pytest.mark.full) for form in FORMS],
+)
 def test_forced_calls(parser: str, engine: Engine) -> None:
     schemas = {"weather": WEATHER, 'now "here"': {"const": {}}}
     choices: list[tuple[Any, int]] = [(NAMED, 1), ("required", 2), ("required", 3)]
