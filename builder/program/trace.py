@@ -1,9 +1,12 @@
 """Export programs by torch.export; sizes that vary between calls stay symbolic."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, most_tokens
@@ -63,7 +66,14 @@ def trace(program: Program, plan: Plan) -> Traced:
     kept = {*(pipeline.ops if "start" in program.arguments else pipeline.facets)}
     if pipeline.cpu_library:
         kept |= NODE_FACETS.keys()
-    with torch.no_grad(), keep(kept, fixed_sizes=pipeline.fixed_sizes):
+    # Nobody reads where in the source a node was made; finding it is a seventh of a trace.
+    no_places = patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
+    with (
+        torch.no_grad(),
+        no_places,
+        _use_lazy_graph_module(True),
+        keep(kept, fixed_sizes=pipeline.fixed_sizes),
+    ):
         exported = torch.export.export(
             program.module,
             (state, *program.arguments.values()),

@@ -17,6 +17,7 @@ from mtpbuild import plugins
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.passes import dump_graph, run_passes
 from mtpbuild.builder.targets.passes.onnx_graph import FOLD_LIMIT
+from mtpbuild.builder.targets.quick_export import quick_export
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
@@ -41,7 +42,7 @@ def _export(traced: Traced) -> ir.Model:
     # These loggers warn of a missing torchvision and of detached weights.
     for noisy in ("torch.onnx", "onnx_ir"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quick_export():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             traced.exported,
