@@ -38,7 +38,9 @@ def build(
     drafter: str | None = flag(None, f"{' or '.join(offered())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
-    weights: str | None = flag(None, "Quantise to int8, int4, fp8 or nvfp4. Default: as stored."),
+    weights: str | None = flag(
+        None, "Quantise to int8, int4, fp8 or nvfp4; or floats. Default: as stored, or int8."
+    ),
     head_weights: str | None = flag(
         None, "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers."
     ),

@@ -78,6 +78,7 @@ def print_dry_run(done: DryRun) -> None:
 
     from mtpbuild.builder.compiler.notes import describe_formats
     from mtpbuild.builder.compiler.step_counts import describe_counts
+    from mtpbuild.builder.program.opened_model import count_words
     from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
 
     model = done.model
@@ -87,14 +88,15 @@ def print_dry_run(done: DryRun) -> None:
         f"config.json demands; {model.table.parameters:,} parameters"
     )
     print_lines(describe_formats(model))
-    if (scheme := model.scheme) is not None:
+    if (scheme := model.scheme) is not None and scheme.main is not None:
         head = "would stay" if scheme.head is None else f"to {scheme.head}"
         print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")
     if model.unfit:
         print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
-    if counts := sorted(model.dequantised().items()):
-        found = ", ".join(f"{count:,} in {name}" for name, count in counts)
-        print_lines(f"{found} would be dequantised to {model.style.dtype}")
+    if counts := count_words(model.dequantised().elements()):
+        print_lines(f"{counts} would be dequantised to {model.style.dtype}")
+    if counts := count_words(model.rounded().values()):
+        print_lines(f"{counts} would be rounded to {model.style.rounds_to}")
     folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "weights", "state", "build")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtpbuild.builder.formats.integers import WIDE
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.program.opened_model import OpenedModel, count_words
 
 
 def log_notes(model: OpenedModel) -> None:
@@ -17,8 +17,8 @@ def log_notes(model: OpenedModel) -> None:
 
 def list_notes(model: OpenedModel) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that the engine leaves out or changes."""
-    dtype, counts = model.style.dtype, sorted(model.dequantised().items())
-    if found := ", ".join(f"{count} in {name}" for name, count in counts):
+    dtype = model.style.dtype
+    if found := count_words(model.dequantised().elements()):
         yield f"quantised weights ({found}) are dequantised: the engine holds them in {dtype}"
     if count := sum(bool(held) and each in WIDE.values() for each, held in model.quantised()):
         yield f"{count} weights with fp32 scales get fp16 ones, quantised anew where inexact"

@@ -18,6 +18,7 @@ from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.scheme import FLOATS
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
@@ -106,7 +107,7 @@ def make_plans(
         length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     ids = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     suffix = "_bf16" if style.dtype == "bfloat16" else ""
-    suffix += f"_{request.scheme.main}" if request.scheme else ""
+    suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
     suffix += f"_draft{len(ids)}" if ids else ""
     suffix += "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
     for asked in nextns:

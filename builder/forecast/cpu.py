@@ -40,7 +40,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.prefix_cache.cache import SHARE
 from mtpbuild.runtime.ranks import ALONE
 
-# Values of --weights; None: integers as the checkpoint has them, or fp32.
+# Values of --weights; None: integers as the checkpoint has them, int8, or fp32.
 FORMATS = ("int8", "int4")
 ASKED = (None, *FORMATS)
 
@@ -140,7 +140,7 @@ def needs_download(request: ForecastRequest) -> bool:
 
 def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    config, style = layout.config, GraphStyle(formats=FORMATS, pipeline=CPU)
+    config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     found = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:

@@ -147,6 +147,21 @@ class ReadFormat(Format):
         raise NotImplementedError(f"{self.name} is only read")
 
 
+class Decoded(ReadFormat):
+    """Weights that their file's own reader decodes; name: of the format in that file."""
+
+    bits, block, suffixes = 32, 1, ("",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        return {"": Entry("F32", shape)}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts[""]
+
+
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
     """Raise CheckpointError if a weight has values that are too large for the format's scales."""
     if weight.is_meta or not weight.numel():

@@ -4,13 +4,15 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mtpbuild.builder.formats import Entry, Shape
+from mtpbuild.builder.formats import Entry, Format, Shape
+from mtpbuild.builder.formats.format import Decoded
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
 from mtpbuild.builder.lazy_torch import torch
 
@@ -22,6 +24,7 @@ Order = npt.NDArray[np.intp]
 # Types whose blocks are those of our own integers: bits of a value.
 INTEGERS = {"Q8_0": 8, "Q4_0": 4}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+decoded = cache(Decoded)  # formats are compared by `is`
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ class Mapped:
             return None
         splits = self.columns is not None and self.columns.width % self.tensors[0].block
         return None if splits or len(self.shape) != 2 else bits
+
+    @property
+    def format(self) -> Format | None:
+        """Return the format of a weight whose tensors are decoded as they are read, if any is."""
+        kinds = sorted({tensor.type for tensor in self.tensors} - FLOATS.keys())
+        return decoded(" and ".join(kinds).lower()) if kinds and not self.as_floats else None
 
     def entries(self) -> Iterator[tuple[str, Entry, Mapped]]:
         """Yield the name, the header entry and the source of each tensor that stores the weight."""

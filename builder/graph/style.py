@@ -35,6 +35,7 @@ class GraphStyle:
     pipeline: Pipeline = PLAIN
     overlap: bool = False  # a step is launched before the tokens of the previous one are read
     formats: tuple[str, ...] = ()  # number formats whose weights are not dequantised
+    rounds_to: str | None = None  # the one that quantised weights in other formats get, if any
     dtype: "FloatType" = "float32"  # of other weights, of caches and hidden states
     cache_dtype: "FloatType | None" = None  # of caches, if it differs from dtype
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA, find_drafter
@@ -58,8 +58,8 @@ class Plan:
 
     @property
     def quantised_to(self) -> str | None:
-        """The format that the build quantises products to; None if it does not."""
-        return None if self.scheme is None else self.scheme.main
+        """The value of --weights; None if it was not given."""
+        return None if self.scheme is None else self.scheme.main or FLOATS
 
     @property
     def head_weights(self) -> str | None:

@@ -12,8 +12,9 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import entry_of
 from mtpbuild.builder.formats.integers import coarse_blocks, coarse_note
 from mtpbuild.builder.models.common.weight import Share, convert_weights
-from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.program.opened_model import OpenedModel, count_words
 from mtpbuild.builder.weights.placed import Placed, read_places, write_weights
+from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,19 @@ class EngineWeights:
             tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
             tensors = self._reported(tensors, sum(prod(each.shape) for each in entries.values()))
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
+            self._note_losses()
             shared(done.sha256)
         self.written[rank] = done
         return done
+
+    def _note_losses(self) -> None:
+        """Log how many weights were rounded anew, and the relative error of all of them."""
+        losses, formats = self.model.checkpoint.losses, self.model.rounded()
+        if not losses:
+            return
+        total, counts = sum(losses.values(), Loss()), count_words(formats[name] for name in losses)
+        note = "note: %s: quantised weights (%s) are rounded anew, relative error %.2g %%"
+        logger.warning(note, self.model.style.rounds_to, counts, 100 * total.relative)
 
     def _reported(
         self, tensors: Iterable[tuple[str, Tensor]], total: int

@@ -5,7 +5,7 @@ configuration that they confirm, the formats that weights stay in, and the model
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,7 +24,7 @@ from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import Requantised, requantise
-from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import WeightsType
@@ -68,6 +68,16 @@ class OpenedModel:
         """Count, by format, the quantised weights that the engine holds in floats."""
         return Counter(format.name for format, held in self.quantised() if held is None)
 
+    def rounded(self) -> dict[str, str]:
+        """Return the format of each weight that the engine has to round anew, by name."""
+        held = self.table.stored_formats.items()
+        formats = {name: self.checkpoint.format(name) for name, format in held if format}
+        return {
+            name: format.name
+            for name, format in formats.items()
+            if format is not None and format.kept.name not in self.style.formats
+        }
+
     @property
     def unfit(self) -> tuple[str, ...]:
         """The weights that should be quantised, but whose columns do not split into blocks."""
@@ -96,6 +106,11 @@ class OpenedModel:
         return self.style.packs_weights and self.block_size is not None
 
 
+def count_words(formats: Iterable[str]) -> str:
+    """Say how often each format occurs; "" if there is none."""
+    return ", ".join(f"{count:,} in {name}" for name, count in sorted(Counter(formats).items()))
+
+
 def open_model(
     source: "FoundModel",
     config: ModelConfig,
@@ -119,7 +134,9 @@ def open_model(
     stored = open_slice(source.folder, layers, source.mtp)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
     table, checkpoint = stored.check(config, ranks), stored
-    if scheme is not None:
+    if scheme == IN_FLOATS:
+        style = replace(style, formats=(), rounds_to=None)
+    elif scheme is not None:
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
     model = make_model(table, style, device)

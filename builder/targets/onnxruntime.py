@@ -46,10 +46,10 @@ class OnnxRuntime(Target):
             raise UsageError(f"--cache-dtype {dtype} is unknown; supported: {', '.join(CACHES)}")
         if options.portable and request.exact:
             raise UsageError("--exact: onnxruntime's products are not: leave out --portable")
-        if options.portable and request.scheme is not None:
+        main = None if request.scheme is None else request.scheme.main
+        if options.portable and main is not None:
             raise UsageError(
-                f"--weights {request.scheme.main}: a graph of standard operators is in fp32: leave "
-                "out --portable"
+                f"--weights {main}: a graph of standard operators is in fp32: leave out --portable"
             )
 
     def check_machine(self, plan: "Plan") -> None:
@@ -71,6 +71,7 @@ class OnnxRuntime(Target):
         return GraphStyle(
             pipeline=PORTABLE if options.portable else CPU,
             formats=() if options.portable else self.formats,
+            rounds_to=None if options.portable else "int8",
             cache_dtype="bfloat16" if options.cache_dtype == "bfloat16" else None,
         )
 

@@ -18,7 +18,7 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import requantise
-from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 
 
 def load_plain(
@@ -34,7 +34,7 @@ def load_plain(
     stored, family = open_slice(folder, layers), family_of(config)
     config = stored.settle(config)
     table, checkpoint = stored.check(config), stored
-    if scheme is not None:
+    if scheme is not None and scheme != IN_FLOATS:
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     model, same = family.reference(config), family.duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}

@@ -16,6 +16,7 @@ from mtpbuild.runtime.errors import UsageError
 
 # How the command line, recipes and reports spell the absence of a format.
 UNQUANTISED, AS_STORED = "bf16", "none"
+FLOATS = "floats"  # value of --weights with which an engine quantises nothing and keeps no format
 # Globs over module names, as in ModelOpt's `exclude_modules`.
 EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "fp8": (),
@@ -130,6 +131,10 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
+# With this scheme an engine holds floats, whatever the checkpoint has.
+IN_FLOATS = SCHEMES[UNQUANTISED]
+
+
 def make_scheme(
     to: str, mtp: str | None, exclude: tuple[str, ...] | None, head: str | None = None
 ) -> Scheme:
@@ -149,16 +154,16 @@ def make_scheme(
 def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
     """Return the scheme for the flags `--weights` and `--head-weights` of `mtpbuild build`.
 
-    Returns None if weights stay as the checkpoint has them. Raises UsageError, which lists the
-    choices, for an unknown format.
+    Returns None if weights stay as the checkpoint has them, as far as the target keeps them. Raises
+    UsageError, which lists the choices, for an unknown format.
     """
     choices: tuple[str, ...] = get_args(QuantisedType)
-    if weights is None:
+    if weights is None or weights == FLOATS:
         if head is not None:
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
             raise UsageError(f"--head-weights {head} goes with --weights: say {names}")
-        return None
-    main = parse_format("--weights", weights, choices)
+        return None if weights is None else IN_FLOATS
+    main = parse_format("--weights", weights, (*choices, FLOATS))
     if head is None:
         return engine_scheme(main, USUAL_HEADS.get(weights))
     return engine_scheme(main, parse_format("--head-weights", head, _head_choices()))
@@ -168,6 +173,8 @@ def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
     """Return the scheme by which an engine's weights were quantised, from its manifest's fields."""
     if weights is None:
         return None
+    if weights == FLOATS:
+        return IN_FLOATS
     return replace(SCHEMES[weights], head=head, join=JOINS.get(weights))
 
 

@@ -23,6 +23,7 @@ from mtpbuild.builder.formats import (
     Settings,
     Shape,
     own_name,
+    refuse_too_large,
     stored_format,
 )
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
@@ -68,6 +69,28 @@ class FileEntry(Entry):
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What an encoding changed: the sum of squared changes, and of the weights' squares."""
+
+    changes: float = 0.0
+    squares: float = 0.0
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(self.changes + other.changes, self.squares + other.squares)
+
+    @property
+    def relative(self) -> float:
+        return (self.changes / self.squares) ** 0.5 if self.squares else 0.0
+
+    def after(self, weight: Tensor, parts: Mapping[str, Tensor], format: Format) -> Loss:
+        """Return the loss with that of one more weight, or of some of its rows."""
+        if weight.is_meta:
+            return self  # a dry run has no values
+        changes = (format.decode(parts).view_as(weight) - weight).double().square().sum().item()
+        return self + Loss(changes, weight.double().square().sum().item())
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a checkpoint by name; their bytes are read on demand."""
 
@@ -77,13 +100,17 @@ class Checkpoint:
     settings: Settings  # of its quantisation
     # The settings of files that are another checkpoint's, such as a head's.
     joined: Mapping[Path, Settings] = field(default_factory=dict, kw_only=True)
+    # What rounding changed in weights whose format an engine can't keep, by weight.
+    losses: dict[str, Loss] = field(default_factory=dict, kw_only=True)
 
     def format(self, name: str) -> Format | None:
         """Return the number format of a weight; None if it is not quantised."""
         settings = self.settings
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
-        return stored_format(name, self.tensors, settings)
+        found = stored_format(name, self.tensors, settings)
+        entry = self.tensors.get(name) if found is None else None
+        return found if entry is None or entry.mapped is None else entry.mapped.format
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -106,11 +133,28 @@ class Checkpoint:
             raise self._wrong(name, fault)
         return parts
 
-    def kept_parts(self, name: str) -> dict[str, Tensor]:
-        """Read a quantised weight's parts in the format in which engines keep it."""
+    def kept_parts(self, name: str, held: Format | None = None) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which an engine holds it.
+
+        held: None stands for the one in which engines keep the weight's format. Weights in formats
+        that they don't keep are encoded anew.
+        """
         format = self.format(name)
         assert format is not None
+        if held is not None and held.packs and not format.kept.packs:
+            return self._rounded(name, held)
         return format.keep(name, self.parts(name))
+
+    def _rounded(self, name: str, held: Format) -> dict[str, Tensor]:
+        """Read a weight and encode it in another format; note the loss."""
+        pieces: list[dict[str, Tensor]] = []
+        loss = Loss()
+        for rows in self.read(name).split(PIECE):
+            refuse_too_large(held, name, rows)
+            pieces.append(held.encode(rows))
+            loss = loss.after(rows, pieces[-1], held)
+        self.losses[name] = loss
+        return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}
 
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""

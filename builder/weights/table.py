@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from mtpbuild.builder.formats import Format
+from mtpbuild.builder.formats import FORMATS, Format
 from mtpbuild.builder.formats.integers import INT4, INT8, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
@@ -75,7 +75,7 @@ def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
-    possible = {weight.name: _kept_formats(weight, format_of) for weight in table.weights}
+    possible = {weight.name: _kept_formats(weight, format_of, style) for weight in table.weights}
     may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
     joined = _same_formats(possible, may_join)
     weights = with_shared(table.weights, joined)
@@ -115,10 +115,19 @@ def _per_head_formats(
     return chosen
 
 
-def _kept_formats(weight: Weight, format_of: FormatOf) -> tuple[Format | None, ...]:
+def _kept_formats(
+    weight: Weight, format_of: FormatOf, style: GraphStyle
+) -> tuple[Format | None, ...]:
     """Return the formats in which engines keep the tensors that a weight is made from."""
-    formats = map(format_of, weight.stored)
-    return tuple(None if format is None else format.kept for format in formats)
+
+    def keep(stored: Stored) -> Format | None:
+        format = format_of(stored)
+        if format is None or format.kept.name in style.formats or style.rounds_to is None:
+            return None if format is None else format.kept
+        rounded = FORMATS[style.rounds_to]
+        return rounded if rounded.fits(stored.shape) else None
+
+    return tuple(map(keep, weight.stored))
 
 
 def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:

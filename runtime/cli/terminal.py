@@ -211,7 +211,8 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{build.tp}{groups}{data_parallel}{some}"
     ends = build.head_weights or build.dtype
     by_build = f", quantised by the build; embedding and head {ends}"
-    yield "weights", build.weights + (by_build if build.quantised_to else "")
+    by_build = "" if build.quantised_to in (None, "floats") else by_build
+    yield "weights", build.weights + by_build
     caches = [s for s in manifest.state if s.role == "rows"]
     yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
     yield "prefill chunk", str(build.prefill_chunk)

@@ -100,8 +100,9 @@ class BuildInfo(_Record):
     # It is true if all operators are known and the checks in `probed` passed.
     exact: bool = False
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
-    # The format that the build quantised weights to. None: they have the checkpoint's formats.
-    quantised_to: QuantisedType | None = None
+    # The build's --weights: the format that weights were quantised to, or "floats". None: they
+    # have the checkpoint's formats, as far as the target keeps them.
+    quantised_to: QuantisedType | Literal["floats"] | None = None
     head_weights: HeadType | None = None  # the same for embedding and head
     # The number of tokens that drafts are chosen from, listed in draft_vocab.json. None: all.
     draft_vocab: int | None = Field(default=None, ge=1)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,9 +184,10 @@ def test_a_checkpoint_of_holes(tmp_path: Path) -> None:
         BuildRequest("deepseek-tiny-nvfp4", nextn=(3,), checkpoint=out, out=tmp_path / "e"),
         Stages(),
     )
-    assert done.model.dequantised() == {"nvfp4": 108}
+    assert not done.model.dequantised()
+    assert Counter(done.model.rounded().values()) == {"nvfp4": 108}
     assert 0 < size < 14e6
     held = sum(parameter.nbytes for parameter in done.model.model.parameters())
     assert done.engines[0].weights == held
     floats = 4 * done.model.table.parameters
-    assert floats <= held < 1.03 * floats  # panels are filled up
+    assert held < 0.6 * floats

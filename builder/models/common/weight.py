@@ -110,8 +110,8 @@ class Readable(Protocol):
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32."""
 
-    def kept_parts(self, name: str) -> dict[str, Tensor]:
-        """Read a quantised weight's parts in the format in which engines keep it."""
+    def kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
+        """Read a quantised weight's parts in the format in which an engine holds it."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,10 @@ class Weight:
 
     def convert(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
+        held = {stored.name: format for stored, format in self.held}
         for group in self.groups:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.kept_parts(stored.name) for stored in group]
+                parts = [checkpoint.kept_parts(each.name, held[each.name]) for each in group]
                 for name, suffix in self.tensors.items():
                     part = [each[suffix] for each in parts]
                     yield name, self._joined(self.format, suffix, group, part, share).contiguous()
