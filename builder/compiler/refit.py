@@ -18,7 +18,6 @@ from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
 from mtpbuild.builder.engine.layout import changed_engine
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
@@ -42,9 +41,12 @@ from mtpbuild.runtime.safetensors_header import read_header
 SHOWN = 6  # differences in one line
 
 
-def refit(engine: Path, model: str, watch: Watch = ignore) -> tuple[Manifest, Manifest]:
+def refit(
+    engine: Path, model: str, watch: Watch = ignore, mtp: Path | None = None
+) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
+    mtp: a file or folder with the MTP modules, if they lie elsewhere.
     An engine of some layers gets the same layers of `model`; if its build quantised the weights,
     the new ones are quantised likewise. Programs that are loaded keep the weights that they were
     loaded with. Returns the manifests before and after. Raises UsageError with the differences if
@@ -66,7 +68,7 @@ def refit(engine: Path, model: str, watch: Watch = ignore) -> tuple[Manifest, Ma
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
-    new = open_model(engine, old, model, target, options)
+    new = open_model(engine, old, model, target, options, mtp)
     log_notes(new)
 
     prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
@@ -95,13 +97,20 @@ def refit(engine: Path, model: str, watch: Watch = ignore) -> tuple[Manifest, Ma
 
 
 def open_model(
-    engine: Path, old: Manifest, model: str, target: Target, options: Any
+    engine: Path, old: Manifest, model: str, target: Target, options: Any, mtp: Path | None
 ) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
-    whole = find_model(model)
-    refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
+    whole, config = find_source(BuildRequest(model, mtp=mtp))
+    before = config_of(engine, old, mtp)
+    wanted, found_modules = (c.num_nextn_predict_layers for c in (before, config))
+    if old.build.nextn and found_modules < wanted:
+        raise UsageError(
+            f"{whole.folder}: has {found_modules} MTP modules, {engine} was built with {wanted}: "
+            "join the head with --mtp FILE_OR_FOLDER"
+        )
+    refuse(engine, whole.folder, differences(before, config))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
-    found, config = find_source(BuildRequest(model, layers=layers))
+    found, config = find_source(BuildRequest(model, layers=layers, mtp=mtp))
     new = open_checked(
         found,
         config,
@@ -115,6 +124,13 @@ def open_model(
     if new.weights_type != old.build.weights:
         refuse(engine, found.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     return new
+
+
+def config_of(engine: Path, old: Manifest, mtp: Path | None) -> ModelConfig:
+    """Return an engine's configuration, with the MTP modules that a build joined to its trunk."""
+    config, held = load_config(engine), old.model.num_nextn_predict_layers
+    joined = mtp is not None or config.num_nextn_predict_layers < held
+    return load_config(engine, held) if joined else config
 
 
 def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:

@@ -254,13 +254,14 @@ class Checkpoint:
         """Say what is wrong with the modules' tensors; None if nothing is."""
         family, stored = family_of(config), family_table(config).stored
         wanted = [each for name, each in stored.items() if is_module(family, config, name)]
+        where = replace(self, folder=min(self.joined).parent) if self.joined else self
         try:
-            self._refuse(
+            where._refuse(
                 (each.name for each in wanted if each.name not in self.tensors),
                 "its MTP layers are not whole: missing tensor",
             )
             for each in wanted:
-                self._check_weight(each)
+                where._check_weight(each)
         except CheckpointError as error:
             return str(error)
         return None

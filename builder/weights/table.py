@@ -133,6 +133,8 @@ def _kept_formats(
 def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
     """Return the format of a weight by those of its tensors; None if it has to be floats."""
     different = set(kept)
+    if weight.looked_up and different == {INT4}:
+        return INT8  # which holds int4 exactly, and whose rows programs can look up
     if len(different) == 1:
         return kept[0]
     if different == {INT4, INT8} and weight.slices == 1 and weight.rows is not None:

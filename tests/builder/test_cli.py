@@ -65,7 +65,7 @@ FLAGS = {
     "prefix": None,
     "quantize": "--checkpoint --exclude --force --head --model --mtp --out --to",
     "recipes": "--json",
-    "refit": "--checkpoint --engine",
+    "refit": "--checkpoint --engine --mtp",
     "run": None,
     "serve": None,
     "study": "--json --out",

@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
@@ -20,10 +19,8 @@ from mtpbuild.builder.gguf.architectures import log_of_rate
 from mtpbuild.builder.models import find_family, load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
-from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
-from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.families import config_of, make_family
 from tests.support.gguf_files import Array, converted, dequantised, usual, write_gguf
 
@@ -61,13 +58,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def tiny_tensors() -> tuple[dict[str, Any], dict[str, Array]]:
-    folder = find_model("qwen-tiny").folder
-    c = json.loads((folder / "config.json").read_text())
-    stored = load_file(folder / "model.safetensors")
-    return c, dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
 
 
 def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -130,36 +120,6 @@ def test_integers_are_kept(kind: str, format: Any, tmp_path: Path) -> None:
     else:
         got = parts[""].numpy().astype(int) - 128
     np.testing.assert_array_equal(got, want)
-
-
-def as_integers(checkpoint: Checkpoint, source: Path, folder: Path, bits: int) -> Path:
-    """Writes the tensors that a file is read as to safetensors, in our own format."""
-    folder.mkdir()
-    raw = json.loads((source / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "mtpbuild", "fmt": f"int{bits}", "block_size": 32}
-    (folder / "config.json").write_text(json.dumps(raw))
-    tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.tensors}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
-def test_an_engine_of_qwen_tiny(
-    kind: str, bits: int, build_engine: EngineBuilder, tmp_path: Path
-) -> None:
-    """The head is used, and the tokens are those of the same values in safetensors."""
-    c, tensors = tiny_tensors()
-    path = write_gguf(tmp_path / f"tiny-{kind}.gguf", c, tensors, usual(Type[kind]))
-    source = find_model(str(path)).folder
-    same = as_integers(open_gguf(path), source, tmp_path / f"same-{kind}", bits)
-    flags: dict[str, Any] = {"max_batch": 1, "prefill_chunk": 32}
-    ours, theirs = build_engine(path, 3, **flags), build_engine(same, 3, **flags)
-    weights = [
-        read_manifest(engine).files["weights.safetensors"].sha256 for engine in (ours, theirs)
-    ]
-    assert weights[0] == weights[1]
-    prompts = [[0, 5, 9, 300, 17, 40], [0, 77, 1200]]
-    assert greedy_ids(ours, prompts, 24) == greedy_ids(theirs, prompts, 24)
 
 
 @pytest.mark.parametrize("kind", WIDE)
