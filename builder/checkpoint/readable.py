@@ -11,6 +11,7 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
 from mtpbuild.builder.formats.compressed_tensors import METHOD, kept_as
+from mtpbuild.builder.formats.mlx import METHOD as MLX
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
@@ -53,6 +54,7 @@ def stored_as(folder: Path) -> str:
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
     layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
+    layouts |= {MLX: "nvfp4" if settings.get("mode") == "nvfp4" else "bf16"}
     if method == METHOD:
         return kept_as(settings)
     if method == "fp8":
@@ -72,12 +74,18 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def read_quantisation(folder: Path) -> Mapping[str, Any]:
-    """Return the quantisation settings of config.json, ModelOpt's or GPTQ's file; {} if none."""
+    """Return the quantisation settings of config.json, ModelOpt's or GPTQ's file; {} if none.
+
+    MLX's have a key of their own, which wins over what a conversion left.
+    """
     config = read_object(folder / CONFIG)
     text = config.get("text_config")
     raw = config.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, dict) else None
     )
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
+        return {"quant_method": MLX, **mlx}
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):

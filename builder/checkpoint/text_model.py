@@ -1,23 +1,36 @@
-"""Find a text model's tensors in checkpoints with a vision tower or with stacked experts."""
+"""Find a text model's tensors in checkpoints with a vision tower, or with stacked weights."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 WRAPPED = "model.language_model."  # a text model beside a vision tower
-TOWER = "model.visual."
+OUTSIDE = "language_model."  # the same, as MLX has it
+TOWERS = ("model.visual.", "vision_tower.")
 STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
+# MLX's stacks, of experts and of kv_b_proj's heads, and a part of their numbers.
+MLX_STACK = re.compile(r"(.*\.)(?:switch_mlp\.(\w+)|(embed_q|unembed_out))\.(weight\w*)")
 Part = tuple[int, int, int]  # expert, its first row, number of rows
 
 
 def text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None if it belongs to the vision tower."""
-    if name.startswith(TOWER):
+    if name.startswith(TOWERS):
         return None
+    name = name.removeprefix(OUTSIDE)
     return f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
 
 
 def unstacked(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
     """Yield the name and the part of each expert's weight in a stack; nothing for other tensors."""
+    if match := MLX_STACK.fullmatch(name):
+        at, projection, heads, leaf = match.groups()
+        rows = shape[1] if len(shape) == 3 else 0  # 0: a number for each expert
+        for e in range(
+            shape[0] if rows or (len(shape) == 1 and leaf.endswith("global_scale")) else 0
+        ):
+            own = f"experts.{e}.{projection}" if projection else f"{heads}.{e}"
+            yield f"{at}{own}.{leaf}", (e, 0, rows)
+        return
     match = STACK.fullmatch(name)
     if match is None or len(shape) != 3:
         return

@@ -14,6 +14,12 @@ SIGNS = ("enorm", "hnorm", "shared_head")
 OWN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")  # in files that hold a head alone
 OWN_PREFIX = "mtp."
 NOT_OWN = ("model.", "lm_head.")
+# A module without its number, as MLX has it in a file of its own.
+ALONE = re.compile(r"(?:mtp\.|model\.mtp_block\.|model\.)?(.+)")
+SPELLED = {"shared_head_norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}
+# Prefixes of a module that has no number, as MLX keeps it in a file of its own.
+PREFIXES = ("mtp.", "model.mtp_block.", "model.", "")
+SPELLED = {"shared_head_norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}
 # Ends the message about a head that can't be used.
 JOIN = (
     "build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that of the "
@@ -75,6 +81,14 @@ def head_name(family: Family, c: ModelConfig, name: str) -> str | None:
     if family.module_extra_prefix and not bare.startswith(NOT_OWN):
         return family.module_extra_prefix + bare
     return None
+
+
+def lone_name(family: Family, c: ModelConfig, name: str) -> str:
+    """Return the name of the first module's tensor, from a file in which it has no number."""
+    bare = name.removeprefix(next(prefix for prefix in PREFIXES if name.startswith(prefix)))
+    for theirs, ours in SPELLED.items():
+        bare = bare.replace(theirs, ours) if bare.startswith(theirs) else bare
+    return f"{family.module_name(c, 0)}.{bare}"
 
 
 def is_module(family: Family, c: ModelConfig, name: str) -> bool:

@@ -9,7 +9,13 @@ from mtpbuild.builder.checkpoint.readable import read_object, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, find_shards
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
-from mtpbuild.builder.models.modules import head_name, is_module, stored_modules
+from mtpbuild.builder.models.modules import (
+    PREFIXES,
+    head_name,
+    is_module,
+    lone_name,
+    stored_modules,
+)
 from mtpbuild.builder.weights.stored import (
     Checkpoint,
     FileEntry,
@@ -54,6 +60,9 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     if not tensors:
         named = ((head_name(family, config, n), entry) for n, entry in opened.tensors.items())
         tensors = {name: entry for name, entry in named if name is not None}
+    alone = (f"{prefix}{family.join}.weight" for prefix in PREFIXES)
+    if not tensors and any(name in opened.tensors for name in alone):
+        tensors = {lone_name(family, config, n): entry for n, entry in opened.tensors.items()}
     if not stored_modules(family, config, tensors):
         first = family.module_name(config, 0)
         raise CheckpointError(f"--mtp {place}: no tensor of MTP layer {first} is there")

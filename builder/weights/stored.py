@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import read_quantisation
+from mtpbuild.builder.checkpoint.readable import read_object, read_quantisation
 from mtpbuild.builder.checkpoint.shards import Index, find_shards, more
+from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
 from mtpbuild.builder.formats import (
     DTYPES,
@@ -27,7 +28,6 @@ from mtpbuild.builder.formats import (
     stored_format,
 )
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
-from mtpbuild.builder.gguf.mapped import Mapped
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
@@ -39,6 +39,7 @@ from mtpbuild.builder.models.modules import (
     stored_modules,
     sure_modules,
 )
+from mtpbuild.builder.weights.made import Made, made_weights
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -54,6 +55,13 @@ UNUSED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
 
+class Source(Protocol):
+    """What a weight is made of: tensors of a GGUF file, or weights that MLX changed."""
+
+    def read(self) -> Tensor:
+        """Read the tensor that the weight's entry describes."""
+
+
 @dataclass(frozen=True)
 class FileEntry(Entry):
     """An entry of a safetensors header, with the place of its tensor."""
@@ -61,7 +69,7 @@ class FileEntry(Entry):
     file: Path
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
-    mapped: Mapped | None = None  # how it is read from a GGUF file
+    source: Source | None = None  # what it is made of, if it is not stored as it is
 
     @property
     def floats(self) -> bool:
@@ -159,7 +167,7 @@ class Checkpoint:
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
         entry = self.tensors[name]
-        if self.format(name) is not None or entry.part is not None or entry.mapped is not None:
+        if self.format(name) is not None or entry.part is not None or entry.source is not None:
             yield from self.read(name).split(PIECE)
             return
         for start in range(0, self.tensors[name].shape[0], PIECE):
@@ -170,14 +178,17 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor as it is stored."""
-        if (mapped := self.tensors[name].mapped) is not None:
-            return mapped.read()
+        if (source := self.tensors[name].source) is not None:
+            return source.read()
         with self._opened(name) as (file, entry):
             if entry.part is None:
                 tensor: Tensor = file.get_tensor(entry.name)
                 return tensor
-            expert, first, rows = entry.part
-            own: Tensor = file.get_slice(entry.name)[expert : expert + 1, first : first + rows]
+            (expert, first, rows), stack = entry.part, file.get_slice(entry.name)
+            if not entry.shape:
+                number: Tensor = stack[expert : expert + 1]
+                return number[0]
+            own: Tensor = stack[expert : expert + 1, first : first + rows]
             return own[0]
 
     @contextmanager
@@ -312,6 +323,13 @@ class Checkpoint:
         module = name.removesuffix("weight")
         return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
 
+    def check_sources(self, made: Made) -> set[str]:
+        """Check the weights that a weight is made of; return the names of all their parts."""
+        missing = made.sources.keys() - self.tensors.keys()
+        self._refuse(missing, "missing tensor")
+        checked = (self._check_weight(Stored(*each)) for each in made.sources.items())
+        return set().union(*checked)
+
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
             raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
@@ -343,7 +361,31 @@ def collect_tensors(
     if index is not None:
         index.check(files)
     tower = sum(text_name(name) is None for name in files)
-    return Checkpoint(folder, tensors, tower, read_quantisation(folder))
+    return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A weight that MLX's conversion changed, as it was."""
+
+    checkpoint: Checkpoint
+    made: Made
+
+    def read(self) -> Tensor:
+        return self.made.change(*map(self.checkpoint.read, self.made.sources))
+
+
+def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the weights that MLX's conversion changed as they were."""
+    tensors = {**checkpoint.tensors}
+    model_type = str(read_object(checkpoint.folder / CONFIG).get("model_type"))
+    for made in made_weights(checkpoint.tensors, checkpoint.settings, model_type):
+        entry = tensors[next(iter(made.sources))]
+        for name in checkpoint.check_sources(made):
+            tensors.pop(name, None)
+        undone = Undone(checkpoint, made)
+        tensors[made.name] = FileEntry("F32", made.shape, entry.file, made.name, source=undone)
+    return replace(checkpoint, tensors=tensors)
 
 
 def list_entries(path: Path) -> list[FileEntry]:
@@ -371,7 +413,7 @@ def gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
     """Yield the tensors of a folder's GGUF files under the checkpoint's names."""
     for weight in weights_in(folder):
         for name, entry, source in weight.entries():
-            yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, mapped=source)
+            yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
 
 
 def entries(entry: FileEntry) -> dict[str, FileEntry]:
@@ -381,7 +423,7 @@ def entries(entry: FileEntry) -> dict[str, FileEntry]:
         return {}
     name = own_name(name)
     experts = {
-        own: replace(entry, shape=(part[2], entry.shape[2]), part=part)
+        own: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
         for own, part in unstacked(name, entry.shape)
     }
     return experts or {name: entry}

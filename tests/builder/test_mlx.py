@@ -1,0 +1,284 @@
+"""Checkpoints that MLX wrote are read to the bit, and answer as MLX's own models do."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.readable import read_quantisation, refuse_folder, stored_as
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.formats import Format, own_name, stored_format
+from mtpbuild.builder.formats.format import entry_of
+from mtpbuild.builder.formats.nvfp4 import NVFP4
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.head import open_slice
+from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
+from mtpbuild.runtime.errors import CheckpointError
+from tests.support.engines import greedy_ids
+from tests.support.requests import build_request
+
+WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
+TRUNKS = ["mlx_deepseek", "mlx_glm", "mlx_qwen"]
+HEADS = {"mlx_glm": "mlx_glm_head", "mlx_qwen": "mlx_qwen_head"}
+PROMPT = [5, 17, 3, 40, 2, 33, 7, 11]
+FORMATS = {
+    "mlx_deepseek": {f"mlx int{bits}" for bits in (2, 3, 4, 5, 6, 8)},
+    "mlx_glm": {"mlx int8", "mlx mxfp4", "mlx mxfp8"},
+    "mlx_qwen": {"mlx int8", "mlx nvfp4"},
+    "mlx_glm_head": {"mlx int4"},
+}
+
+
+def digest(values: Tensor) -> str:
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def as_stored(checkpoint: Checkpoint, path: str) -> Tensor:
+    """Reads the weight of one of MLX's modules, which may hold all experts or heads."""
+    path = path.removeprefix("language_model.")
+    at, _, leaf = path.rpartition(".")
+    if leaf in ("embed_q", "unembed_out"):
+        heads = checkpoint.read(f"{at}.kv_b_proj.weight").unflatten(0, (2, -1))
+        return heads[:, :32].mT if leaf == "embed_q" else heads[:, 32:]
+    if not at.endswith(".switch_mlp"):
+        return checkpoint.read(f"{path}.weight")
+    names = (f"{at.removesuffix('switch_mlp')}experts.{e}.{leaf}.weight" for e in range(4))
+    return torch.stack([checkpoint.read(name) for name in names])
+
+
+@pytest.mark.parametrize("folder", FORMATS)
+def test_the_packages_values(folder: str) -> None:
+    """Each weight equals, to the bit, what MLX dequantises."""
+    checkpoint = open_checkpoint(WRITTEN / folder)
+    meant = json.loads((WRITTEN / folder / "dequantised.json").read_text())
+    wrong = [path for path in meant if digest(as_stored(checkpoint, path)) != meant[path]]
+    assert not wrong
+    found = {f.name for n in checkpoint.tensors if (f := format_of(checkpoint, n)) is not None}
+    assert found == FORMATS[folder]
+
+
+def check(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(checkpoint.settle(load_config(folder), drafts=False))
+
+
+def format_of(checkpoint: Checkpoint, name: str) -> Format | None:
+    return checkpoint.format(name) if name.endswith(".weight") else None
+
+
+@pytest.mark.parametrize("folder", TRUNKS)
+def test_the_packages_answers(folder: str) -> None:
+    """Logits are MLX's: norms, convolutions, experts and heads are as they were."""
+    place = WRITTEN / folder
+    check(place)
+    plain = load_plain(place)
+    with torch.no_grad():
+        found = plain.logits(plain.main(torch.tensor([PROMPT])))[0]
+    wanted = torch.tensor(json.loads((place / "logits.json").read_text()))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-4)
+
+
+def test_qwens_norms() -> None:
+    """MLX stores factors, but for the delta rule's; a head with the prefix is as published."""
+    tensors = load_file(WRITTEN / "mlx_qwen" / SINGLE)
+    stored = {name.removeprefix("language_model."): each for name, each in tensors.items()}
+    checkpoint = open_checkpoint(WRITTEN / "mlx_qwen")
+    norms = [name for name in stored if "norm" in name]
+    assert len(norms) == 8
+    for name in norms:
+        same = torch.equal(checkpoint.read(name), stored[name].float())
+        assert same == ("linear_attn.norm" in name)
+    last = "model.norm.weight"
+    assert torch.equal(checkpoint.read(last), stored[last].float() - 1)
+
+
+def test_the_heads() -> None:
+    """Every tensor of a head's folder becomes one of the model's module."""
+    for trunk, head in HEADS.items():
+        config = replace(load_config(WRITTEN / trunk), num_nextn_predict_layers=1)
+        joined = open_slice(WRITTEN / trunk, None, WRITTEN / head)
+        joined.check(joined.settle(config, drafts=True))
+        stored = load_file(WRITTEN / head / SINGLE)
+        assert joined.joined
+        for name, ours in (
+            ("norm.weight", "mtp.norm.weight"),
+            ("layers.0.self_attn.q_norm.weight", "mtp.layers.0.self_attn.q_norm.weight"),
+            ("pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_hidden.weight"),
+        ):
+            if name in stored:
+                assert torch.equal(joined.read(ours), stored[name].float() - 1)
+    glm = open_slice(WRITTEN / "mlx_glm", None, WRITTEN / "mlx_glm_head")
+    stored = load_file(WRITTEN / "mlx_glm_head" / SINGLE)
+    for name, ours in (("model.enorm", "enorm"), ("model.shared_head_norm", "shared_head.norm")):
+        wanted = stored[f"{name}.weight"].float()
+        assert torch.equal(glm.read(f"model.layers.2.{ours}.weight"), wanted)
+
+
+def test_a_head_with_the_prefix(tmp_path: Path) -> None:
+    """mlx-vlm takes such tensors as they were published: nothing is added to their norms."""
+    folder = shutil.copytree(WRITTEN / "mlx_qwen_head", tmp_path / "head")
+    tensors = load_file(folder / SINGLE)
+    save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, folder / SINGLE)
+    joined = open_slice(WRITTEN / "mlx_qwen", None, folder)
+    assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float())
+
+
+def dequantised(folder: str, place: Path) -> Path:
+    """Writes the same checkpoint, and its head, in fp32 under the published names."""
+    config = json.loads((WRITTEN / folder / "config.json").read_text())
+    head = WRITTEN / HEADS[folder] if folder in HEADS else None
+    joined = open_slice(WRITTEN / folder, None, head)
+    parts = re.compile(r".*weight_(scales|biases|global_scale)")
+    names = [name for name in joined.tensors if not parts.fullmatch(name)]
+    place.mkdir()
+    for key in ("quantization", "quantization_config"):
+        del config[key]
+    (place / "config.json").write_text(json.dumps(config))
+    save_file({name: joined.read(name).contiguous() for name in names}, place / SINGLE)
+    return place
+
+
+@pytest.mark.parametrize("folder", TRUNKS)
+def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
+    """A portable engine, in fp32, of each architecture: the dequantised checkpoint's tokens."""
+    count, texts = int(folder in HEADS), []
+    mtp = {"mtp": WRITTEN / HEADS[folder]} if count else {}
+    plain = dequantised(folder, tmp_path / "plain")
+    for model, more in ((WRITTEN / folder, mtp), (plain, {})):
+        out = tmp_path / f"{model.name}.engine"
+        build(build_request(model, (count,), out=out, portable=True, **more))
+        texts.append(greedy_ids(out, [[5, 17, 3], [40, 2]], 12))
+    assert texts[0] == texts[1]
+
+
+def altered(folder: str, place: Path, change: Callable[[Any, Any], Any]) -> Path:
+    shutil.copytree(WRITTEN / folder, place)
+    tensors, config = load_file(place / SINGLE), json.loads((place / "config.json").read_text())
+    change(tensors, config["quantization"])
+    save_file(tensors, place / SINGLE)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def cut(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:4].clone()
+
+
+ATTENDED = "model.layers.0.self_attn.o_proj"
+UP = "model.layers.1.mlp.switch_mlp.up_proj"
+Q = "model.layers.1.self_attn.embed_q"
+DAMAGED: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
+    "no scales": (
+        "mlx_deepseek", lambda t, s: t.pop(f"{ATTENDED}.scales"), "missing tensor .*weight_scales",
+    ),
+    "no biases": (
+        "mlx_deepseek", lambda t, s: t.pop(f"{ATTENDED}.biases"), "missing tensor .*weight_biases",
+    ),
+    "no biases of experts": (
+        "mlx_deepseek", lambda t, s: t.pop(f"{UP}.biases"),
+        "missing tensor model.layers.1.mlp.experts.0.up_proj.weight_biases",
+    ),
+    "no heads' values": (
+        "mlx_deepseek", lambda t, s: t.pop("model.layers.1.self_attn.unembed_out.weight"),
+        "missing tensor model.layers.1.self_attn.unembed_out.0.weight",
+    ),
+    "no heads' scales": (
+        "mlx_deepseek", lambda t, s: t.pop(f"{Q}.scales"), "missing tensor .*embed_q.0.weight_sc",
+    ),
+    "group": (
+        "mlx_deepseek", lambda t, s: s[ATTENDED].update(group_size=16, bits=6),
+        f"{ATTENDED}.weight has shape",
+    ),
+    "group of heads": (
+        "mlx_deepseek", lambda t, s: t.update({f"{Q}.scales": t[f"{Q}.scales"].repeat(1, 1, 2)}),
+        "embed_q.0.weight.* has shape",
+    ),
+    "bits": ("mlx_glm", lambda t, s: cut(t, f"{ATTENDED}.weight"), "o_proj.weight has shape"),
+    "scales": ("mlx_glm", lambda t, s: cut(t, f"{ATTENDED}.scales"), "_scales has shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_checkpoints(what: str, tmp_path: Path) -> None:
+    folder, change, says = DAMAGED[what]
+    place = altered(folder, tmp_path / "damaged", change)
+    with pytest.raises(CheckpointError, match=says) as error:
+        check(place)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"bits": 4, "group_size": 64}, None),
+        ({"bits": 7, "group_size": 64}, "mlx with 7 bits are not read"),
+        ({"bits": 4, "group_size": 64, "mode": "log"}, "mlx log are not read"),
+        ({"bits": 4, "group_size": 64, "lm_head": {"bits": 1}}, "mlx with 1 bits are not read"),
+        ({"bits": 4, "group_size": 64, "lm_head": False}, None),
+    ],
+)
+def test_settings(settings: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+    """The key `quantization` is MLX's; it wins over what was left of another format."""
+    left = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    both = {"quantization": settings, "quantization_config": left}
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    assert read_quantisation(tmp_path)["quant_method"] == "mlx"
+    if says is None:
+        refuse_folder(tmp_path)
+        assert stored_as(tmp_path) == "bf16"
+        return
+    with pytest.raises(CheckpointError, match=says):
+        refuse_folder(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("said", ["default", "module", "inside"])
+def test_a_stream_of_bits(bits: int, group: int, said: str) -> None:
+    """Codes follow each other without spare bits; settings tell bits and group."""
+    torch.manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (3, 128))
+    shift = torch.arange(bits)
+    stream = (codes[..., None] >> shift & 1).flatten(1).unflatten(1, (-1, 8))
+    packed = (stream << torch.arange(8)).sum(-1).to(torch.uint8).view(torch.uint32)
+    scales, biases = torch.rand(2, 3, 128 // group).bfloat16()
+    tensors = {"weight": packed, "scales": scales, "biases": biases}
+    own = {own_name(f"a.{ending}"): tensor for ending, tensor in tensors.items()}
+    one, other = {"bits": bits, "group_size": group}, {"bits": 4, "group_size": 8}
+    rules: dict[str, Any] = {"default": one, "module": {"a": one}, "inside": {"b": one}}
+    entries = {name: entry_of(tensor) for name, tensor in own.items()}
+    format = stored_format("a.weight", entries, other | rules[said])
+    assert format is not None
+    assert (format.bits, format.block, format.kept) == (bits, group, format)
+    parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}
+    assert format.parts((3, 128)) == {suffix: entry_of(part) for suffix, part in parts.items()}
+    wide = (each.float().repeat_interleave(group, 1) for each in (scales, biases))
+    scale, bias = wide
+    assert torch.equal(format.decode(parts), codes * scale + bias)
+
+
+def test_nvfp4_stays() -> None:
+    """Engines for GPUs hold its values and scales; without a global scale theirs is 1."""
+    checkpoint = open_checkpoint(WRITTEN / "mlx_qwen")
+    for module in ("mlp.experts.2.up_proj", "self_attn.q_proj"):
+        name = f"model.layers.1.{module}.weight"
+        format = checkpoint.format(name)
+        assert format is not None
+        assert format.kept is NVFP4
+        parts = checkpoint.kept_parts(name)
+        assert (parts["_scale_2"] == 1) == ("experts" not in name)
+        decoded, near = checkpoint.read(name), 2.0**-22 if "experts" in name else 0
+        torch.testing.assert_close(NVFP4.decode(parts), decoded, rtol=near, atol=0)
+        held = {suffix: entry_of(part) for suffix, part in parts.items()}
+        assert held == NVFP4.parts(tuple(decoded.shape))
