@@ -4,7 +4,6 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
-from mtpbuild.builder.formats.format import Decoded
+from mtpbuild.builder.formats.format import decoded
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
 from mtpbuild.builder.lazy_torch import torch
 
@@ -24,7 +23,6 @@ Order = npt.NDArray[np.intp]
 # Types whose blocks are those of our own integers: bits of a value.
 INTEGERS = {"Q8_0": 8, "Q4_0": 4}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-decoded = cache(Decoded)  # formats are compared by `is`
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mtpbuild.builder.formats import (
     refuse_too_large,
     stored_format,
 )
+from mtpbuild.builder.formats.format import decoded
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
@@ -60,6 +61,10 @@ class Source(Protocol):
 
     def read(self) -> Tensor:
         """Read the tensor that the weight's entry describes."""
+
+    @property
+    def format(self) -> Format | None:
+        """Return the format of a weight that is decoded as it is read; None if it is not."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Checkpoint:
             settings = self.joined.get(self.tensors[name].file, settings)
         found = stored_format(name, self.tensors, settings)
         entry = self.tensors.get(name) if found is None else None
-        return found if entry is None or entry.mapped is None else entry.mapped.format
+        return found if entry is None or entry.source is None else entry.source.format
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -373,6 +378,12 @@ class Undone:
 
     def read(self) -> Tensor:
         return self.made.change(*map(self.checkpoint.read, self.made.sources))
+
+    @property
+    def format(self) -> Format | None:
+        formats = map(self.checkpoint.format, self.made.sources)
+        found = next((format for format in formats if format is not None), None)
+        return None if found is None else decoded(found.name)
 
 
 def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
