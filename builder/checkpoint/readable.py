@@ -59,8 +59,8 @@ def stored_as(folder: Path) -> str:
         return kept_as(settings)
     if method == "fp8":
         return method
-    symmetric = settings.get("bits") in (4, 8) and settings.get("sym")  # of GPTQ and its kin
-    return layouts.get(method, f"int{settings['bits']}" if symmetric else "bf16")
+    wide = settings.get("bits") == 8 or settings.get("desc_act")  # of GPTQ and its kin
+    return layouts.get(method, "int8" if wide else "int4")
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:

@@ -116,9 +116,9 @@ class Checkpoint:
         settings = self.settings
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
-        found = stored_format(name, self.tensors, settings)
-        entry = self.tensors.get(name) if found is None else None
-        return found if entry is None or entry.mapped is None else entry.mapped.format
+        entry = self.tensors.get(name)
+        own = None if entry is None or entry.mapped is None else entry.mapped.format
+        return own or stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -149,9 +149,15 @@ class Checkpoint:
         """
         format = self.format(name)
         assert format is not None
-        if held is not None and held.packs and not format.kept.packs:
+        kept = format.kept
+        if held is not None and held.packs and not held.holds(kept):
             return self._rounded(name, held)
-        return format.keep(name, self.parts(name))
+        stored = self.parts(name)
+        parts = format.keep(name, stored)
+        if kept.offsets == "minima":  # fp16 may not have them, nor the scales
+            loss = Loss().after(format.decode(stored), parts, kept)
+            self.losses.update({name: loss} if loss.changes else {})
+        return parts
 
     def _rounded(self, name: str, held: Format) -> dict[str, Tensor]:
         """Read a weight and encode it in another format; note the loss."""

@@ -9,7 +9,7 @@ from math import prod
 from typing import TypeAlias
 
 from mtpbuild.builder.formats import FORMATS, Format
-from mtpbuild.builder.formats.integers import INT4, INT8, join_integers
+from mtpbuild.builder.formats.integers import INT8, Integers, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
@@ -132,13 +132,13 @@ def _kept_formats(
 
 def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
     """Return the format of a weight by those of its tensors; None if it has to be floats."""
-    different = set(kept)
-    if weight.looked_up and different == {INT4}:
-        return INT8  # which holds int4 exactly, and whose rows programs can look up
-    if len(different) == 1:
+    if weight.looked_up and isinstance(kept[0], Integers):
+        return INT8  # whose rows programs can look up
+    if len(set(kept)) == 1:
         return kept[0]
-    if different == {INT4, INT8} and weight.slices == 1 and weight.rows is not None:
-        return join_integers(kept, tuple(stored.shape[0] for stored in weight.stored))
+    integers = tuple(format for format in kept if isinstance(format, Integers))
+    if len(integers) == len(kept) and weight.slices == 1 and weight.rows is not None:
+        return join_integers(integers, tuple(stored.shape[0] for stored in weight.stored))
     return None
 
 
