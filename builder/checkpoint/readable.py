@@ -54,7 +54,8 @@ def stored_as(folder: Path) -> str:
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
     layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
-    layouts |= {MLX: "nvfp4" if settings.get("mode") == "nvfp4" else "bf16"}
+    affine = settings.get("mode", "affine") == "affine" and settings.get("bits") in (2, 3, 4)
+    layouts[MLX] = "nvfp4" if settings.get("mode") == "nvfp4" else "int4" if affine else "int8"
     if method == METHOD:
         return kept_as(settings)
     if method == "fp8":

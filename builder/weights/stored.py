@@ -58,6 +58,10 @@ ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_
 class Source(Protocol):
     """What a weight is made of: tensors of a GGUF file, or weights that MLX changed."""
 
+    @property
+    def format(self) -> Format | None:
+        """The format that the weight's file has alone; None if its parts' entries tell all."""
+
     def read(self) -> Tensor:
         """Read the tensor that the weight's entry describes."""
 
@@ -117,7 +121,7 @@ class Checkpoint:
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
         entry = self.tensors.get(name)
-        own = None if entry is None or entry.mapped is None else entry.mapped.format
+        own = None if entry is None or entry.source is None else entry.source.format
         return own or stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
@@ -376,6 +380,10 @@ class Undone:
 
     checkpoint: Checkpoint
     made: Made
+
+    @property
+    def format(self) -> Format | None:
+        return None
 
     def read(self) -> Tensor:
         return self.made.change(*map(self.checkpoint.read, self.made.sources))
