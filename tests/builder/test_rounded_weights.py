@@ -36,6 +36,7 @@ from tests.support.requests import build_request
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 LIMITS: dict[str, Any] = {"max_seq_len": 64, "prefill_chunk": 8}
 SMALL = QUANTIZABLE | SMALLEST
+WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,14 @@ def test_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "e").mkdir()
     EngineWeights(model).write(tmp_path / "e", None)
     assert {*model.checkpoint.losses} == {*model.rounded()}
+
+
+def test_small_products_stay_floats(tmp_path: Path) -> None:
+    """A delta rule's exponents depend on their inputs' last digits; MLX quantises them, too."""
+    model = source(WRITTEN / "mlx_qwen", drafts=False)
+    assert model.table.formats["layers.0.linear_attn.in_proj"] is INT8
+    assert "layers.0.linear_attn.in_proj_ba" not in model.table.formats
+    assert model.dequantised()["mlx nvfp4"] == 2
 
 
 def test_an_engine(

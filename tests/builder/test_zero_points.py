@@ -162,6 +162,25 @@ def test_minima_of_gguf(
     assert found.figures["noise"] < 0.1
 
 
+def test_biases_of_mlx(tmp_path: Path) -> None:
+    """Integers of 2 to 8 bits are kept, also in products of several widths."""
+    folder = DATA / "mlx_deepseek"
+    how: Any = {"formats": ("int8", "int4"), "rounds_to": "int8", "pipeline": CPU, "drafts": False}
+    model = opened(folder, **how)
+    EngineWeights(model).write(tmp_path, None)
+    assert model.checkpoint.losses.keys() == {"model.embed_tokens.weight"}
+    model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
+    whole, widths = load_model(folder, model.config), set[int]()
+    for weight, format in model.table.formats.items():
+        module = model.model.get_submodule(weight)
+        if isinstance(module, PackedBlocks):
+            found = unpacked(module.values, module.scales, module.outputs).mT
+            assert torch.equal(found, whole.get_parameter(weight)), weight
+            assert format.offsets == "minima"
+            widths.add(format.bits)
+    assert widths == {4, 8}
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "many"])
 def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
