@@ -164,7 +164,9 @@ def test_minima(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPat
     np.testing.assert_array_equal(last, got[-1:])
     assert torch.equal(unpacked_scales(packed_scales(scales), N), scales)
     codes, factors, minima = weight
-    meant = codes * factors[..., None].astype(np.float32) + minima[..., None].astype(np.float32)
+    meant = codes.astype(np.float32) * factors[..., None].astype(np.float32) + minima[
+        ..., None
+    ].astype(np.float32)
     np.testing.assert_array_equal(dequantise(values, scales, bits), meant.reshape(N, K))
 
 
