@@ -54,13 +54,14 @@ def stored_as(folder: Path) -> str:
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
     layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
-    layouts |= {MLX: "nvfp4" if settings.get("mode") == "nvfp4" else "bf16"}
+    affine = settings.get("mode", "affine") == "affine" and settings.get("bits") in (2, 3, 4)
+    layouts[MLX] = "nvfp4" if settings.get("mode") == "nvfp4" else "int4" if affine else "int8"
     if method == METHOD:
         return kept_as(settings)
     if method == "fp8":
         return method
-    symmetric = settings.get("bits") in (4, 8) and settings.get("sym")  # of GPTQ and its kin
-    return layouts.get(method, f"int{settings['bits']}" if symmetric else "bf16")
+    wide = settings.get("bits") == 8 or settings.get("desc_act")  # of GPTQ and its kin
+    return layouts.get(method, "int8" if wide else "int4")
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape
-from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, Integers
+from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ class PackedIntegers(ReadFormat):
         self.suffixes = ("", "_scale", "_shape", *more)
         self.name = f"packed int{bits}{' with zero points' * (not symmetric)}"
         # Rows of whole blocks of 32 have whole words of any width.
-        self._whole = not more and (columns or self._words % bits == 0) and self.block % BLOCK == 0
+        split = columns or self._words % bits == 0
+        self._whole = not ordered and split and self.block % BLOCK == 0
+        self._symmetric = symmetric
 
     @property
     def kept(self) -> Format:
@@ -126,7 +128,8 @@ class PackedIntegers(ReadFormat):
     @property
     def _integers(self) -> Integers | None:
         """The format of engines that has this one's values; None if there is none."""
-        return (INT4 if self.bits <= 4 else INT8) if self._whole else None
+        same = {4: INT4, 8: INT8} if self._symmetric else MOVED
+        return same[4 if self.bits <= 4 else 8] if self._whole else None
 
     def fits(self, shape: Shape) -> bool:
         """Refuse rows of no whole groups, and odd widths whose words may be packed either way."""
@@ -183,8 +186,12 @@ class PackedIntegers(ReadFormat):
         if self._columns:
             columns = self._columns * parts["_scale"].shape[1]
         codes = unpack_stream(words, self.bits, columns, self._packing(columns) or dense)
-        values = codes.to(torch.int8) - (1 << self.bits - 1)
-        return self._integers.hold(name, values, parts["_scale"])
+        middle, zeros = 1 << self.bits - 1, None
+        if "_zero_point" in parts:
+            rows = len(words)
+            pack = self._packing(columns) or dense
+            zeros = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack).T.short() - middle
+        return self._integers.hold(name, codes.short() - middle, parts["_scale"], zeros)
 
 
 Types = tuple[str, str]  # of weight_scale and weight_shape
@@ -272,7 +279,7 @@ def kept_as(settings: Mapping[str, Any]) -> str:
     group = next(weight_groups(settings), Group(()))
     if group.floats:
         return {4: "nvfp4", 8: "fp8"}.get(group.bits, "bf16")
-    return ("int4" if group.bits <= 4 else "int8") if group.symmetric else "bf16"
+    return "int4" if group.bits <= 4 else "int8"
 
 
 METHODS = {METHOD: unread}

@@ -71,6 +71,7 @@ class Format(ABC):
     needs_amax = False  # whether `encode` needs `amax`
     packs = False  # whether engines hold it in the layout of the CPU's kernels
     looks_up = False  # whether an engine's embedding may have it
+    offsets: str | None = None  # what a block has besides its scale: "zeros" or "minima"
 
     @abstractmethod
     def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
@@ -84,6 +85,10 @@ class Format(ABC):
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the parts of weight `name` in the format `kept`."""
         return parts
+
+    def holds(self, kept: Format) -> bool:
+        """Return whether weights that are kept in a format have the same values in this one."""
+        return self.packs == kept.packs and kept.offsets in (None, self.offsets)
 
     @property
     def most(self) -> float:

@@ -11,7 +11,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, Shape
-from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, WIDE
+from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -67,22 +67,26 @@ class Words(Format):
 
     @property
     def kept(self) -> Format:
-        """Symmetric integers stay, if groups are whole blocks of ours."""
-        own, whole = {4: INT4, 8: INT8}.get(self.bits), self.block < 0 or self.block % BLOCK == 0
-        stays = self.geometry.symmetric and self.geometry.ordered and whole
-        return own if own is not None and stays else self
+        """Integers stay, if groups are whole blocks of ours."""
+        whole = self.block < 0 or self.block % BLOCK == 0
+        if not whole or not self.geometry.ordered:
+            return self
+        same = {4: INT4, 8: INT8} if self.geometry.symmetric else MOVED
+        return same.get(self.bits, MOVED[4])
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         if (kept := self.kept) is self:
             return parts
-        values = self.codes(parts[""]).unflatten(1, (-1, BLOCK))
-        self._refuse_mixed(name, parts, values.shape[1] * BLOCK)
-        if self.bits == 4:
-            values = values[..., 0::2] | values[..., 1::2] << 4
-        repeats = values.shape[1] if self.block < 0 else self.block // BLOCK
-        scales = parts[SCALES].T.repeat_interleave(repeats, 1)[:, : values.shape[1]]
-        wide = {"": values.contiguous(), "_scale": scales.float().contiguous()}
-        return WIDE[kept.bits].keep(name, wide)
+        assert isinstance(kept, Integers)
+        codes, stored = self.codes(parts[""]), self.zeros(parts[ZEROS])
+        self._refuse_mixed(name, parts, codes.shape[1])
+        blocks = codes.shape[1] // BLOCK
+        repeats = blocks if self.block < 0 else self.block // BLOCK
+        scales, zeros = (
+            each.repeat_interleave(repeats, 1)[:, :blocks] for each in (parts[SCALES].T, stored)
+        )
+        moved = zeros - kept.zero if kept.offsets else None
+        return kept.hold(name, codes.short() - kept.zero, scales, moved)
 
     def _refuse_mixed(self, name: str, parts: Mapping[str, Tensor], inputs: int) -> None:
         """Raise CheckpointError if inputs are not in the order of their groups."""

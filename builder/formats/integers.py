@@ -5,7 +5,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.formats.format import Entry, Format, Shape, refuse_too_large
+from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_too_large
 from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -27,15 +27,19 @@ class Integers(Format):
     first. Scales are fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight. Scales that
     are subnormal in fp16 are rounded away from zero. Our older checkpoints have fp32 scales, which
     engines do not keep.
+
+    offsets: what a block has after its scale, in engines alone: "zeros", a byte that is subtracted
+    from its values besides, or "minima", in fp16, for W = value * weight_scale + minimum.
     """
 
     block = BLOCK
     suffixes: tuple[str, ...] = ("", "_scale")
     packs = True
 
-    def __init__(self, bits: int, scales: str = "F16") -> None:
+    def __init__(self, bits: int, scales: str = "F16", offsets: str | None = None) -> None:
         self.name, self.bits, self.zero, self._scales = f"int{bits}", bits, 1 << bits - 1, scales
-        self.looks_up = bits == 8
+        self.offsets = offsets
+        self.looks_up = bits == 8 and offsets is None
         self.joined_bytes = BLOCK * bits // 8  # of a block's values when weights are joined
 
     def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
@@ -50,7 +54,7 @@ class Integers(Format):
 
     @property
     def kept(self) -> Integers:
-        return {4: INT4, 8: INT8}[self.bits]
+        return self if self.offsets else {4: INT4, 8: INT8}[self.bits]
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
@@ -63,22 +67,44 @@ class Integers(Format):
         refuse_too_large(self.kept, name, weight)
         return self.kept.encode(weight)
 
-    def hold(self, name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """Return the parts of values [N, K] times scales [N, groups of columns], as they are.
+    def hold(
+        self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the parts of (values - zeros) * scales, as they are.
 
-        Where fp16 does not have the scales, they are rounded, or the weight is quantised again,
-        whichever is closer.
+        values: [N, K], signed; scales and zeros: [N, groups of columns]. Where fp16 does not have
+        the scales, they are rounded, or the weight is quantised again, whichever is closer.
         """
         times = values.shape[1] // scales.shape[1] // BLOCK
         scales = scales.float().repeat_interleave(times, dim=1)
         codes = (values.to(torch.int16) + self.zero).to(torch.uint8).unflatten(1, (-1, BLOCK))
-        held = {"": self._nibbles(codes), "_scale": self._rounded(scales)}
-        if scales.is_meta or torch.equal(held["_scale"].float(), scales):
+        rounded = self._rounded(scales)
+        whole = values.unflatten(1, (-1, BLOCK)).float()
+        if zeros is not None:
+            zeros = zeros.to(torch.int8).repeat_interleave(times, dim=1)
+            whole -= zeros.float()[..., None]
+        held = {"": self._nibbles(codes), "_scale": self._moved(rounded, zeros)}
+        if scales.is_meta or torch.equal(rounded.float(), scales):
             return held
-        weight = (values.unflatten(1, (-1, BLOCK)).float() * scales[..., None]).flatten(1)
+        weight = (whole * scales[..., None]).flatten(1)
         refuse_too_large(self, name, weight)
         both = held, self.encode(weight)
         return min(both, key=lambda parts: (self.decode(parts) - weight).square().sum().item())
+
+    def shift(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
+        """Return the parts of codes * scales + minima, both rounded to fp16 where it lacks them.
+
+        codes: uint8 [N, K]; scales and minima: [N, groups of columns].
+        """
+        times = codes.shape[1] // scales.shape[1] // BLOCK
+        halves = (self._limited(each).repeat_interleave(times, dim=1) for each in (scales, minima))
+        codes = codes.unflatten(1, (-1, BLOCK))
+        return {"": self._nibbles(codes), "_scale": self._moved(*halves)}
+
+    def _limited(self, numbers: Tensor) -> Tensor:
+        """Round numbers to fp16, the largest where they are beyond it."""
+        info = torch.finfo(torch.float16)
+        return numbers.float().clamp(info.min, info.max).half()
 
     def _nibbles(self, codes: Tensor) -> Tensor:
         return codes[..., 0::2] | codes[..., 1::2] << 4 if self.bits == 4 else codes
@@ -96,8 +122,11 @@ class Integers(Format):
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
-        packed = (rows, blocks, BLOCK * self.bits // 8)
-        return {"": Entry("U8", packed), "_scale": Entry(self._scales, (rows, blocks))}
+        packed = Entry("U8", (rows, blocks, BLOCK * self.bits // 8))
+        scale = Entry(self._scales, (rows, blocks))
+        if self.offsets:
+            scale = Entry("U8", (rows, blocks, 3 if self.offsets == "zeros" else 4))
+        return {"": packed, "_scale": scale}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         from mtpbuild.plugins.cpu.layout import dequantise
@@ -110,7 +139,19 @@ class Integers(Format):
         values, scales = map(torch.cat, zip(*encoded, strict=True))
         shape = *weight.shape[:1], weight.shape[1] // BLOCK
         width = BLOCK * self.bits // 8
-        return {"": values.reshape(*shape, width), "_scale": scales.reshape(shape)}
+        return {"": values.reshape(*shape, width), "_scale": self._moved(scales.reshape(shape))}
+
+    def _moved(self, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return scales with offsets if the format has them; None: those of its usual zero."""
+        if self.offsets is None:
+            return scales
+        from mtpbuild.plugins.cpu.layout import with_offsets
+
+        if offsets is None and self.offsets == "zeros":
+            offsets = torch.zeros_like(scales, dtype=torch.int8)
+        if offsets is None:
+            offsets = self._limited(scales.float() * -self.zero)
+        return with_offsets(scales, offsets)
 
     def _encode_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Encode blocks [n, 32] as values [n, 16 or 32] and scales [n]."""
@@ -145,7 +186,12 @@ class Integers(Format):
         return ranks == 1
 
     def rows(self, suffix: str, part: Tensor, shape: Shape, group: int) -> Tensor:
-        """Return a part as it is, but int4 values among int8 ones as int8 of the same scale."""
+        """Return a part as it is, but int4 values among int8 ones as int8 of the same scale.
+
+        Scales without offsets get them, if the joined weight has some.
+        """
+        if suffix == "_scale" and part.dtype == torch.float16:
+            return self._moved(part)
         if suffix != "" or part.shape[-1] >= self.joined_bytes:
             return part
         return torch.stack([part & 0xF, part >> 4], dim=-1).flatten(-2) + (INT8.zero - INT4.zero)
@@ -173,6 +219,8 @@ def _sum_rows(x: Tensor) -> Tensor:
 
 
 INT8, INT4 = Integers(8), Integers(4)
+MOVED = {bits: Integers(bits, offsets="zeros") for bits in (4, 8)}
+SHIFTED = {bits: Integers(bits, offsets="minima") for bits in (4, 8)}
 WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
 FORMATS = (INT8, INT4, *WIDE.values())
 METHODS = {"mtpbuild": lambda settings: None}
@@ -185,8 +233,8 @@ class MixedIntegers(Integers):
     An int8 panel takes the place of two int4 ones. formats: of each joined weight.
     """
 
-    def __init__(self, formats: tuple[Format | None, ...], fours: int, eights: int) -> None:
-        super().__init__(4)
+    def __init__(self, formats: tuple[Integers, ...], fours: int, eights: int) -> None:
+        super().__init__(4, offsets=next(filter(None, (f.offsets for f in formats)), None))
         self.joined_bytes = BLOCK
         self.formats, self.fours, self.eights = formats, fours, eights
 
@@ -200,23 +248,64 @@ class MixedIntegers(Integers):
         return torch.cat([fours, eights.reshape(-1, *fours.shape[1:])])
 
 
-def join_integers(formats: tuple[Format | None, ...], outputs: tuple[int, ...]) -> Integers:
-    """Return the format of a product that joins weights in INT4 and INT8.
+def join_integers(formats: tuple[Integers, ...], outputs: tuple[int, ...]) -> Integers:
+    """Return the format of a product that joins weights in different integers.
 
     outputs: the number of each weight's outputs. Where those in int4 fill no panels, or are not the
-    first, all become int8, which holds int4 exactly.
+    first, all become int8, which holds int4 exactly, but not its minima.
     """
-    count = formats.index(INT8)
+    bits, offsets = [format.bits for format in formats], {format.offsets for format in formats}
+    if {"zeros", "minima"} <= offsets:
+        return INT8  # to which these are rounded
+    usual = {4: INT4, 8: INT8}
+    same = SHIFTED if "minima" in offsets else MOVED if "zeros" in offsets else usual
+    if len({*bits}) == 1:
+        return same[bits[0]]
+    count = bits.index(8)
     fours = sum(outputs[:count])
-    if not fours or fours % PANEL or INT4 in formats[count:]:
-        return INT8
+    if not fours or fours % PANEL or 4 in bits[count:]:
+        return INT8 if "minima" in offsets else same[8]
     return MixedIntegers(formats, fours, sum(outputs) - fours)
+
+
+class BlockMinima(ReadFormat):
+    """int4 in blocks of 32 columns: W = value * weight_scale + weight_minimum, both in fp32."""
+
+    bits, block = 4, BLOCK
+    suffixes: tuple[str, ...] = ("", "_scale", "_minimum")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def kept(self) -> Integers:
+        return SHIFTED[self.bits]
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.kept.shift(_unpacked(parts[""]), parts["_scale"], parts["_minimum"])
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, blocks = shape[0], shape[1] // BLOCK
+        each = Entry("F32", (rows, blocks))
+        return {"": Entry("U8", (rows, blocks, BLOCK // 2)), "_scale": each, "_minimum": each}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = _unpacked(parts[""]).float().unflatten(1, (-1, BLOCK))
+        scales, minima = (parts[suffix][..., None] for suffix in self.suffixes[1:])
+        return (values * scales + minima).flatten(1)
+
+
+def _unpacked(nibbles: Tensor) -> Tensor:
+    """Split bytes [N, blocks, 16] into codes [N, K]."""
+    return torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(1)
 
 
 def coarse_blocks(scales: Tensor) -> int:
     """Count the blocks of integers that lose accuracy because their scale is too small for fp16."""
     if scales.dtype != torch.float16:
         return 0
+    if scales.ndim > 2:
+        scales = scales[..., :PANEL]  # without offsets
     return int(((scales != 0) & (scales.abs() < FINEST)).sum())
 
 

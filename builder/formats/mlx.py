@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
+from mtpbuild.builder.formats.integers import BLOCK, SHIFTED, Integers
 from mtpbuild.builder.formats.mxfp4 import Mxfp4
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
 from mtpbuild.builder.formats.scaled import ScaledValues
@@ -33,6 +34,17 @@ class MlxIntegers(ReadFormat):
     def __init__(self, bits: int, group: int, scales: str) -> None:
         self.name, self.bits, self.block, self._scales = f"mlx int{bits}", bits, group, scales
 
+    @property
+    def kept(self) -> Format:
+        """Integers stay with their biases, if groups are whole blocks of ours."""
+        return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
+
+    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = self.kept
+        if not isinstance(kept, Integers):
+            return parts
+        return kept.shift(self._codes(parts[""]), parts[SCALES], parts[BIASES])
+
     def fits(self, shape: Shape) -> bool:
         return shape[1] % self.block == 0 and shape[1] * self.bits % WORD == 0
 
@@ -43,10 +55,12 @@ class MlxIntegers(ReadFormat):
         return {"": words, SCALES: group, BIASES: group}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        columns = parts[""].shape[1] * WORD // self.bits
-        codes = unpack_stream(parts[""], self.bits, columns, dense).unflatten(1, (-1, self.block))
+        codes = self._codes(parts[""]).unflatten(1, (-1, self.block))
         scales, biases = (parts[suffix].float()[..., None] for suffix in (SCALES, BIASES))
         return codes.float().mul_(scales).add_(biases).flatten(1)
+
+    def _codes(self, words: Tensor) -> Tensor:
+        return unpack_stream(words, self.bits, words.shape[1] * WORD // self.bits, dense)
 
 
 class MlxFloats(ReadFormat):

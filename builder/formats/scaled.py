@@ -10,7 +10,7 @@ from mtpbuild.builder.formats.compressed_tensors import hinted_group
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
-from mtpbuild.builder.formats.integers import BLOCK, INT8
+from mtpbuild.builder.formats.integers import BLOCK, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -70,19 +70,25 @@ class ScaledValues(ReadFormat):
 
     @property
     def kept(self) -> Format:
-        if self._zero is not None or self._scale.dtype in POWERS:
+        if self._scale.dtype in POWERS:
             return self
         if self._weight.dtype == "I8":
             rows, columns = self._sides
             whole = self._weight.shape[1] % BLOCK == columns % BLOCK == 0
-            return INT8 if rows <= 1 and whole else self
+            same = INT8 if self._zero is None else MOVED[8]
+            return same if rows <= 1 and whole else self
         return FP8 if self._sides == (0, 0) else self
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         values, scales = parts[""], parts["_scale"].float()
-        if self.kept is INT8:
+        if isinstance(kept := self.kept, Integers):
             groups = values.shape[1] // (self._sides[1] or values.shape[1])
-            return INT8.hold(name, values, scales.reshape(-1, groups).expand(len(values), -1))
+            zeros = parts.get("_zero_point")
+            scales, zeros = (
+                each if each is None else each.reshape(-1, groups).expand(len(values), -1)
+                for each in (scales, zeros)
+            )
+            return kept.hold(name, values, scales, zeros)
         if self.kept is FP8:
             grid = FP8.parts(tuple(values.shape))["_scale_inv"].shape
             return {"": values, "_scale_inv": scales.reshape(1, 1).expand(grid).contiguous()}

@@ -67,6 +67,27 @@ class RawTensor:
             data = data.view({"F32": "<f4", "F16": "<f2"}[self.type])
         return dequantize(data, GGMLQuantizationType[self.type]).astype(np.float32, copy=False)
 
+    def shifted(self, blocks: Bytes) -> dict[str, npt.NDArray[Any]]:
+        """Split blocks [rows, blocks, bytes] of Q4_1 or Q4_K into the parts of `BlockMinima`."""
+        from gguf.quants import Q4_K
+
+        halves = np.ascontiguousarray(blocks[..., :4]).view("<f2").astype(np.float32)
+        scales, minima = halves[..., :1], halves[..., 1:]
+        if self.type == "Q4_1":  # a byte has elements j and j + 16 of its block
+            codes = np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], axis=-1)
+        else:  # elements j and j + 32 of 64
+            factors = Q4_K.get_scale_min(np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12))
+            sizes = (each.reshape(*blocks.shape[:2], 8).astype(np.float32) for each in factors)
+            scales, minima = (a * b for a, b in zip((scales, -minima), sizes, strict=True))
+            pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+            codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2)
+        rows, codes = len(blocks), codes.reshape(len(blocks), -1, 32)
+        return {
+            "": codes[..., 0::2] | codes[..., 1::2] << 4,
+            "_scale": scales.reshape(rows, -1),
+            "_minimum": minima.reshape(rows, -1),
+        }
+
 
 @dataclass(frozen=True)
 class GgufFile:

@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
+<<<<<<< HEAD
 from mtpbuild.builder.formats.format import decoded
+=======
+from mtpbuild.builder.formats.format import Decoded
+from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
+>>>>>>> wt-zero
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
 from mtpbuild.builder.lazy_torch import torch
 
@@ -22,6 +27,7 @@ Change: TypeAlias = "Callable[..., Floats]"
 Order = npt.NDArray[np.intp]
 # Types whose blocks are those of our own integers: bits of a value.
 INTEGERS = {"Q8_0": 8, "Q4_0": 4}
+MINIMA = {kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")}  # with other blocks
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -72,15 +78,17 @@ class Mapped:
     def bits(self) -> int | None:
         """Return the bits of our own integers that the weight's blocks are; None if it has none."""
         (kind, *others) = {tensor.type for tensor in self.tensors}
-        bits = INTEGERS.get(kind)
+        bits = MINIMA[kind].bits if kind in MINIMA else INTEGERS.get(kind)
         if others or bits is None or self.change is not None or self.as_floats:
             return None
-        splits = self.columns is not None and self.columns.width % self.tensors[0].block
+        splits = self.columns is not None and self.columns.width % BLOCK
         return None if splits or len(self.shape) != 2 else bits
 
     @property
     def format(self) -> Format | None:
-        """Return the format of a weight whose tensors are decoded as they are read, if any is."""
+        """Return the format of a weight whose blocks are not those of our own integers."""
+        if self.bits is not None:
+            return MINIMA.get(self.tensors[0].type)
         kinds = sorted({tensor.type for tensor in self.tensors} - FLOATS.keys())
         return decoded(" and ".join(kinds).lower()) if kinds and not self.as_floats else None
 
@@ -91,8 +99,12 @@ class Mapped:
             kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
             yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
             return
-        rows, blocks = self.shape[0], self.shape[1] // self.tensors[0].block
-        codes = Entry("U8", (rows, blocks, self.tensors[0].block * bits // 8))
+        if (own := self.format) is not None:
+            for suffix, entry in own.parts(self.shape).items():
+                yield self.name + suffix, entry, replace(self, suffix=suffix)
+            return
+        rows, blocks = self.shape[0], self.shape[1] // BLOCK
+        codes = Entry("U8", (rows, blocks, BLOCK * bits // 8))
         yield self.name, codes, replace(self, suffix="")
         scales = Entry("F16", (rows, blocks))
         yield f"{self.name}_scale", scales, replace(self, suffix="_scale")
@@ -111,6 +123,9 @@ class Mapped:
         tensor = self.tensors[0]
         blocks = np.concatenate([each.read(self.expert) for each in self.tensors])
         blocks = blocks[self.part or slice(None)]
+        if self.suffix is not None and tensor.type in MINIMA:
+            part = self._ordered(tensor.shifted(blocks)[self.suffix], BLOCK)
+            return torch.from_numpy(part)
         if self.suffix is not None:
             return self._integers(self._ordered(blocks, tensor.block))
         if tensor.type in FLOATS:

@@ -66,12 +66,19 @@ class EngineWeights:
 
     def _note_losses(self) -> None:
         """Log how many weights were rounded anew, and the relative error of all of them."""
-        losses, formats = self.model.checkpoint.losses, self.model.rounded()
-        if not losses:
-            return
-        total, counts = sum(losses.values(), Loss()), count_words(formats[name] for name in losses)
-        note = "note: %s: quantised weights (%s) are rounded anew, relative error %.2g %%"
-        logger.warning(note, self.model.style.rounds_to, counts, 100 * total.relative)
+        losses, rounded = self.model.checkpoint.losses, self.model.rounded()
+        notes = list[str]()
+        for names, held in (
+            (rounded.keys() & losses.keys(), self.model.style.rounds_to),
+            (losses.keys() - rounded.keys(), "fp16 scales and minima"),
+        ):
+            if names:
+                formats = (self.model.checkpoint.format(name) for name in names)
+                counts = count_words(format.name for format in formats if format is not None)
+                error = sum((losses[name] for name in names), Loss()).relative
+                notes.append(f"({counts}) are rounded to {held}, relative error {error:.2%}")
+        if notes:
+            logger.warning("note: quantised weights %s", "; others ".join(notes))
 
     def _reported(
         self, tensors: Iterable[tuple[str, Tensor]], total: int

@@ -70,13 +70,12 @@ class OpenedModel:
 
     def rounded(self) -> dict[str, str]:
         """Return the format of each weight that the engine has to round anew, by name."""
-        held = self.table.stored_formats.items()
-        formats = {name: self.checkpoint.format(name) for name, format in held if format}
-        return {
-            name: format.name
-            for name, format in formats.items()
-            if format is not None and format.kept.name not in self.style.formats
-        }
+        found = dict[str, str]()
+        for name, held in self.table.stored_formats.items():
+            format = self.checkpoint.format(name)
+            if held is not None and format is not None and not held.holds(format.kept):
+                found[name] = format.name
+        return found
 
     @property
     def unfit(self) -> tuple[str, ...]:

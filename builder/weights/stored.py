@@ -27,7 +27,6 @@ from mtpbuild.builder.formats import (
     refuse_too_large,
     stored_format,
 )
-from mtpbuild.builder.formats.format import decoded
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
@@ -59,12 +58,12 @@ ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_
 class Source(Protocol):
     """What a weight is made of: tensors of a GGUF file, or weights that MLX changed."""
 
-    def read(self) -> Tensor:
-        """Read the tensor that the weight's entry describes."""
-
     @property
     def format(self) -> Format | None:
-        """Return the format of a weight that is decoded as it is read; None if it is not."""
+        """The format that the weight's file has alone; None if its parts' entries tell all."""
+
+    def read(self) -> Tensor:
+        """Read the tensor that the weight's entry describes."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ class Checkpoint:
         settings = self.settings
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
-        found = stored_format(name, self.tensors, settings)
-        entry = self.tensors.get(name) if found is None else None
-        return found if entry is None or entry.source is None else entry.source.format
+        entry = self.tensors.get(name)
+        own = None if entry is None or entry.source is None else entry.source.format
+        return own or stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -154,9 +153,15 @@ class Checkpoint:
         """
         format = self.format(name)
         assert format is not None
-        if held is not None and held.packs and not format.kept.packs:
+        kept = format.kept
+        if held is not None and held.packs and not held.holds(kept):
             return self._rounded(name, held)
-        return format.keep(name, self.parts(name))
+        stored = self.parts(name)
+        parts = format.keep(name, stored)
+        if kept.offsets == "minima":  # fp16 may not have them, nor the scales
+            loss = Loss().after(format.decode(stored), parts, kept)
+            self.losses.update({name: loss} if loss.changes else {})
+        return parts
 
     def _rounded(self, name: str, held: Format) -> dict[str, Tensor]:
         """Read a weight and encode it in another format; note the loss."""
@@ -376,14 +381,12 @@ class Undone:
     checkpoint: Checkpoint
     made: Made
 
-    def read(self) -> Tensor:
-        return self.made.change(*map(self.checkpoint.read, self.made.sources))
-
     @property
     def format(self) -> Format | None:
-        formats = map(self.checkpoint.format, self.made.sources)
-        found = next((format for format in formats if format is not None), None)
-        return None if found is None else decoded(found.name)
+        return None
+
+    def read(self) -> Tensor:
+        return self.made.change(*map(self.checkpoint.read, self.made.sources))
 
 
 def undo_changes(checkpoint: Checkpoint) -> Checkpoint:

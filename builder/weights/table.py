@@ -9,11 +9,12 @@ from math import prod
 from typing import TypeAlias
 
 from mtpbuild.builder.formats import FORMATS, Format
-from mtpbuild.builder.formats.integers import INT4, INT8, join_integers
+from mtpbuild.builder.formats.integers import INT8, Integers, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
 from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
+from mtpbuild.builder.weights.scheme import weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the checkpoint
@@ -75,7 +76,10 @@ def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
-    possible = {weight.name: _kept_formats(weight, format_of, style) for weight in table.weights}
+    possible = {
+        weight.name: _kept_formats(weight, format_of, table.config, style)
+        for weight in table.weights
+    }
     may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
     joined = _same_formats(possible, may_join)
     weights = with_shared(table.weights, joined)
@@ -116,29 +120,33 @@ def _per_head_formats(
 
 
 def _kept_formats(
-    weight: Weight, format_of: FormatOf, style: GraphStyle
+    weight: Weight, format_of: FormatOf, config: ModelConfig, style: GraphStyle
 ) -> tuple[Format | None, ...]:
     """Return the formats in which engines keep the tensors that a weight is made from."""
 
     def keep(stored: Stored) -> Format | None:
-        format = format_of(stored)
-        if format is None or format.kept.name in style.formats or style.rounds_to is None:
-            return None if format is None else format.kept
+        if (format := format_of(stored)) is None:
+            return None
+        kept, own = format.kept, format.kept.name in style.formats
+        if style.rounds_to is None or (own and kept.offsets is None):
+            return kept
+        if not weight_role(config, stored.name):
+            return None  # a router, or a delta rule's exponents
         rounded = FORMATS[style.rounds_to]
-        return rounded if rounded.fits(stored.shape) else None
+        return kept if own else rounded if rounded.fits(stored.shape) else None
 
     return tuple(map(keep, weight.stored))
 
 
 def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
     """Return the format of a weight by those of its tensors; None if it has to be floats."""
-    different = set(kept)
-    if weight.looked_up and different == {INT4}:
-        return INT8  # which holds int4 exactly, and whose rows programs can look up
-    if len(different) == 1:
+    if weight.looked_up and isinstance(kept[0], Integers):
+        return INT8  # whose rows programs can look up
+    if len(set(kept)) == 1:
         return kept[0]
-    if different == {INT4, INT8} and weight.slices == 1 and weight.rows is not None:
-        return join_integers(kept, tuple(stored.shape[0] for stored in weight.stored))
+    integers = tuple(format for format in kept if isinstance(format, Integers))
+    if len(integers) == len(kept) and weight.slices == 1 and weight.rows is not None:
+        return join_integers(integers, tuple(stored.shape[0] for stored in weight.stored))
     return None
 
 

@@ -9,14 +9,41 @@ VECTOR = 16  # outputs in a line of 64 bytes: four bytes for each output
 
 
 def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Convert values [.., blocks, bytes] and scales [.., blocks] to fp32 [.., K].
+    """Convert values [.., blocks, bytes] and scales to fp32 [.., K].
 
     A block of 32 bytes holds int8 with zero at 128; a block of 16 bytes holds int4 with zero at 8,
-    the low nibble first.
+    the low nibble first. scales: fp16 [.., blocks], or with zeros or minima as `with_offsets` joins
+    them. A minimum is what the lowest code stands for.
     """
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
-    return ((values.float() - (1 << bits - 1)) * scales.float()[..., None]).flatten(-2)
+    factors, offsets = split_offsets(scales)
+    factors, shifted = factors.float()[..., None], values.float()
+    if offsets is None:
+        shifted -= 1 << bits - 1
+    elif offsets.dtype == torch.int8:
+        shifted -= offsets.float()[..., None] + (1 << bits - 1)
+    else:
+        return (shifted * factors + offsets.float()[..., None]).flatten(-2)
+    return (shifted * factors).flatten(-2)
+
+
+def with_offsets(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Join fp16 scales [.., blocks] and int8 zeros, or fp16 minima, to uint8 [.., blocks, 3 or 4].
+
+    A zero is subtracted from the values of its block, besides the 8 or 128.
+    """
+    both = (each.contiguous()[..., None].view(torch.uint8) for each in (scales, offsets))
+    return torch.cat([*both], dim=-1)
+
+
+def split_offsets(scales: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Undo `with_offsets`; scales without offsets stay as they are."""
+    if scales.dtype != torch.uint8:
+        return scales, None
+    kind = torch.int8 if scales.shape[-1] == 3 else torch.float16
+    halves = _viewed(scales[..., :2], torch.float16)[..., 0]
+    return halves, _viewed(scales[..., 2:], kind)[..., 0]
 
 
 def bits_of(width: int) -> int:
@@ -48,9 +75,16 @@ def packed_values(values: Tensor) -> Tensor:
 
 
 def packed_scales(scales: Tensor) -> Tensor:
-    """Pack [.., N, K / 32] into fp16 [.., panels, K / 32, 32]."""
-    filled = _fill(scales, scales.ndim - 2, 0)
-    return filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
+    """Pack [.., N, K / 32] into fp16 [.., panels, K / 32, 32].
+
+    Zeros or minima come after their block's scales, so that a block has 48 or 64 halves.
+    """
+    factors, offsets = split_offsets(scales)
+    filled = _fill(factors, factors.ndim - 2, 0)
+    packed = filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
+    if offsets is None:
+        return packed
+    return torch.cat([packed, _viewed(packed_scales(offsets), torch.float16)], dim=-1)
 
 
 def packed_floats(weight: Tensor) -> Tensor:
@@ -91,12 +125,23 @@ def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
 
 def unpacked_scales(packed: Tensor, outputs: int) -> Tensor:
     """Undo `packed_scales`."""
+    if packed.shape[-1] > PANEL:
+        kind = torch.float16 if packed.shape[-1] == 2 * PANEL else torch.int8
+        offsets = _viewed(packed[..., PANEL:], kind)
+        return with_offsets(
+            unpacked_scales(packed[..., :PANEL], outputs), unpacked_scales(offsets, outputs)
+        )
     return packed.transpose(-1, -2).flatten(-3, -2).narrow(-2, 0, outputs).contiguous()
 
 
 def unpacked_floats(packed: Tensor, outputs: int) -> Tensor:
     """Undo `packed_floats`."""
     return packed.transpose(-2, -3).flatten(-2).narrow(-1, 0, outputs).contiguous()
+
+
+def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy's bytes as another type; `contiguous` leaves the strides of axes of size 1."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _fill(rows: Tensor, axis: int, value: int) -> Tensor:

@@ -12,7 +12,8 @@ def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: in
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
     The weight is packed by `plugins/cpu/layout.py`: values uint8 [panels, K / 32, 128 * bits] with
-    scales fp16 [panels, K / 32, 32], for which the kernels round x to int8 per row and block; the
+    scales fp16 [panels, K / 32, 32], for which the kernels round x to int8 per row and block; a
+    block's zeros or minima come after its scales, so that it has 48 or 64 halves; the
     last panels of int4 may be int8, each in the place of two; or
     values fp32 [panels, K, 32] without scales, or [H, panels, K, 32] for x [B, H, T, K].
     """

@@ -17,7 +17,7 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Entry, entry_of, stored_format
 from mtpbuild.builder.formats.compressed_tensors import dense, loose, unpack_stream, unread
 from mtpbuild.builder.formats.fp8 import FP8
-from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.formats.modelopt import unread as unread_of_modelopt
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
@@ -64,7 +64,7 @@ def test_kept_weights(folder: str) -> None:
     checkpoint, seen = open_checkpoint(WRITTEN / folder), set[str]()
     formats = {name: checkpoint.format(name) for name in quantised(folder)}
     floats = {format.name for format in formats.values() if format and format.kept is format}
-    assert all(re.match("mx|packed int5|.*(zero|row)", name) for name in floats)
+    assert all(re.match("mx|packed int(5|4 with zero)|fp8 by row", name) for name in floats)
     for name, format in formats.items():
         if format is None or format.kept is format:
             continue
@@ -72,7 +72,7 @@ def test_kept_weights(folder: str) -> None:
         parts = checkpoint.kept_parts(name)
         held = {suffix: entry_of(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
-        assert kept in (INT4, INT8, FP8, NVFP4)
+        assert kept in (INT4, INT8, *MOVED.values(), FP8, NVFP4)
         near = 2.0**-22 if kept is NVFP4 else 0
         torch.testing.assert_close(kept.decode(parts), decoded, rtol=near, atol=0)
         seen.add(kept.name)

@@ -15,7 +15,7 @@ from tests.support.exact_engines import said, same, save
 
 pytestmark = [pytest.mark.full]
 BLOCKS = "for (int64_t b = 0; b < panel.blocks; b++) {"
-ADDED = "totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);"
+ADDED = "totals[m][v] = fma(sum, mul(scale, same(in[m][b].scale)), totals[m][v]);"
 BUGS: dict[str, tuple[str, dict[str, str]]] = {
     "a lone row adds its blocks in another order": (
         "products.h",
@@ -23,7 +23,7 @@ BUGS: dict[str, tuple[str, dict[str, str]]] = {
             BLOCKS: """for (int64_t n = 0; n < panel.blocks; n++) {
     int64_t b = ROWS == 1 ? panel.blocks - 1 - n : n;
     values = panel.values + 64 * first + b * 128 * BITS;
-    scales = panel.scales + 16 * first + b * mtp::PANEL;"""
+    scales = panel.scales + 16 * first + b * SCALES;"""
         },
     ),
     "a lone row has two totals": (
@@ -31,7 +31,7 @@ BUGS: dict[str, tuple[str, dict[str, str]]] = {
         {
             BLOCKS: "Floats odd[2] = {same(0.0f), same(0.0f)};\n  " + BLOCKS,
             ADDED: f"""if (ROWS == 1 && b % 2) {{
-          odd[v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), odd[v]);
+          odd[v] = fma(sum, mul(scale, same(in[m][b].scale)), odd[v]);
         }} else {{
           {ADDED}
         }}""",

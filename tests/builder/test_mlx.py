@@ -19,6 +19,7 @@ from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Format, own_name, stored_format
 from mtpbuild.builder.formats.format import entry_of
+from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.verify.plain import load_plain
@@ -260,12 +261,15 @@ def test_a_stream_of_bits(bits: int, group: int, said: str) -> None:
     entries = {name: entry_of(tensor) for name, tensor in own.items()}
     format = stored_format("a.weight", entries, other | rules[said])
     assert format is not None
-    assert (format.bits, format.block, format.kept) == (bits, group, format)
+    assert (format.bits, format.block) == (bits, group)
     parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}
     assert format.parts((3, 128)) == {suffix: entry_of(part) for suffix, part in parts.items()}
     wide = (each.float().repeat_interleave(group, 1) for each in (scales, biases))
     scale, bias = wide
     assert torch.equal(format.decode(parts), codes * scale + bias)
+    assert format.kept is SHIFTED[4 if bits <= 4 else 8]
+    held = format.kept.decode(format.keep("a", parts))
+    assert torch.equal(held.view(3, 128), format.decode(parts))
 
 
 def test_nvfp4_stays() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpbuild.builder.formats import Format, own_name, stored_format
 from mtpbuild.builder.formats.format import entry_of
-from mtpbuild.builder.formats.integers import INT4, INT8
+from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -28,7 +28,7 @@ def test_what_packages_write(name: str) -> None:
         read, format = checkpoint.read(weight), checkpoint.format(weight)
         assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
         assert format is not None
-        assert (format.kept is INT4) == (name == "auto_round_gptq")
+        assert format.kept is (INT4 if name == "auto_round_gptq" else MOVED[4])
         kept = format.kept.decode(checkpoint.kept_parts(weight))
         assert torch.equal(kept.view_as(read), read)
 
@@ -58,11 +58,17 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
 def test_gptq(bits: int, version: str) -> None:
     order = torch.randint(0, 4, (128,))
     zeros = torch.randint(0, 2**bits - 1, (4, 32))
-    format, parts, codes, scales = gptq(bits, zeros, order, checkpoint_format=version)
+    said = {"checkpoint_format": version}
+    format, parts, codes, scales = gptq(bits, zeros, order, desc_act=True, **said)
     wanted = (codes - zeros[order] - int(version == "gptq")).float() * scales.float()[order]
     assert format.kept is format
     assert format.fault(parts) is None
     assert torch.equal(format.decode(parts), wanted.T)
+    # In the order of their groups, integers are kept with their zero points.
+    format, parts, *_ = gptq(bits, zeros, torch.arange(128) // 32, **said)
+    assert format.kept is MOVED[max(bits, 4)]
+    held = format.kept.decode(format.keep("x", parts))
+    assert torch.equal(held.view(32, 128), format.decode(parts))
     sizes = {s: (entry.dtype, entry.shape) for s, entry in format.parts((32, 128)).items()}
     assert sizes == {s: (entry_of(p).dtype, tuple(p.shape)) for s, p in parts.items()}
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.formats.integers import MixedIntegers
+from mtpbuild.builder.formats.integers import Integers, MixedIntegers
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.weight import Layout, Share, Weight
 from mtpbuild.plugins import (
@@ -25,22 +25,21 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Packed(nn.Module):
-    """Weights [.., in, out] in the layout of the CPU's kernels; fp32 if bits is None.
+    """Weights [.., in, out] in the layout of the CPU's kernels; fp32 if format is None."""
 
-    eights: the last outputs of int4, which are int8.
-    """
-
-    def __init__(self, shape: tuple[int, ...], bits: int | None, eights: int = 0) -> None:
+    def __init__(self, shape: tuple[int, ...], format: Integers | None) -> None:
         super().__init__()
         *stack, inputs, self.outputs = shape
         self.scales: nn.Parameter | None = None
-        if bits is None:
+        if format is None:
             self.values = parameter(*stack, panels(self.outputs), inputs, PANEL)
             return
         count, blocks = panels(self.outputs), inputs // BLOCK
-        width = PANEL * BLOCK * bits // 8
+        width = PANEL * BLOCK * format.bits // 8
+        eights = format.eights if isinstance(format, MixedIntegers) else 0  # last ones of int4
         self.values = parameter(*stack, count + panels(eights), blocks, width, dtype=torch.uint8)
-        self.scales = parameter(*stack, count, blocks, PANEL, dtype=torch.float16)
+        wide = {None: PANEL, "zeros": PANEL * 3 // 2, "minima": PANEL * 2}[format.offsets]
+        self.scales = parameter(*stack, count, blocks, wide, dtype=torch.float16)
 
 
 class PackedBlocks(Packed):
@@ -141,8 +140,8 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
         if weight.paired:
             outputs = 2 * PANEL * panels(outputs // 2)
         kind = PackedExperts if stack and not weight.per_head else PackedBlocks
-        eights = format.eights if isinstance(format, MixedIntegers) else 0
-        return kind((*stack, inputs, outputs), None if format is None else format.bits, eights)
+        assert format is None or isinstance(format, Integers)
+        return kind((*stack, inputs, outputs), format)
     assert format is not None
     if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs)

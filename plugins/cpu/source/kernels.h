@@ -31,12 +31,15 @@ struct InputBlock {
 // values: a block has 128 * bits bytes, in lines of 64: 16 outputs with 4 bytes each. In 8 bits
 // line 2 * g + v has inputs 4g .. 4g + 3 of outputs 16v .. 16v + 15; in 4 bits line 2 * j + v has
 // inputs 8j .. 8j + 3 in the low halves and 8j + 4 .. 8j + 7 in the high ones. Zero is 8 or 128.
-// scales: 32 fp16 numbers per block, one for each output.
+// scales: `wide` halves per block: 32 fp16 numbers, one for each output, then what else there is.
+// ZEROED: 32 signed bytes are subtracted from the outputs' values. SHIFTED: 32 fp16 numbers are
+// added to values times scales, whose zero is then 0.
 struct Panel {
   const uint8_t* values;
   const uint16_t* scales;
-  int64_t blocks;
+  int64_t blocks, wide;
 };
+constexpr int64_t ZEROED = 48, SHIFTED = 64;  // widths
 
 // An fp32 weight in panels of 32 outputs. Two panels are `panel` numbers apart, two inputs of a
 // panel `input` numbers. These are 32 * inputs and 32 in a packed weight [panels][inputs][32]. They

@@ -95,6 +95,11 @@ inline Floats load_halves(const uint16_t* p) {
   auto at = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
 }
+inline Floats load_signed(const int8_t* p) {
+  auto at = reinterpret_cast<const __m128i*>(p);
+  __m128i first = _mm_loadl_epi64(at), second = _mm_srli_si128(_mm_loadu_si128(at), 8);
+  return to_floats({_mm256_cvtepi8_epi32(first), _mm256_cvtepi8_epi32(second)});
+}
 
 #ifdef __AVXVNNI__
 constexpr bool VNNI = true;  // weights stay unsigned in both widths

@@ -67,6 +67,9 @@ inline Bytes high_halves(Bytes x) { return low_halves({_mm512_srli_epi16(x.v, 4)
 inline Floats load_halves(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline Floats load_signed(const int8_t* p) {
+  return to_floats({_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))});
+}
 
 template <int BITS>
 inline Ints first_sum(int32_t inputs) {

@@ -109,6 +109,14 @@ inline Bytes high_halves(Bytes x) {
 inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
+inline Floats load_signed(const int8_t* p) {
+  return each([&](int i) {
+    int32_t four;
+    std::memcpy(&four, p + 4 * i, 4);
+    int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+  });
+}
 
 // The dot product takes signed bytes: 4-bit weights fit them, 8-bit weights are converted.
 template <int BITS>

@@ -125,6 +125,9 @@ inline Bytes high_halves(const Bytes& a) {
 inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return mtp::half(p[i]); });
 }
+inline Floats load_signed(const int8_t* p) {
+  return each([&](int i) { return static_cast<float>(p[i]); });
+}
 
 // The start of a block's sum, which corrects for unsigned weights; here weights are signed.
 template <int BITS>

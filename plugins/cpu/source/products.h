@@ -1,6 +1,7 @@
 // Products with int4 and int8 weights in blocks of 32, for inputs rounded to int8 in blocks of 32.
 //
-// Integer sums of a block are exact. Blocks are added in ascending order, by
+// Integer sums of a block are exact, also less the zeros times the inputs' sum, as numbers stay
+// below 2^24. Blocks are added in ascending order, by
 // fma(float(sum), weight's scale * input's scale, total), with one total per output. A step's few
 // rows are bound by the weights' bytes, a prompt's by the multiplications.
 #pragma once
@@ -32,14 +33,16 @@ void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
 }
 
 // Multiplies rows by WIDE vectors of a panel's outputs, from vector `first` on.
-template <int BITS, int ROWS>
+template <int BITS, int SCALES, int ROWS>
 void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, float* const* out) {
   constexpr int INPUTS = BITS == 4 ? 8 : 4;  // of each output in a line
+  const Floats zero = same(1 << (BITS - 1));
   Floats totals[ROWS][WIDE];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < WIDE; v++) totals[m][v] = same(0.0f);
   const uint8_t* values = panel.values + 64 * first;
   const uint16_t* scales = panel.scales + 16 * first;
+  auto bytes = reinterpret_cast<const int8_t*>(panel.scales + mtp::PANEL) + 16 * first;
   for (int64_t b = 0; b < panel.blocks; b++) {
     Ints sums[ROWS][WIDE];
 #pragma GCC unroll 8
@@ -65,25 +68,34 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
       }
 #pragma GCC unroll 2
     for (int v = 0; v < WIDE; v++) {
-      Floats scale = load_halves(scales + 16 * v);
+      Floats scale = load_halves(scales + 16 * v), moved = scale;
+      if (SCALES == mtp::ZEROED) moved = load_signed(bytes + 2 * SCALES * b + 16 * v);
+      if (SCALES == mtp::SHIFTED) moved = load_halves(scales + mtp::PANEL + 16 * v);
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; m++)
-        totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);
+      for (int m = 0; m < ROWS; m++) {
+        Floats sum = to_floats(sums[m][v]);
+        float inputs = static_cast<float>(in[m][b].sum);
+        if (SCALES == mtp::ZEROED) sum = fma(moved, same(-inputs), sum);
+        if (SCALES == mtp::SHIFTED) sum = fma(zero, same(inputs), sum);
+        totals[m][v] = fma(sum, mul(scale, same(in[m][b].scale)), totals[m][v]);
+        if (SCALES == mtp::SHIFTED)
+          totals[m][v] = fma(moved, same(inputs * in[m][b].scale), totals[m][v]);
+      }
     }
     values += 128 * BITS;
-    scales += mtp::PANEL;
+    scales += SCALES;
   }
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < WIDE; v++) store(out[m] + 16 * (first + v), totals[m][v]);
 }
 
 // Selects the tile for `rows` <= ROWS.
-template <int BITS, int ROWS>
+template <int BITS, int SCALES, int ROWS>
 void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::InputBlock* const* in,
                float* const* out) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return some_rows<BITS, ROWS - 1>(panel, first, rows, in, out);
-  tile<BITS, ROWS>(panel, first, in, out);
+    if (rows < ROWS) return some_rows<BITS, SCALES, ROWS - 1>(panel, first, rows, in, out);
+  tile<BITS, SCALES, ROWS>(panel, first, in, out);
 }
 
 // Returns how many of the remaining rows the next tile takes. Tiles of similar sizes share the work
@@ -93,13 +105,17 @@ inline int64_t next_tile(int64_t left, int64_t most) {
   return left > most ? (left + 1) / 2 : left;
 }
 
-template <int BITS>
+template <int BITS, int SCALES = mtp::PANEL>
 void multiply(const mtp::Panel& panel, int64_t rows, const mtp::InputBlock* const* in,
               float* const* out) {
+  if (panel.wide != SCALES)
+    return (panel.wide == mtp::ZEROED    ? multiply<BITS, mtp::ZEROED>
+            : panel.wide == mtp::SHIFTED ? multiply<BITS, mtp::SHIFTED>
+                                         : multiply<BITS, mtp::PANEL>)(panel, rows, in, out);
   for (int64_t m = 0; m < rows;) {
     int64_t some = next_tile(rows - m, TILE_ROWS);
     for (int first = 0; first < 2; first += WIDE)
-      some_rows<BITS, TILE_ROWS>(panel, first, some, in + m, out + m);
+      some_rows<BITS, SCALES, TILE_ROWS>(panel, first, some, in + m, out + m);
     m += some;
   }
 }

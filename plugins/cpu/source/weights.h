@@ -77,17 +77,22 @@ struct FloatWeight : Matrices {
   }
 };
 
-// Integers [.., panels, blocks, 128 * bits] with fp16 scales [.., panels, blocks, 32]. The last
-// panels of an int4 matrix may be int8: each has the bytes of two, as the number of scales tells.
+// Integers [.., panels, blocks, 128 * bits] with fp16 scales [.., panels, blocks, 32], or
+// ZEROED or SHIFTED (Panel). The last panels of an int4 matrix may be int8: each has the bytes
+// of two, as the number of scales tells.
 struct IntegerWeight : Matrices {
   using Input = InputBlock;           // rows are rounded to int8 in blocks
   static constexpr int64_t UNIT = 1;  // Inputs that hold 32 numbers
   const uint8_t* values;
   const uint16_t* scales;
+  int64_t wide;                 // of a block's scales
   int64_t blocks, bits, fours;  // fours: panels before those that are int8 in an int4 matrix
 
   IntegerWeight(const char* op, const Tensor& v, const Tensor& s, size_t outer, int64_t named)
-      : values(v.data<uint8_t>()), scales(s.data<uint16_t>()), bits(v.last() / 128) {
+      : values(v.data<uint8_t>()),
+        scales(s.data<uint16_t>()),
+        wide(s.last()),
+        bits(v.last() / 128) {
     REQUIRE(v.rank() == outer + 3 && s.rank() == outer + 3, op,
             "weight is " + v.text() + ", " + s.text());
     panels = s.shape[outer];
@@ -96,7 +101,8 @@ struct IntegerWeight : Matrices {
     bool mixed = bits == 4 && outer == 0 && eights > 0 && fours >= 0;
     bool alike = std::equal(v.shape.begin(), v.shape.begin() + outer, s.shape.begin()) &&
                  v.shape[outer + 1] == s.shape[outer + 1] && (eights == 0 || mixed);
-    REQUIRE(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
+    bool scaled = wide == PANEL || wide == mtp::ZEROED || wide == mtp::SHIFTED;
+    REQUIRE(alike && scaled && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
             "no packed weight has values " + v.text() + " and scales " + s.text());
     blocks = v.shape[outer + 1];
     matrices = v.count(0, outer);
@@ -124,8 +130,8 @@ struct IntegerWeight : Matrices {
       for (int64_t i = 0; i < rows; i++) to[i] = some == PANEL ? out[i] + n : last[i];
       bool eight = bits == 8 || panel >= fours;
       int64_t place = first + std::max<int64_t>(0, panel - fours) * blocks;
-      (eight ? k.panel8 : k.panel4)({values + place * 128 * bits, scales + first * PANEL, blocks},
-                                    rows, in, to);
+      mtp::Panel all{values + place * 128 * bits, scales + first * wide, blocks, wide};
+      (eight ? k.panel8 : k.panel4)(all, rows, in, to);
       for (int64_t i = 0; some < PANEL && i < rows; i++) std::copy_n(last[i], some, out[i] + n);
     }
   }
