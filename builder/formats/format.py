@@ -5,7 +5,6 @@ from __future__ import annotations  # Tensor is imported for types alone
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING
 
@@ -166,9 +165,6 @@ class Decoded(ReadFormat):
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""]
-
-
-decoded = cache(Decoded)  # formats are compared by `is`
 
 
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:

@@ -83,11 +83,9 @@ class ScaledValues(ReadFormat):
         values, scales = parts[""], parts["_scale"].float()
         if isinstance(kept := self.kept, Integers):
             groups = values.shape[1] // (self._sides[1] or values.shape[1])
-            zeros = parts.get("_zero_point")
-            scales, zeros = (
-                each if each is None else each.reshape(-1, groups).expand(len(values), -1)
-                for each in (scales, zeros)
-            )
+            scales = scales.reshape(-1, groups).expand(len(values), -1)
+            if (zeros := parts.get("_zero_point")) is not None:
+                zeros = zeros.reshape(-1, groups).expand(len(values), -1)
             return kept.hold(name, values, scales, zeros)
         if self.kept is FP8:
             grid = FP8.parts(tuple(values.shape))["_scale_inv"].shape

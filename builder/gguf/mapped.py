@@ -4,6 +4,7 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,12 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
-<<<<<<< HEAD
-from mtpbuild.builder.formats.format import decoded
-=======
 from mtpbuild.builder.formats.format import Decoded
 from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
->>>>>>> wt-zero
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
 from mtpbuild.builder.lazy_torch import torch
 
@@ -29,6 +26,7 @@ Order = npt.NDArray[np.intp]
 INTEGERS = {"Q8_0": 8, "Q4_0": 4}
 MINIMA = {kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")}  # with other blocks
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+decoded = cache(Decoded)  # formats are compared by `is`
 
 
 @dataclass(frozen=True)
