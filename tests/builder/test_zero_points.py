@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,10 +22,8 @@ from mtpbuild.builder.verify.plain import judge_texts
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.plugins.product_packed.op import unpacked
 from mtpbuild.runtime.contract.manifest import WEIGHTS
-from tests.builder.test_gguf import SMALL as HYBRIDS
-from tests.builder.test_gguf import random_tensors
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.gguf_files import usual, write_gguf
+from tests.support.gguf_files import write_wide
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
 from tests.support.requests import build_request
@@ -126,12 +123,7 @@ def test_minima_of_gguf(
 ) -> None:
     """Products stay int4; an engine says what the plain model says with inputs in int8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = HYBRIDS["qwen3.5"] | {
-        "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2,
-        "full_attention_interval": 2, "linear_num_value_heads": 8,
-    }  # fmt: skip
-    c, tensors = random_tensors("qwen3.5", **wide)
-    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(gguf.GGMLQuantizationType[kind]))
+    path = write_wide(tmp_path / "a.gguf", kind)
     folder = find_model(str(path)).folder
     model = opened(folder, formats=("int8", "int4"), rounds_to="int8", pipeline=CPU)
     (tmp_path / "w").mkdir()
