@@ -15,7 +15,7 @@ from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_integers
 from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.measure.checks import ROUNDED
-from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, PackedBlocks, PackedExperts
+from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.verify.plain import judge_texts
@@ -130,11 +130,10 @@ def test_minima_of_gguf(
     EngineWeights(model).write(tmp_path / "w", None)
     model.model.load_state_dict(load_file(tmp_path / "w" / WEIGHTS), assign=True)
     whole = load_model(folder, model.config)
-    for weight, format in model.table.formats.items():
+    formats = dict(model.table.formats)
+    assert formats.pop("embed_tokens") is INT8
+    for weight, format in formats.items():
         module, wanted = model.model.get_submodule(weight), whole.get_parameter(weight)
-        if isinstance(module, EmbeddingBlocks):
-            assert format is INT8
-            continue
         assert isinstance(format, Integers)
         assert isinstance(module, PackedBlocks)
         assert format.offsets == "minima"
@@ -163,13 +162,14 @@ def test_biases_of_mlx(tmp_path: Path) -> None:
     assert model.checkpoint.losses.keys() == {"model.embed_tokens.weight"}
     model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     whole, widths = load_model(folder, model.config), set[int]()
-    for weight, format in model.table.formats.items():
-        module = model.model.get_submodule(weight)
-        if isinstance(module, PackedBlocks):
-            found = unpacked(module.values, module.scales, module.outputs).mT
-            assert torch.equal(found, whole.get_parameter(weight)), weight
-            assert format.offsets == "minima"
-            widths.add(format.bits)
+    modules = {name: model.model.get_submodule(name) for name in model.table.formats}
+    packed = {name: each for name, each in modules.items() if isinstance(each, PackedBlocks)}
+    for weight, module in packed.items():
+        found = unpacked(module.values, module.scales, module.outputs).mT
+        assert torch.equal(found, whole.get_parameter(weight)), weight
+        format = model.table.formats[weight]
+        assert format.offsets == "minima"
+        widths.add(format.bits)
     assert widths == {4, 8}
 
 
