@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,10 +23,8 @@ from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import IN_FLOATS, SCHEMES
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import UsageError
-from tests.builder.test_gguf import SMALL as HYBRIDS
-from tests.builder.test_gguf import random_tensors
 from tests.support.checkpoints import QUANTIZABLE, SMALLEST, make_predictable, save_checkpoint
-from tests.support.gguf_files import usual, write_gguf
+from tests.support.gguf_files import write_wide
 from tests.support.invoke import invoke
 from tests.support.numbers import check_rounded, in_int8_blocks, played
 from tests.support.opened import opened
@@ -110,12 +107,7 @@ def test_what_stays_in_floats(folders: dict[str, Path]) -> None:
 def test_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line names the types of the file; routers and the delta rule's exponents stay floats."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = HYBRIDS["qwen3.5"] | {
-        "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2,
-        "full_attention_interval": 2, "linear_num_value_heads": 8,
-    }  # fmt: skip
-    c, tensors = random_tensors("qwen3.5", **wide)
-    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(gguf.GGMLQuantizationType[kind]))
+    path = write_wide(tmp_path / "a.gguf", kind)
     model = source(find_model(str(path)).folder)
     assert set(model.rounded().values()) == {kind.lower()}
     assert model.table.formats["layers.0.mlp.down_proj"] is INT8

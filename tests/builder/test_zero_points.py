@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,17 +15,15 @@ from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_integers
 from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.measure.checks import ROUNDED
-from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, PackedBlocks, PackedExperts
+from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.verify.plain import judge_texts
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.plugins.product_packed.op import unpacked
 from mtpbuild.runtime.contract.manifest import WEIGHTS
-from tests.builder.test_gguf import SMALL as HYBRIDS
-from tests.builder.test_gguf import random_tensors
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.gguf_files import usual, write_gguf
+from tests.support.gguf_files import write_wide
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
 from tests.support.requests import build_request
@@ -126,23 +123,17 @@ def test_minima_of_gguf(
 ) -> None:
     """Products stay int4; an engine says what the plain model says with inputs in int8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = HYBRIDS["qwen3.5"] | {
-        "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2,
-        "full_attention_interval": 2, "linear_num_value_heads": 8,
-    }  # fmt: skip
-    c, tensors = random_tensors("qwen3.5", **wide)
-    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(gguf.GGMLQuantizationType[kind]))
+    path = write_wide(tmp_path / "a.gguf", kind)
     folder = find_model(str(path)).folder
     model = opened(folder, formats=("int8", "int4"), rounds_to="int8", pipeline=CPU)
     (tmp_path / "w").mkdir()
     EngineWeights(model).write(tmp_path / "w", None)
     model.model.load_state_dict(load_file(tmp_path / "w" / WEIGHTS), assign=True)
     whole = load_model(folder, model.config)
-    for weight, format in model.table.formats.items():
+    formats = dict(model.table.formats)
+    assert formats.pop("embed_tokens") is INT8
+    for weight, format in formats.items():
         module, wanted = model.model.get_submodule(weight), whole.get_parameter(weight)
-        if isinstance(module, EmbeddingBlocks):
-            assert format is INT8
-            continue
         assert isinstance(format, Integers)
         assert isinstance(module, PackedBlocks)
         assert format.offsets == "minima"
@@ -171,13 +162,14 @@ def test_biases_of_mlx(tmp_path: Path) -> None:
     assert model.checkpoint.losses.keys() == {"model.embed_tokens.weight"}
     model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     whole, widths = load_model(folder, model.config), set[int]()
-    for weight, format in model.table.formats.items():
-        module = model.model.get_submodule(weight)
-        if isinstance(module, PackedBlocks):
-            found = unpacked(module.values, module.scales, module.outputs).mT
-            assert torch.equal(found, whole.get_parameter(weight)), weight
-            assert format.offsets == "minima"
-            widths.add(format.bits)
+    modules = {name: model.model.get_submodule(name) for name in model.table.formats}
+    packed = {name: each for name, each in modules.items() if isinstance(each, PackedBlocks)}
+    for weight, module in packed.items():
+        found = unpacked(module.values, module.scales, module.outputs).mT
+        assert torch.equal(found, whole.get_parameter(weight)), weight
+        format = model.table.formats[weight]
+        assert format.offsets == "minima"
+        widths.add(format.bits)
     assert widths == {4, 8}
 
 

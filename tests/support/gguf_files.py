@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from tests.support.families import config_of, make_family
+
 Array = npt.NDArray[np.float32]
 Read = Callable[[str], Array]  # a tensor of the checkpoint, by name
 TypeOf = Callable[[str, Array], Type]
@@ -264,3 +266,15 @@ def dequantised(path: Path) -> dict[str, Array]:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         found[tensor.name] = values.astype(np.float32).reshape(shape)
     return found
+
+
+def write_wide(path: Path, kind: str) -> Path:
+    """Writes a random hybrid whose rows fill blocks of 256, in one type."""
+    wide = {
+        "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 8,
+        "tie_word_embeddings": False, "num_hidden_layers": 2, "full_attention_interval": 2,
+    }  # fmt: skip
+    c, stored = config_of("qwen3.5", **wide), make_family("qwen3.5", **wide).state_dict()
+    tensors = dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
+    return write_gguf(path, c, tensors, usual(Type[kind]))
