@@ -21,7 +21,7 @@ from mtpbuild.runtime.cli.sampling_flags import (
 )
 from mtpbuild.runtime.contract.target_options import changed, load_options, option_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, grouped
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def run(
     ),
     json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
     threads: int | None = flag(None, THREADS, parser=parse_threads),
+    max_seq_len: int | None = flag(None, MAX_SEQ_LEN),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt, talk on a terminal until Ctrl-D, or answer what is piped in.
@@ -121,6 +122,7 @@ def run(
             Engine.load(
                 engine,
                 threads=threads,
+                max_seq_len=max_seq_len,
                 verify_hashes=verify_hashes,
                 warm=[params],
                 prefix_cache=talks,  # each turn of a conversation extends the last one
