@@ -13,6 +13,7 @@ from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import app as prefix
 from mtpbuild.runtime.cli.commands import diff, inspect, run
+from mtpbuild.runtime.cli.engine_commands import list_engines, remove_engine
 from mtpbuild.runtime.server.command import serve
 
 # Typer exports its UsageError only as the base class of other errors.
@@ -73,8 +74,12 @@ def main(
     """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""
 
 
-# A command has its function's name, except for `eval`, which is a function of Python.
-for command in (build, refit, recipes, run, serve, inspect, bench, verify):
+# A command has its function's name, except for those whose names are Python's or no words.
+for command in (build, refit, recipes, run, serve):
+    app.command()(command)
+app.command("list")(list_engines)
+app.command("rm")(remove_engine)
+for command in (inspect, bench, verify):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (diff, study, quantize, plan):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import operator
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
@@ -106,6 +107,8 @@ class Engine:
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
+            with contextlib.suppress(OSError):  # an engine that others own
+                os.utime(folder)  # the time of its last use, for `mtpbuild list`
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
             rows_folder = prefix_cache_dir if prefix_cache else None

@@ -59,6 +59,7 @@ FLAGS = {
     "diff": "--engine --json",
     "eval": None,  # in test_evaluate.py
     "inspect": None,
+    "list": "--json",
     "plan": "--acceptance --attention-dp --bandwidth --calibrate --checkpoint --context-len --cpu "
     "--ep --gpu --json --kv-cache --max-batch --max-seq-len --model --nextn --picture "
     "--prefill-chunk --tp",
@@ -66,6 +67,7 @@ FLAGS = {
     "quantize": "--checkpoint --exclude --force --head --model --mtp --out --to",
     "recipes": "--json",
     "refit": "--checkpoint --engine",
+    "rm": "--yes",
     "run": None,
     "serve": None,
     "study": "--json --out",
