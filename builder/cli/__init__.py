@@ -9,6 +9,7 @@ import typer
 import typer.core
 
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
+from mtpbuild.builder.cli.make import make_engine
 from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import app as prefix
@@ -67,11 +68,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
     ] = False,
 ) -> None:
     """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""
+    context.obj = make_engine  # for `run`, as the run time does not know the compiler
 
 
 # A command has its function's name, except for those whose names are Python's or no words.

@@ -2,17 +2,19 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, engine_folders, read_manifest
-from mtpbuild.runtime.errors import EngineFileError, MtpbuildError
+from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
 
+MakeEngine: TypeAlias = Callable[[str, bool], Path]  # of a model; True: without asking
 ENGINES = Path("engines")  # of the current folder, where `mtpbuild build` puts them
 
 
@@ -37,6 +39,22 @@ def find_engine(name: Path) -> Path:
     """
     named = ENGINES / name
     return named if not (name / MANIFEST).is_file() and (named / MANIFEST).is_file() else name
+
+
+def choose_engine(
+    model: str | None, engine: Path | None, *, yes: bool, make_engine: MakeEngine | None
+) -> Path:
+    """Return the folder of the engine that is named: by --engine, or by a model's name.
+
+    make_engine: makes the engine of a model that has none, if the compiler is at hand.
+    """
+    if (model is None) == (engine is None):
+        raise UsageError("name one engine or model: mtpbuild run MODEL, or --engine FOLDER")
+    found = find_engine(Path(model or "") if engine is None else engine)
+    known = (found / MANIFEST).is_file() or ENGINES in found.parents
+    if model is None or make_engine is None or known:
+        return found
+    return make_engine(model, yes)
 
 
 def list_folders() -> Iterator[Path]:

@@ -65,7 +65,7 @@ FLAGS = {
     "--prefill-chunk --tp",
     "prefix": None,
     "quantize": "--checkpoint --exclude --force --head --model --mtp --out --to",
-    "recipes": "--json",
+    "recipes": "--fits --json",
     "refit": "--checkpoint --engine",
     "rm": "--yes",
     "run": None,

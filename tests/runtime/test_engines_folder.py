@@ -112,3 +112,21 @@ def test_what_is_no_engine_stays(name: str, engines: Path) -> None:
 
 def test_a_name_that_is_spelled_alike(engines: Path) -> None:
     assert refusal("rm", "tiny_n2", code=1).endswith("; did you mean engines/tiny_n3?")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [("tiny_n3",), ("engines/tiny_n3",), ("--engine", "tiny_n3"), ("--engine", "engines/tiny_n3")],
+)
+def test_run_takes_names_and_folders(named: tuple[str, ...], engines: Path) -> None:
+    code, out, _ = invoke("run", *named, "--prompt-ids", "5,6", "--max-tokens", 3, "--json")
+    assert (code, json.loads(out)["finish_reason"]) == (0, "length")
+
+
+def test_run_names_what_is_spelled_alike(engines: Path) -> None:
+    says = "name one engine or model: mtpbuild run MODEL, or --engine FOLDER"
+    assert refusal("run") == refusal("run", "tiny_n3", "--engine", "tiny_n3") == says
+    says = "tiny_n2: neither an engine nor a model; did you mean tiny_n3?"
+    assert refusal("run", "tiny_n2") == says
+    for named in (("engines/tiny_n2",), ("--engine", "tiny_n2")):
+        assert refusal("run", *named, code=1).endswith("; did you mean engines/tiny_n3?")
