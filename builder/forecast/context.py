@@ -15,7 +15,7 @@ from mtpbuild.builder.weights.scheme import SCHEMES
 # took 1.33 GB (its share of the pages), 0.11 GB of it private.
 MAPPED = 1.1
 USUAL = 4096  # tokens, where caches take all their memory at once, or memory allows no more
-CACHES = 0.5  # share of the memory beside the weights; prompts, prefixes and others need some, too
+CACHES = 1 / 3  # of the memory beside the weights; the prefix cache takes up to as much again
 
 
 def choose_context(
