@@ -12,9 +12,11 @@ from mtpbuild.builder.forecast.context import choose_context
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.state import rows_spec
 from mtpbuild.runtime.programs.host_slots import PackedCaches
+from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
 from tests.support.requests import build_request
 
@@ -103,3 +105,21 @@ def test_caches_take_memory_where_they_are_used() -> None:
     caches.pack(1)
     caches.views(0, 1)["kv.0"][:, :, :1000] = np.ones(1024, np.float32)
     assert 4_000_000 <= resident() - before < 40_000_000
+
+
+@pytest.mark.full
+def test_a_long_context_changes_no_token(smallest: Path, build_engine: EngineBuilder) -> None:
+    """Nor does it, here a million tokens, take memory or time before it is used."""
+    penalised = {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(max_tokens=30, ignore_eos=True, **penalised),
+    ]
+    found = []
+    for length in (64, 1 << 20):
+        folder = build_engine(smallest, 1, max_seq_len=length, portable=False)
+        before = resident()
+        with Engine.load(folder, threads=1) as engine:
+            found.append([engine.generate([5, 6, 7], each).token_ids for each in params])
+            assert resident() - before < 250_000_000
+    assert found[0] == found[1]
