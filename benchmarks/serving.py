@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from script import PEERS, convert, run, served
 
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.limits import measure_limits
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -71,10 +71,6 @@ def ours(engine: Path) -> Iterator[str]:
 
 def running(url: str) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(url)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
@@ -202,7 +198,11 @@ def main() -> None:
             weights = Path(folder) / f"{kind}.gguf"
             convert(find_model(arguments.model).folder, weights, kind, "--tokenizer")
             for drafts in sorted({0, arguments.llama_drafts}):
-                room = {"slots": SLOTS, "rows": SLOTS * LENGTH, "threads": cores()}
+                room = {
+                    "slots": SLOTS,
+                    "rows": SLOTS * LENGTH,
+                    "threads": measure_limits().processors,
+                }
                 start = partial(started, PEERS / LLAMA, weights, drafts=drafts, **room)
                 name = f"{LLAMA} {kind}" + (f", {drafts} drafts" if drafts else "")
                 servers.append(Server(name, start))

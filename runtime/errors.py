@@ -57,7 +57,7 @@ class ContextLengthError(RequestError):
         count = f"more than {limit}" if tokens is None else tokens
         super().__init__(
             f"the prompt has {count} tokens, this engine takes at most {limit - 1} (max_seq_len "
-            f"{limit} holds prompt and output); build with --max-seq-len"
+            f"{limit} holds prompt and output); build, or load, with a larger --max-seq-len"
         )
         self.tokens, self.limit = tokens, limit
 

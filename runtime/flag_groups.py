@@ -7,6 +7,8 @@ from dataclasses import Field, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
+# --max-seq-len of commands that load an engine
+MAX_SEQ_LEN = "Prompt and output tokens of a request together, at most the engine's."
 
 
 def flag(default: T, help: str, *names: str, parser: Callable[[str], T] | None = None) -> T:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from mtpbuild.runtime.free_memory import text_of
+from mtpbuild.runtime.limits import SYSTEM, measure_limits, text_of, usable_processors
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
@@ -40,30 +39,21 @@ def default_threads() -> int:
     return int(min(physical_cores(), limit))
 
 
-def physical_cores(root: Path = Path("/"), usable: Collection[int] | None = None) -> int:
+def physical_cores(root: Path = SYSTEM, usable: Collection[int] | None = None) -> int:
     """Count the physical cores of the processors that this process may use.
 
     Two threads on one core share its arithmetic units and caches, so a second one makes a step no
-    faster. A container's quota of processor time, from its control group, is a limit too. root: the
-    system's files. usable: processor numbers; by default those that the process may use.
+    faster. A container's quota of processor time is a limit too. root and usable: as for
+    `measure_limits`.
     """
-    if usable is None and hasattr(os, "sched_getaffinity"):  # Linux
-        usable = os.sched_getaffinity(0)
-    usable = range(os.cpu_count() or 1) if usable is None else usable
-    cores = {_siblings(root, cpu) for cpu in usable}
-    return int(max(1, min(len(cores), _quota(root))))
+    cores = {_siblings(root, cpu) for cpu in usable_processors(usable)}
+    return min(len(cores), measure_limits(root, usable).processors)
 
 
 def _siblings(root: Path, cpu: int) -> str:
     """Return an id of a processor's core: the processors on it, or its own number if unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return text_of(topology / "thread_siblings_list").strip() or str(cpu)
-
-
-def _quota(root: Path) -> float:
-    """Return the processors' time that the control group may use; infinity: no limit."""
-    quota = re.match(r"(\d+) ([1-9]\d*)\s*$", text_of(root / "sys/fs/cgroup/cpu.max"))  # or "max"
-    return math.inf if quota is None else math.ceil(int(quota[1]) / int(quota[2]))
 
 
 def start_daemon(call: Callable[[], R]) -> Future[R]:

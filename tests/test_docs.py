@@ -38,6 +38,8 @@ OF_A_RULE = re.compile(r" --typical-\w+ [\d.]+")  # what the package tests/suppo
 ELSEWHERE = {
     "pip": "it would change the environment; tests/test_project.py holds the extras",
     "hf": "it needs the network",
+    "python3": "it would make an environment; pip and the shell's `.` would change this one",
+    ".": "see python3",
 }
 
 
@@ -122,7 +124,11 @@ def check(command: str) -> None:
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case (
-            ["pip", "install", *_] | ["serve", "run", _] | ["curl" | "rsync" | "hf" | "lm_eval", *_]
+            ["python3", "-m", "venv", *_]
+            | [".", _]
+            | ["pip", "install", *_]
+            | ["serve", "run", _]
+            | ["curl" | "rsync" | "hf" | "lm_eval", *_]
         ):
             pass
         case [script, *_] if script.startswith("tools/"):

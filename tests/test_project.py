@@ -212,13 +212,13 @@ def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
 
 
 def test_only_a_download_imports_the_hubs_client() -> None:
-    """`hub` alone names it, `download` alone names `hub`, and `build` and `plan` when they run."""
+    """`hub` alone names it, `download` alone names `hub`, and three commands when they run."""
     users = {
         "huggingface_hub": {"compiler.hub"},
         "httpx2": {"compiler.hub"},
         "mtpbuild.builder.compiler.hub": {"compiler.download"},
     }
-    users["mtpbuild.builder.compiler.download"] = {"cli.build", "cli.plan"}
+    users["mtpbuild.builder.compiler.download"] = {"cli.build", "cli.make", "cli.plan"}
     for module, path in sources():
         everywhere, at_once = (imports(path, module_level=level) for level in (False, True))
         for name in set(everywhere) & users.keys():

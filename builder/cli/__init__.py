@@ -9,10 +9,12 @@ import typer
 import typer.core
 
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
+from mtpbuild.builder.cli.make import make_engine
 from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import app as prefix
 from mtpbuild.runtime.cli.commands import diff, inspect, run
+from mtpbuild.runtime.cli.engine_commands import list_engines, remove_engine
 from mtpbuild.runtime.server.command import serve
 
 # Typer exports its UsageError only as the base class of other errors.
@@ -66,15 +68,21 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
     ] = False,
 ) -> None:
     """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""
+    context.obj = make_engine  # for `run`, as the run time does not know the compiler
 
 
-# A command has its function's name, except for `eval`, which is a function of Python.
-for command in (build, refit, recipes, run, serve, inspect, bench, verify):
+# A command has its function's name, except for those whose names are Python's or no words.
+for command in (build, refit, recipes, run, serve):
+    app.command()(command)
+app.command("list")(list_engines)
+app.command("rm")(remove_engine)
+for command in (inspect, bench, verify):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (diff, study, quantize, plan):

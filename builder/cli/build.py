@@ -17,6 +17,7 @@ from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.compiler.build import BuiltEngine
     from mtpbuild.builder.plan.request import BuildRequest
 
 
@@ -79,8 +80,11 @@ def build(
     run_build(request, prefix or ())
 
 
-def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
-    """Download and build, or check what a build would do with --dry-run; print the result."""
+def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> list["BuiltEngine"]:
+    """Download and build, or check what a build would do with --dry-run; print the result.
+
+    Returns the engines.
+    """
     from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.compiler.download import download
@@ -104,6 +108,7 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> None:
         print_dry_run(foreseen)
     if stages.seconds:
         print_stages(stages)
+    return engines
 
 
 @error_line
@@ -160,8 +165,19 @@ def quantize(
 
 @error_line
 @grouped
-def recipes(json: bool = flag(False, "As one JSON list.")) -> None:
+def recipes(
+    json: bool = flag(False, "As one JSON list."),
+    fits: bool = flag(False, "What this machine's CPU can run, by tokens/s, as plan --cpu has it."),
+) -> None:
     """List what can be built by name."""
-    from mtpbuild.builder.cli.tables import print_recipes
+    from mtpbuild.builder.cli.tables import print_fitting, print_recipes
+    from mtpbuild.builder.plan.recipe import load_recipes
 
-    print_recipes(json)
+    if not fits:
+        print_recipes(json)
+        return
+    from mtpbuild.builder.forecast.fitting import find_fitting
+    from mtpbuild.builder.measure.host import measure_bandwidth, measure_machine
+
+    bandwidth = measure_bandwidth()
+    print_fitting(find_fitting(load_recipes(), measure_machine(), bandwidth), bandwidth, json)

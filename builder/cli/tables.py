@@ -3,17 +3,19 @@
 import contextlib
 import sys
 from json import dumps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.builder.show.tables import make_names_column, print_lines
+from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
+from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
     from mtpbuild.builder.compiler.quantize import Quantized
+    from mtpbuild.builder.forecast.fitting import FittingEngine
     from mtpbuild.builder.stages import Stages
 
 
@@ -26,6 +28,37 @@ def print_recipes(json: bool) -> None:
     for recipe in load_recipes():
         table.add_row(recipe.name, f"{recipe.engine}_n<nextn>", recipe.summary)
     print_lines(table)
+
+
+def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) -> None:
+    """Print a line for each recipe that fits this machine, or an object for each as JSON."""
+    rows: list[dict[str, Any]] = [
+        {
+            "model": each.forecast.name,
+            "weights": each.engine.weights or AS_STORED,
+            "download_bytes": each.forecast.download,
+            "engine_bytes": each.engine.bytes,
+            "context": each.engine.context,
+            "tokens_per_s": each.tokens_per_s,
+        }
+        for each in found
+    ]
+    if json:
+        print(dumps(rows, indent=1))
+        return
+    names = [Column(name, no_wrap=True) for name in ("model", "--weights")]
+    right = ("download", "engine", "context", "tokens/s, most")
+    table = Table(*names, *(Column(name, justify="right", no_wrap=True) for name in right))
+    for row in rows:
+        sizes = [format_size(row[f"{name}_bytes"]) for name in ("download", "engine")]
+        speed = float(f"{row['tokens_per_s']:.3g}")
+        table.add_row(row["model"], row["weights"], *sizes, f"{row['context']:,}", f"{speed:,g}")
+    print_lines(
+        table,
+        f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
+        "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one",
+        fold=False,
+    )
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +15,14 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, cut_layers
-from mtpbuild.builder.forecast.cpu import MAPPED
-from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
+from mtpbuild.builder.forecast.context import MAPPED, USUAL, weights_bytes
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.head import join_head
-from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.builder.weights.stored import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
@@ -80,6 +77,8 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         _, plans = check_small_files(request, source, config)
         names = find_weights(repository)
         if wanted := sum(map(repository.lacking_bytes, names)):
+            if request.max_seq_len is None:  # a smaller machine gets an engine of a shorter context
+                plans = {out: shorten(plan) for out, plan in plans.items()}
             check_room(repository.name, wanted, plans, repository.folder, room)
 
         # 3. Check the tensors by their headers.
@@ -204,6 +203,11 @@ def check_room(
         )
 
 
+def shorten(plan: Plan) -> Plan:
+    """Return the plan with the shortest context that a build chooses."""
+    return replace(plan, max_seq_len=min(plan.max_seq_len, USUAL))
+
+
 def smaller(plan: Plan, folder: Path) -> str:
     """Return a hint at the target's smallest format, or "" if the engine would not get smaller."""
     sizes = {
@@ -214,14 +218,6 @@ def smaller(plan: Plan, folder: Path) -> str:
         return ""
     best = min(sizes, key=lambda name: sizes[name])
     return f"; --weights {best} makes one of {gigabytes(sizes[best])}"
-
-
-def weights_bytes(plan: Plan, folder: Path) -> int:
-    """Return the bytes of a rank's weights file."""
-    dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
-    format_of = partial(format_by, plan.scheme or SCHEMES[readable.stored_as(folder)], plan.config)
-    held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks, dtype)
-    return count_file_bytes(held)
 
 
 def gigabytes(count: int) -> str:

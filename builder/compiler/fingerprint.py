@@ -6,7 +6,6 @@ Of our own code it covers all that tracing and lowering import.
 import ast
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.safetensors_header import read_header
 
 SMALL = 1 << 24  # bytes of a tensor that is hashed whole
@@ -52,7 +52,7 @@ def identities(folder: Path) -> dict[str, str]:
         )
         names = sorted({CONFIG, *weights, *side_files(folder)})
         files = {name: folder / name for name in names if (folder / name).is_file()}
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(min(MOST_THREADS, measure_limits().processors)) as threads:
             return dict(zip(files, threads.map(identity, files.values()), strict=True))
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None

@@ -14,7 +14,7 @@ from mtpbuild.builder.compiler.plans import (
     cut_layers,
     find_source,
     make_plans,
-    note_length,
+    note_context,
 )
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.plan import Plan
@@ -80,8 +80,8 @@ def prepare(request: BuildRequest) -> Job:
     """Check a request; raise UsageError, CheckpointError or BuildError if it can't be built."""
     target = check_flags(request)
     source, config = find_source(request)
-    note_length(config, request)
     ids, plans = check_small_files(request, source, config)
+    note_context(request, next(iter(plans.values())))
     checkpoint = identities(source.folder)
     if source.mtp is not None:
         checkpoint |= head_identities(source.mtp)
@@ -99,7 +99,7 @@ def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> 
 
     source: a model whose folder has a config.json. Raises UsageError as `prepare` does.
     """
-    load_compiler(target, [plan for _, plan in make_plans(request, *cut_layers(request, source))])
+    load_compiler(target, [*make_plans(request, *cut_layers(request, source)).values()])
 
 
 def check_small_files(
@@ -108,7 +108,7 @@ def check_small_files(
     """Return token ids and plans, after all checks that read only the checkpoint's small files."""
     ids = generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
-    plans = dict(make_plans(request, source, config))
+    plans = make_plans(request, source, config)
     for out in plans:
         layout.check_place(out, source.name, force=request.force)
     return ids, plans

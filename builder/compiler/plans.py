@@ -1,7 +1,6 @@
 """Turn a request into plans, with the checks that need no more than flags and config.json."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,21 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
+from mtpbuild.builder.forecast.context import USUAL, choose_context, weights_bytes
 from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.measure.host import physical_memory
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.modules import stored_modules
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan.plan import ADAPTIVE_NEXTN, Nextn, Plan, choose_drafter, in_order
+from mtpbuild.builder.plan.plan import (
+    ADAPTIVE_NEXTN,
+    Nextn,
+    Plan,
+    choose_drafter,
+    in_order,
+    size_of,
+    state_specs,
+)
 from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
@@ -26,8 +35,6 @@ from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.target_options import make_options
 from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import UsageError
-
-DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
 
 def check_flags(request: BuildRequest) -> Target:
@@ -78,10 +85,8 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
     return replace(source, name=name, engine=engine), request.layers.of(config)
 
 
-def make_plans(
-    request: BuildRequest, source: FoundModel, config: ModelConfig
-) -> Iterator[tuple[Path, Plan]]:
-    """Yield the folder and the plan of the engine for each nextn."""
+def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -> dict[Path, Plan]:
+    """Return the plan of the engine for each nextn, by the engine's folder."""
     nextns = asked_nextns(config, request)
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options)
@@ -102,39 +107,50 @@ def make_plans(
         raise UsageError(f"--score is for target {targets_with(Feature.SCORE)}")
     check_ranks(config, request.ranks)
     capabilities = target.compute_capabilities(request, options)
-    length = request.max_seq_len
-    if length is None:
-        length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
+    length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
     ids = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     suffix = "_bf16" if style.dtype == "bfloat16" else ""
     suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
     suffix += f"_draft{len(ids)}" if ids else ""
     suffix += "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
+    plans = dict[Path, Plan]()
     for asked in nextns:
         nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             out = out / f"{source.engine}_n{asked}{suffix}"
-        yield (
-            out,
-            Plan(
-                config=config,
-                nextn=nextn,
-                drafter=choose_drafter(config, asked, request.drafter),
-                max_batch=in_range(1, request.max_batch, MAX_BATCH, "--max-batch"),
-                max_seq_len=in_range(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
-                prefill_chunk=in_range(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
-                style=style,
-                ranks=request.ranks,
-                compute_capabilities=capabilities,
-                options=options,
-                adaptive=asked == "auto",
-                scheme=request.scheme,
-                rules=request.acceptance_rules,
-                score=request.score,
-                draft_ids=ids,  # nextn 0 too: engines of one build share their weights
-            ),
+        plans[out] = Plan(
+            config=config,
+            nextn=nextn,
+            drafter=choose_drafter(config, asked, request.drafter),
+            max_batch=in_range(1, request.max_batch, MAX_BATCH, "--max-batch"),
+            max_seq_len=in_range(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
+            prefill_chunk=in_range(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
+            style=style,
+            ranks=request.ranks,
+            compute_capabilities=capabilities,
+            options=options,
+            adaptive=asked == "auto",
+            scheme=request.scheme,
+            rules=request.acceptance_rules,
+            score=request.score,
+            draft_ids=ids,  # nextn 0 too: engines of one build share their weights
         )
+    # Engines with our kernels take memory only for the rows of their caches that are in use.
+    if request.max_seq_len is None and style.packs_weights and length < limit:
+        length = longest_context(plan=plans[out], limit=limit, folder=source.folder)
+        plans = {out: replace(plan, max_seq_len=length) for out, plan in plans.items()}
+    return plans
+
+
+def longest_context(plan: Plan, limit: int, folder: Path) -> int:
+    """Return the context that memory allows for the plan with the most drafts."""
+
+    def state_bytes(context: int) -> int:
+        return sum(map(size_of, state_specs(replace(plan, max_seq_len=context))))
+
+    return choose_context(limit, physical_memory(), weights_bytes(plan, folder), state_bytes)
 
 
 def asked_draft_ids(
@@ -192,10 +208,15 @@ def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> Non
             taken.add(control.name)
 
 
-def note_length(config: ModelConfig, request: BuildRequest) -> None:
-    """Log a note if requests may be longer than the model was trained for."""
-    length, limit = request.max_seq_len, config.max_position_embeddings
-    if length is not None and length > limit:
+def note_context(request: BuildRequest, plan: Plan) -> None:
+    """Log a note if the context is not what the model was trained for."""
+    length, limit = plan.max_seq_len, plan.config.max_position_embeddings
+    log = logging.getLogger(__name__)
+    if length > limit:
         note = "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
         note += "what the model says there is untested"
-        logging.getLogger(__name__).warning(note, length, limit)
+        log.warning(note, length, limit)
+    elif request.max_seq_len is None and length < limit:
+        why = "memory" if plan.style.packs_weights else f"the default of target {request.target}"
+        note = "note: context %s of %s: %s; --max-seq-len asks for another"
+        log.warning(note, f"{length:,}", f"{limit:,}", why)

@@ -4,7 +4,7 @@ Whatever its nextn, an engine holds every weight of the main model and of the MT
 weights that `build --weights` quantises are integers, all others fp32.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.shards import has_weights
+from mtpbuild.builder.forecast.context import MAPPED, choose_context
 from mtpbuild.builder.forecast.forecast import (
     ByNextn,
     ForecastRequest,
@@ -44,17 +45,12 @@ from mtpbuild.runtime.ranks import ALONE
 FORMATS = ("int8", "int4")
 ASKED = (None, *FORMATS)
 
-# Bytes of memory at run time for each byte of the weights file. Our kernels read the memory-mapped
-# file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
-# took 1.33 GB (its share of the pages), 0.11 GB of it private.
-MAPPED = 1.1
-
 
 @dataclass(frozen=True)
 class CpuEngine:
     """The engine that `build --weights` would make; lists are over the request's nextn.
 
-    bytes: the size of the weights file.
+    bytes: the size of the weights file. context: what `build` chooses without --max-seq-len.
     """
 
     weights: str | None
@@ -63,6 +59,7 @@ class CpuEngine:
     reads: list[float]
     too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
     lacking: int  # bytes of disk space that are missing
+    context: int
 
     @property
     def fits(self) -> bool:
@@ -162,7 +159,14 @@ def forecast_engine(
     load = StepLoad(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
-    return CpuEngine(weights, file, memory, reads, too_much, machine.lacking(download, file))
+    limit, most = model.config.max_position_embeddings, max(request.nextn)
+
+    def state_bytes(context: int) -> int:
+        return count_cache_bytes(replace(request, max_seq_len=context), model, most)
+
+    context = choose_context(limit, machine.memory, file, state_bytes)
+    lacking = machine.lacking(download, file)
+    return CpuEngine(weights, file, memory, reads, too_much, lacking, context)
 
 
 def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
@@ -208,6 +212,7 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
                 "tokens_per_s": f.speeds(engine),
                 "fits_memory": not engine.too_much,
                 "fits_disk": not engine.lacking,
+                "context": engine.context,
             }
             for engine in f.engines
         ],
@@ -246,10 +251,11 @@ def _download_line(f: CpuForecast) -> str:
 
 
 def _engines_table(f: CpuForecast) -> Table:
-    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits")
+    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits", "context")
     for engine in f.engines:
         sizes = map(format_size, (engine.bytes, engine.memory[-1]))
-        table.add_row(engine.weights or AS_STORED, *sizes, describe_fit(engine))
+        name, context = engine.weights or AS_STORED, f"{engine.context:,}"
+        table.add_row(name, *sizes, describe_fit(engine), context)
     return table
 
 

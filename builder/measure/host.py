@@ -19,8 +19,8 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.limits import SYSTEM, measure_limits
 
-MEMINFO = Path("/proc/meminfo")
 READ = 1 << 28  # bytes, more than caches hold
 PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
 
@@ -33,7 +33,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
         "cpu": read_cpu_name(),
-        "cores": count_cores(),
+        "cores": measure_limits().processors,
         "threads": threads,
         "memory_bytes": physical_memory(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
@@ -43,13 +43,6 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "command": shlex.join(["mtpbuild", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # missing on some systems
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def read_cpu_name() -> str:
@@ -62,7 +55,9 @@ def read_cpu_name() -> str:
 
 
 def physical_memory() -> int | None:
-    """Return this machine's memory in bytes; None if the system does not report it."""
+    """Return the bytes of memory that this process may take; None if the system doesn't say."""
+    if (memory := measure_limits().memory) is not None:
+        return memory
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # missing on some systems
@@ -93,22 +88,21 @@ class Machine:
         return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)
 
 
-def measure_machine(meminfo: Path = MEMINFO) -> Machine:
+def measure_machine(root: Path = SYSTEM) -> Machine:
     """Measure this machine; raise UsageError on systems without /proc/meminfo."""
-    try:
-        text = meminfo.read_text(encoding="utf-8")
-    except OSError:
-        raise UsageError(f"--cpu reads {meminfo}, which this system does not have") from None
-    sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
+    limits = measure_limits(root)
+    if limits.memory is None:
+        meminfo = root / "proc/meminfo"
+        raise UsageError(f"--cpu reads {meminfo}, which this system does not have")
     places = (find_disk(cache_folder()), find_disk(Path.cwd()))
-    return Machine(sizes["MemTotal"], sizes["MemAvailable"], *places)
+    return Machine(limits.memory, limits.free, *places)
 
 
 def measure_bandwidth(passes: int = 4) -> float:
     """Measure the bytes a second that all cores together read from memory, in the best pass."""
     import numpy as np
 
-    cores, best = count_cores(), math.inf
+    cores, best = measure_limits().processors, math.inf
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.sampling_flags import (
@@ -21,7 +21,7 @@ from mtpbuild.runtime.cli.sampling_flags import (
 )
 from mtpbuild.runtime.contract.target_options import changed, load_options, option_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, grouped
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -58,11 +58,17 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 @error_line
 @grouped
 def run(
-    engine: Annotated[Path, Option(help="Engine directory.")],
+    context: typer.Context,
     sampling: RunFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
     load_flags: LoadFlags,
+    model: Annotated[
+        str | None,
+        Argument(help="Engine, by folder or by name under engines/, else a recipe or OWNER/NAME."),
+    ] = None,
+    engine: Path | None = flag(None, "Engine, by folder or by name under engines/."),
+    yes: bool = flag(False, "Fetch and build a model's engine without asking."),
     prompt: str | None = flag(None, "Text to continue."),
     prompt_file: Path | None = flag(None, "File with the text to continue; -: standard input."),
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
@@ -78,12 +84,14 @@ def run(
     ),
     json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
     threads: int | None = flag(None, THREADS, parser=parse_threads),
+    max_seq_len: int | None = flag(None, MAX_SEQ_LEN),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt, talk on a terminal until Ctrl-D, or answer what is piped in.
 
-    Text goes to standard output, accepted draft tokens in green if that is a terminal; the summary
-    goes to standard error.
+    A model without an engine is fetched and built first, after a question. Text goes to standard
+    output, accepted draft tokens in green if that is a terminal; the summary goes to standard
+    error.
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     if len(given) > 1:
@@ -93,6 +101,7 @@ def run(
         raise UsageError("--json and --trace need a prompt: a conversation has neither")
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime.cli import terminal
+    from mtpbuild.runtime.cli.engines import choose_engine
     from mtpbuild.runtime.configuration.settings import check_engine
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
@@ -105,6 +114,7 @@ def run(
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if sampling.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
+    engine = choose_engine(model, engine, yes=yes, make_engine=context.obj)
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
@@ -121,6 +131,7 @@ def run(
             Engine.load(
                 engine,
                 threads=threads,
+                max_seq_len=max_seq_len,
                 verify_hashes=verify_hashes,
                 warm=[params],
                 prefix_cache=talks,  # each turn of a conversation extends the last one

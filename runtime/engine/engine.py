@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import operator
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
@@ -66,6 +67,7 @@ class Engine:
         path: str | Path,
         *,
         threads: int | None = None,
+        max_seq_len: int | None = None,
         verify_hashes: bool = False,
         overlap: bool = True,
         prefix_cache: bool = False,
@@ -76,17 +78,18 @@ class Engine:
     ) -> Self:
         """Check an engine directory and load it.
 
-        threads: CPU threads of the target; None lets it choose. verify_hashes: hash all files,
-        whatever their size. overlap: launch a step before the tokens of the step before it are
-        read, if the target can; False is for measurements. prefix_cache: reuse the rows of earlier
-        prompts with the same beginning, if the target can. Tokens stay the same (except at
-        near-ties if the engine is not exact), but the time to the first token depends on earlier
-        requests. prefix_cache_bytes: memory of the host for these rows; None: an eighth of the free
-        memory, or enough for one conversation of max_seq_len tokens, but at most half of it.
-        prefix_cache_dir: a folder that keeps these rows for later processes, up to the same number
-        of bytes. Prefixes that were added to the engine are always used. warm: settings of later
-        requests, whose programs are loaded and run once now; statistics ignore these runs. options:
-        those of the engine's target, such as provider="cuda" (target onnxruntime) or
+        threads: CPU threads of the target; None lets it choose. max_seq_len: prompt and output
+        tokens of a request together, at most as many as the engine was built for; None: as many.
+        verify_hashes: hash all files, whatever their size. overlap: launch a step before the tokens
+        of the step before it are read, if the target can; False is for measurements. prefix_cache:
+        reuse the rows of earlier prompts with the same beginning, if the target can. Tokens stay
+        the same (except at near-ties if the engine is not exact), but the time to the first token
+        depends on earlier requests. prefix_cache_bytes: memory of the host for these rows; None: an
+        eighth of the free memory, or enough for one conversation of max_seq_len tokens, but at most
+        half of it. prefix_cache_dir: a folder that keeps these rows for later processes, up to the
+        same number of bytes. Prefixes that were added to the engine are always used. warm: settings
+        of later requests, whose programs are loaded and run once now; statistics ignore these runs.
+        options: those of the engine's target, such as provider="cuda" (target onnxruntime) or
         no_cuda_graphs=True (target inductor: slower, easier to debug); docs/targets.md lists them.
 
         Raises UsageError, EngineError or one of its subclasses, with what to do.
@@ -97,17 +100,20 @@ class Engine:
             raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
         folder = Path(path)
         manifest = read_manifest(folder)
+        limited = _with_context(manifest, max_seq_len)
         try:
             for place, own in own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
+            with contextlib.suppress(OSError):  # an engine that others own
+                os.utime(folder)  # the time of its last use, for `mtpbuild list`
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
             rows_folder = prefix_cache_dir if prefix_cache else None
-            cache = open_prefix_cache(programs, manifest, folder, limit, rows_folder)
-            return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=cache)
+            cache = open_prefix_cache(programs, limited, folder, limit, rows_folder)
+            return cls(programs, limited, tokenizer, overlap=overlap, prefix_cache=cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:
@@ -346,6 +352,20 @@ def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingP
                 cast(Adaptive, programs).draft(nextn)
             programs.begin(0, length, 0, make_step_controls([0], params, manifest))
             programs.step(active, length + manifest.window)
+
+
+def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
+    """Return the manifest with another limit of a request's tokens, if one is given."""
+    least, most = manifest.window + 3, manifest.build.max_seq_len
+    if max_seq_len is None:
+        return manifest
+    if not least <= max_seq_len <= most:
+        raise RequestError(
+            f"max_seq_len must be from {least} to {most}, for which this engine was built, not "
+            f"{format_value(max_seq_len)}"
+        )
+    build = manifest.build.model_copy(update={"max_seq_len": max_seq_len})
+    return manifest.model_copy(update={"build": build})
 
 
 def _params_or_default(params: SamplingParams | None) -> SamplingParams:

@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.manifest import (
 from mtpbuild.runtime.contract.sums import GROUP as GROUP
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
+from mtpbuild.runtime.limits import measure_limits
 
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # environment: rank 0's listening socket, set by `start_ranks`
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0  # environment: the time limit, and its default
@@ -157,7 +158,7 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
     The ranks end with the block. Raises RankError with the rank that failed and why; UsageError
     if the machine has too few cores or GPUs for the ranks.
     """
-    tp, cores = manifest.build.tp, os.cpu_count() or 1
+    tp, cores = manifest.build.tp, measure_limits().processors
     if tp > PER_CORE * cores:
         raise UsageError(
             f"{folder}: {tp} ranks are too many for {cores} cores (at most {PER_CORE} each): "

@@ -12,7 +12,7 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_type
 from mtpbuild.runtime.contract.targets import targets_with
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.free_memory import free_memory
+from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile, open_prefixes, prefix_names
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
@@ -230,7 +230,7 @@ def default_limit(manifest: Manifest) -> int:
     Each rank saves its own rows, and all ranks may be on this machine.
     """
     row, states = saved_sizes(manifest)
-    free = free_memory() // manifest.build.tp
+    free = measure_limits().free // manifest.build.tp
     return max(free // SHARE, min(free // 2, row * manifest.build.max_seq_len + states))
 
 

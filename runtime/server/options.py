@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class ReplicaFlags:
         "qwen3_coder or none; default: as the chat template.",
     )
     threads: int | None = flag(None, THREADS, parser=parse_threads)
+    max_seq_len: int | None = flag(None, MAX_SEQ_LEN)
 
     def load_engine(self, folder: Path, **options: Any) -> "Engine":
         """Load the engine, and run greedy and sampling programs once."""
@@ -50,6 +51,7 @@ class ReplicaFlags:
         return Engine.load(
             folder,
             threads=self.threads,
+            max_seq_len=self.max_seq_len,
             prefix_cache=not self.no_prefix_cache,
             prefix_cache_bytes=self.prefix_cache_bytes,
             prefix_cache_dir=self.prefix_cache_dir,

@@ -148,7 +148,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
         size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
         assert size / 4 == pytest.approx(whole - routed / 2, rel=0.05)
     request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
-    ((out, _),) = make_plans(request, FoundModel("two", "two", checkpoint), load_config(checkpoint))
+    (out,) = make_plans(request, FoundModel("two", "two", checkpoint), load_config(checkpoint))
     assert out == Path("engines/two_n2_tp2_adp")
 
 

@@ -59,13 +59,15 @@ FLAGS = {
     "diff": "--engine --json",
     "eval": None,  # in test_evaluate.py
     "inspect": None,
+    "list": "--json",
     "plan": "--acceptance --attention-dp --bandwidth --calibrate --checkpoint --context-len --cpu "
     "--ep --gpu --json --kv-cache --max-batch --max-seq-len --model --nextn --picture "
     "--prefill-chunk --tp",
     "prefix": None,
     "quantize": "--checkpoint --exclude --force --head --model --mtp --out --to",
-    "recipes": "--json",
+    "recipes": "--fits --json",
     "refit": "--checkpoint --engine --mtp",
+    "rm": "--yes",
     "run": None,
     "serve": None,
     "study": "--json --out",

@@ -184,11 +184,10 @@ def test_models_without_modules() -> None:
 
 def test_this_machine(tmp_path: Path) -> None:
     found = measure_machine()
-    assert found.memory == psutil.virtual_memory().total
-    assert 0 < found.available <= found.memory
+    assert 0 < found.available <= found.memory <= psutil.virtual_memory().total
     assert find_disk(tmp_path / "not" / "there").device == find_disk(tmp_path).device
     with pytest.raises(UsageError, match="meminfo, which this system does not have"):
-        measure_machine(tmp_path / "meminfo")
+        measure_machine(tmp_path)
 
 
 def test_json() -> None:

@@ -28,6 +28,7 @@ from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import start_ranks
+from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.prefix_cache.cache import open_prefix_cache
 from mtpbuild.runtime.programs.follow import follow
 from tests.reference.recompute import greedy
@@ -309,7 +310,7 @@ def test_damage_on_another_rank(copy: Path) -> None:
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
         Engine.load(engine)
-    manifest, cores = read_manifest(engine), os.cpu_count() or 1
+    manifest, cores = read_manifest(engine), measure_limits().processors
     many = 1 + 4 * cores
     crowded = manifest.model_copy(update={"build": manifest.build.model_copy(update={"tp": many})})
     says = rf"{many} ranks are too many for {cores} cores \(at most 4 each\): spread them over mach"

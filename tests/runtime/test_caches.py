@@ -2,7 +2,6 @@
 
 import mmap
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
-from mtpbuild.runtime.free_memory import UNKNOWN, free_memory
 from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, HostMemory, PackedCaches, rounded
 from mtpbuild.runtime.programs.slots import Caches, Memory, finite
 from tests.support.fake_gpu import FakeGpu
@@ -170,21 +168,3 @@ def test_rows_are_written_and_read(where: str, dtype: Literal["float32", "bfloat
     assert np.array_equal(caches.read(1, 0, 64)["kv.0"], one[:64])
     assert np.array_equal(caches.read(1, 64, 100)["kv.0"], two[:36])
     assert np.array_equal(caches.read(0, 10, 100)["kv.0"], two[10:])
-
-
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [({}, UNKNOWN), ({"proc/meminfo": "MemFree: 9 kB\nMemAvailable:    70 kB\n"}, 70 << 10),
-     ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "9000\n"}, 9000 - 2000),
-     ({"proc/meminfo": "MemAvailable: 70 kB\n", "memory.max": "max\n"}, 70 << 10),
-     ({"memory.max": "1000\n"}, 0)],
-)  # fmt: skip
-def test_memory_that_is_left(files: dict[str, str], left: int, tmp_path: Path) -> None:
-    """The system's or the group's, whichever is less; a system may say nothing."""
-    group = "sys/fs/cgroup"
-    files = {"proc/stat": "", f"{group}/memory.current": "2000\n"} | files
-    for name, text in files.items():
-        path = tmp_path / (name if "/" in name else f"{group}/{name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert free_memory(tmp_path) == left

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, read_manifest
-from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    EngineFileError,
+    EngineFormatError,
+    RequestError,
+)
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
 from tests.support.fakes import BOS, FakePrograms, continuation
@@ -41,6 +46,22 @@ def test_warming_up_runs_the_programs_and_counts_nothing(
         assert engine.stats.output_tokens == engine.stats.requests_ended == 0
         found = engine.generate("hello", SamplingParams(max_tokens=9)).token_ids
         assert found == continuation(engine.encode("hello"), 9)
+
+
+def test_a_smaller_context(engine_dir: Path) -> None:
+    """It counts for prompts and for answers; the files stay as they are."""
+    with Engine.load(engine_dir, max_seq_len=20) as engine:
+        assert engine.manifest.build.max_seq_len == 20
+        with pytest.raises(ContextLengthError, match="20 tokens, this engine takes at most 19"):
+            engine.generate([5] * 20)
+        found = engine.generate([5] * 15, SamplingParams(max_tokens=30, ignore_eos=True))
+        assert (len(found.token_ids), found.finish_reason) == (5, "length")
+    built = read_manifest(engine_dir).build.max_seq_len
+    says = f"max_seq_len must be from 7 to {built}, for which this engine was built, not"
+    for wrong in (built + 1, 6, -1):
+        with pytest.raises(RequestError, match=f"{says} {wrong}"):
+            Engine.load(engine_dir, max_seq_len=wrong)
+    Engine.load(engine_dir, max_seq_len=built).close()
 
 
 def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

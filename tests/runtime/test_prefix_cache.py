@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
+from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.prefix_cache.cache import default_limit
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, common
 from tests.support.fakes import continuation, fake_engine, fake_manifest
@@ -321,7 +322,8 @@ def test_what_two_prompts_have_in_common() -> None:
 def test_the_default_size(
     free: int, ranks: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.free_memory", lambda: free)
+    limits = Limits(None, free, 2)
+    monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.measure_limits", lambda: limits)
     manifest = fake_manifest(max_seq_len=60, width=1)
     build = manifest.build.model_copy(update={"tp": ranks})
     assert default_limit(manifest.model_copy(update={"build": build})) == limit

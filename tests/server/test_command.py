@@ -50,10 +50,10 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin", "--allowed-hosts", "--api-key", "--drain-timeout", "--engine", "--host",
-        "--log-requests", "--max-body", "--max-queue", "--no-access-log", "--no-cuda-graphs",
-        "--no-prefix-cache", "--no-thinking-split", "--port", "--prefix-cache-bytes",
-        "--prefix-cache-dir", "--provider", "--request-timeout", "--served-model-name", "--threads",
-        "--tool-call-parser", "--verify-hashes",
+        "--log-requests", "--max-body", "--max-queue", "--max-seq-len", "--no-access-log",
+        "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
+        "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
+        "--served-model-name", "--threads", "--tool-call-parser", "--verify-hashes",
     ]  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""The engine of a model that `mtpbuild run MODEL` names: one that is here, or one built now."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from mtpbuild.builder.cli.build import run_build
+from mtpbuild.runtime.checks import did_you_mean
+from mtpbuild.runtime.cli.engine_commands import confirm
+from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.forecast.cpu import CpuEngine, CpuForecast
+
+
+def make_engine(model: str, yes: bool) -> Path:
+    """Return the folder of a model's engine; build one after a question, which `yes` answers.
+
+    Of the engines under engines/ the one that was used last is taken. Raises the errors of a build,
+    and BuildError if no engine of the model fits this machine.
+    """
+    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.forecast.cpu import forecast_cpu
+    from mtpbuild.builder.forecast.fitting import choose_weights
+    from mtpbuild.builder.forecast.forecast import ForecastRequest
+    from mtpbuild.builder.plan.recipe import TARGET, default_target, name_model
+    from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.weights.scheme import build_scheme
+    from mtpbuild.runtime.cli.engines import ENGINES, describe_engine, list_folders
+
+    try:
+        name = name_model(model).name
+    except UnknownRecipeError:
+        engines = [str(folder.relative_to(ENGINES)) for folder in list_folders()]
+        if near := did_you_mean(model, engines):
+            raise UsageError(f"{model}: neither an engine nor a model{near}") from None
+        raise
+    here = [engine for engine in map(describe_engine, list_folders()) if engine.model == name]
+    if here:
+        last = ENGINES / max(here, key=lambda engine: engine.last_use or 0).name
+        typer.echo(f"{name}: {last}", err=True)
+        return last
+    if default_target(model) != TARGET:
+        raise UsageError(f"{name} has no engine here: `mtpbuild build --model {name}` makes one")
+    folder = fetch_configuration(model)
+    request = ForecastRequest(model, (), checkpoint=folder, bandwidth=1.0)  # it is not shown
+    found = forecast_cpu(request)
+    engine = choose_weights(found)
+    typer.echo(describe_build(found, engine), err=True)
+    if not confirm("Go on?", yes=yes):
+        raise typer.Exit
+    nextn = None if found.model.config.num_nextn_predict_layers else (0,)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the answer's
+        (built,) = run_build(BuildRequest(model, nextn, scheme=build_scheme(engine.weights)), ())
+    return built.folder
+
+
+def describe_build(found: "CpuForecast", engine: "CpuEngine") -> str:
+    """Say what is fetched and built, in two lines."""
+    from mtpbuild.builder.show.tables import format_size
+
+    fetched = f"fetches {format_size(found.download)}" if found.download else "fetches nothing"
+    weights = "as stored" if engine.weights is None else f"in {engine.weights}"
+    return (
+        f"{found.name} has no engine here. It {fetched}, and builds one of "
+        f"{format_size(engine.bytes)} in {Path('engines').absolute()}, weights {weights}, context "
+        f"{engine.context:,}."
+    )

@@ -1,0 +1,143 @@
+"""The engines of this folder: how a name finds one, and what `mtpbuild list` says of each."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, engine_folders, read_manifest
+from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
+
+MakeEngine: TypeAlias = Callable[[str, bool], Path]  # of a model; True: without asking
+ENGINES = Path("engines")  # of the current folder, where `mtpbuild build` puts them
+
+
+@dataclass(frozen=True)
+class ListedEngine:
+    """A line of `mtpbuild list`. `fault` says why the engine can't be used; None: it is whole."""
+
+    name: str
+    model: str | None = None
+    nextn: str | None = None
+    weights: str | None = None
+    size: int | None = None  # bytes of its files; engines of one build share their weights
+    context: int | None = None
+    last_use: float | None = None  # seconds since 1970, of a build, a load or a change
+    fault: str | None = None
+
+
+def find_engine(name: Path) -> Path:
+    """Return the engine's folder: the folder itself, else the engine of that name in engines/.
+
+    A name that is neither is returned as it is, for `read_manifest` to refuse.
+    """
+    named = ENGINES / name
+    return named if not (name / MANIFEST).is_file() and (named / MANIFEST).is_file() else name
+
+
+def choose_engine(
+    model: str | None, engine: Path | None, *, yes: bool, make_engine: MakeEngine | None
+) -> Path:
+    """Return the folder of the engine that is named: by --engine, or by a model's name.
+
+    make_engine: makes the engine of a model that has none, if the compiler is at hand.
+    """
+    if (model is None) == (engine is None):
+        raise UsageError("name one engine or model: mtpbuild run MODEL, or --engine FOLDER")
+    found = find_engine(Path(model or "") if engine is None else engine)
+    known = (found / MANIFEST).is_file() or ENGINES in found.parents
+    if model is None or make_engine is None or known:
+        return found
+    return make_engine(model, yes)
+
+
+def list_folders() -> Iterator[Path]:
+    """Yield the folders of engines/ in order; one without an engine may hold several engines."""
+    for folder in sorted(ENGINES.glob("[!.]*/")):
+        inner = [] if (folder / MANIFEST).is_file() else sorted(folder.glob(f"[!.]*/{MANIFEST}"))
+        yield from [path.parent for path in inner] or [folder]
+
+
+def describe_engine(folder: Path) -> ListedEngine:
+    """Describe an engine by its manifest, and by its files' sizes; a broken one by its fault."""
+    name = str(folder.relative_to(ENGINES))
+    try:
+        manifest = read_manifest(folder)
+        size = sum(_count_bytes(*part) for part in engine_folders(folder, manifest))
+    except MtpbuildError as error:
+        return ListedEngine(name, fault=str(error).removeprefix(str(folder)).lstrip(":/ "))
+    build = manifest.build
+    return ListedEngine(
+        name=name,
+        model=manifest.model.name,
+        nextn=build.drafts,
+        weights=build.weights,
+        size=size,
+        context=build.max_seq_len,
+        last_use=folder.stat().st_mtime,
+    )
+
+
+def _count_bytes(folder: Path, manifest: Manifest) -> int:
+    """Return the bytes of a folder's files; raise EngineFileError if one differs in its size."""
+    for name, spec in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != spec.size:
+            raise EngineFileError(f"{path}: it is missing or not whole")
+    return sum(spec.size for spec in manifest.files.values())
+
+
+def print_engine_list(engines: Iterable[ListedEngine]) -> None:
+    """Print a line per engine."""
+    right = [Column(name, justify="right", no_wrap=True) for name in ("size", "context")]
+    names = [Column(name, no_wrap=True) for name in ("engine", "model", "nextn", "weights")]
+    table = Table(*names, *right, Column("last use", no_wrap=True))
+    console, broken = Console(highlight=False, soft_wrap=True), list[str]()
+    for e in engines:
+        if e.fault is None:
+            values = (e.name, e.model, e.nextn, e.weights, f"{(e.size or 0) / 1e6:,.1f} MB")
+            table.add_row(*map(str, values), f"{e.context:,}", describe_time(e.last_use or 0))
+        else:
+            broken.append(f"{escape(e.name)}: [red]broken[/red]: {escape(e.fault)}")
+    if table.rows:
+        console.print(table)
+    for line in broken:
+        console.print(line)
+
+
+def describe_time(then: float, now: float | None = None) -> str:
+    """Say how long ago a time was."""
+    seconds = (time.time() if now is None else now) - then
+    units = (("day", 86_400), ("hour", 3_600), ("minute", 60))
+    name, unit = next((each for each in units if seconds >= each[1]), ("minute", 60))
+    count = int(seconds // unit)
+    return f"{count} {name}{'' if count == 1 else 's'} ago" if count > 0 else "now"
+
+
+def find_removable(name: Path) -> Path:
+    """Return the folder of an engine, or of a broken one under engines/; raise EngineFormatError.
+
+    A name is looked for under engines/.
+    """
+    folder = find_engine(name)
+    if not (folder / MANIFEST).is_file():
+        broken = [each for each in list_folders() if each in (name, ENGINES / name)]
+        if not broken:
+            read_manifest(name)  # it raises, and names an engine that is spelled alike
+        return broken[0]
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove an engine, or the link to one."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        # Under another name first: what an interruption leaves must not look like an engine.
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
