@@ -14,6 +14,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
+from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
@@ -36,7 +37,7 @@ from mtpbuild.runtime.text.chat_template import ChatOptions
 from mtpbuild.runtime.text.detokenizer import Span
 
 CLEAR_LINE = "\r\x1b[K"
-PLACEHOLDER = [("fg:ansibrightblack", "a question; /help lists commands, Ctrl-D ends")]
+PLACEHOLDER = FormattedText([("fg:ansibrightblack", "a question, or /help; Ctrl-D ends")])
 
 
 def converse(

@@ -226,7 +226,7 @@ class Conversation:
         kept, prompt = self._drop_oldest(messages)
         if dropped := _count_questions(messages) - _count_questions(kept):
             limit = self.engine.manifest.build.max_seq_len
-            self.say(f"the context of {limit:,} tokens is full: dropped the {dropped} oldest turns")
+            self.say(f"the context of {limit:,} tokens is full; old turns dropped: {dropped}")
         result = self._stream_answer(prompt, self.params)
         if not result.text:
             self.say("the answer is empty, and the question taken back")

@@ -445,9 +445,11 @@ def test_a_chat_samples_as_the_server_and_ends_where_the_model_ends(engine_dir: 
 def test_a_chat_without_its_package_is_refused(
     engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mtpbuild.runtime.cli.chat_terminal", None)
+    monkeypatch.delitem(sys.modules, "mtpbuild.runtime.cli.chat_terminal", raising=False)
+    monkeypatch.delattr("mtpbuild.runtime.cli.chat_terminal", raising=False)
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     result = type_in(["hi"], "run", "--engine", engine_dir)
-    fails(result, 1, r"a chat in the terminal needs .*: pip install '.\[cpu\]'")
+    fails(result, 1, r"a chat in the terminal needs prompt_toolkit: pip install '.\[cpu\]'")
 
 
 def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
@@ -497,7 +499,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path) -> Non
     with programs_by(Interrupted):
         done = type_in(["hello", "more"], *run)
     assert (done.exit_code, signal.getsignal(signal.SIGINT)) == (0, handler)
-    first, second = done.stderr.strip().splitlines()
+    first, _, second = done.stderr.strip().splitlines()  # between them: the context is full
     assert "tokens (cancelled), " in first
     assert "tokens (length), " in second
     assert type_in([f"hello{CTRL_C}", CTRL_C], *run).stderr == ""  # it clears the line

@@ -99,7 +99,7 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so() -> None:
     said = [talk(f"question {number} {'x' * 30}") for number in range(12)]
     dropped = [number for number, line in enumerate(said) if line]
     assert dropped
-    assert "the context of 200 tokens is full: dropped the " in said[dropped[0]]
+    assert "the context of 200 tokens is full; old turns dropped: " in said[dropped[0]]
     assert min(b - a for a, b in itertools.pairwise(dropped)) > 1
     assert talk.questions[-1].startswith("question 11")
     assert talk.prompts[-1].startswith(f"[user] {talk.questions[0]}")
