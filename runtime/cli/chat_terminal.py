@@ -196,7 +196,7 @@ class AnswerScreen:
 
     def _last_words(self) -> str:
         """Return the end of the thought, as far as it fits into a line."""
-        room = shutil.get_terminal_size().columns - 1
+        room = shutil.get_terminal_size().columns - 3  # and the ^C of a terminal
         words = " ".join(self._thought[-4 * room :].split())[-room:]
         while cell_len(words) > room:  # some characters take two columns
             words = words[1:]
