@@ -94,7 +94,7 @@ class Conversation:
         before, self.system = self.system, text or None
         try:
             self._render([_question("?")])
-        except RequestError:
+        except MtpbuildError:
             self.system = before
             raise
         self.say("the system message is set" if text else "there is no system message")
@@ -106,7 +106,7 @@ class Conversation:
         if not name:
             usual = SamplingParams()
             shown = [each for each in known if _value(self.params, each) != _value(usual, each)]
-            self.say("; ".join(map(self._show_setting, shown)))
+            self.say("; ".join(map(self._show_setting, shown)) or "all settings are the defaults")
             return
         if name not in known:
             raise UsageError(f"/set: {name} is no setting{did_you_mean(name, known)}")
@@ -229,9 +229,7 @@ class Conversation:
             self.say(f"the context of {limit:,} tokens is full; old turns dropped: {dropped}")
         result = self._stream_answer(prompt, self.params)
         if not result.text:
-            self.say("the answer is empty, and the question taken back")
-            self.messages = [*kept[:-1]]
-            return
+            raise RequestError(f"the answer is empty ({result.finish_reason})")
         self.messages, self._last = [*kept, result.message], result
 
     def _drop_oldest(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Prompt]:

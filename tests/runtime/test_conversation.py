@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime import ChatResult, Engine, SamplingParams
+from mtpbuild.runtime import ChatResult, EngineError, SamplingParams
 from mtpbuild.runtime.cli.conversation import COMMANDS, Conversation
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.engine.engine import Prompt
@@ -256,16 +256,18 @@ def test_the_thought_of_the_last_answer() -> None:
     assert talk.now.messages[-1]["content"] == "return"
 
 
-def test_an_empty_answer_takes_the_question_back() -> None:
+def test_after_an_empty_answer_the_question_is_the_draft() -> None:
     talk = Talk(next_token=lambda history: EOS)
-    assert talk("hello") == "the answer is empty, and the question taken back"
-    assert talk.now.messages == []
+    assert talk("hello") == "error: the answer is empty (stop)"
+    assert (talk.now.messages, talk.now.draft) == ([], "hello")
 
 
-def test_an_engine_that_failed_ends_the_conversation() -> None:
+def test_a_failed_answer_and_a_failed_engine() -> None:
     talk = Talk()
     talk.programs.fail = OSError("out of memory")
-    assert "out of memory" in talk("hello")  # of one request; the engine may go on
-    assert isinstance(talk.engine, Engine)
+    assert "out of memory" in talk("hello")
     talk.programs.fail = None
     assert talk("hello") == ""
+    talk.engine._driver._failure = "it is gone"
+    with pytest.raises(EngineError, match="it is gone"):
+        talk("more")
