@@ -2,9 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, field, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+if TYPE_CHECKING:
+    from typer import Context
 
 T = TypeVar("T")
 # --max-seq-len of commands that load an engine
@@ -48,6 +51,12 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     wrapped.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in shown}
     return wrapped
+
+
+def given_flags(context: "Context", names: Iterable[str]) -> list[str]:
+    """Return those of these parameters whose flags stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:

@@ -62,6 +62,7 @@ ONLY_HERE = {
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.builder.eval.study": {"numpy"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
+    "mtpbuild.runtime.cli.chat_terminal": {"prompt_toolkit", "rich"},
     "mtpbuild.builder.compiler.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
@@ -417,7 +418,7 @@ def test_dependencies_are_declared() -> None:
     """The run time needs no extra but its target's: one of onnxruntime's, or torch."""
     names = {"onnx-ir": "onnx_ir"}
     base = {dependency.partition(">")[0] for dependency in PYPROJECT["project"]["dependencies"]}
-    assert OUTSIDE["runtime"] - {"onnxruntime"} | {"safetensors"} == base
+    assert OUTSIDE["runtime"] - {"onnxruntime"} | {"prompt_toolkit", "safetensors"} == base
     groups = PYPROJECT["project"]["optional-dependencies"]
     onnxruntimes = [*groups["cpu"], *groups["onnxruntime-gpu"]]
     packages = {dependency.split("==")[0] for dependency in onnxruntimes}

@@ -13,7 +13,7 @@ from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.configuration.settings import join, requested_ranks
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, given_flags, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),
@@ -83,8 +83,6 @@ def plan(
 
 def refuse_gpu_flags(context: typer.Context) -> None:
     """Raise UsageError if flags for GPUs were given."""
-    sources = {name: context.get_parameter_source(name) for name in FOR_GPUS}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
+    if given := given_flags(context, FOR_GPUS):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"--cpu does not go with {flags}: they are for plans of GPUs")

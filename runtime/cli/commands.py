@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from json import loads  # `json` is a flag of the commands
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -20,8 +21,8 @@ from mtpbuild.runtime.cli.sampling_flags import (
     sampling_params,
 )
 from mtpbuild.runtime.contract.target_options import changed, load_options, option_flags
-from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, grouped
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, grouped
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run(
     max_seq_len: int | None = flag(None, MAX_SEQ_LEN),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
-    """Generate text; without a prompt, talk on a terminal until Ctrl-D, or answer what is piped in.
+    """Generate text; without a prompt, chat in the terminal, or answer what is piped in.
 
     A model without an engine is fetched and built first, after a question. Text goes to standard
     output, accepted draft tokens in green if that is a terminal; the summary goes to standard
@@ -101,12 +102,14 @@ def run(
         raise UsageError("--json and --trace need a prompt: a conversation has neither")
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime.cli import terminal
+    from mtpbuild.runtime.cli.conversation import chat_or_text
     from mtpbuild.runtime.cli.engines import choose_engine
     from mtpbuild.runtime.configuration.settings import check_engine
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.programs.follow import follow
+    from mtpbuild.runtime.sampling.defaults import sampling_defaults
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
@@ -114,9 +117,16 @@ def run(
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if sampling.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
+    if talks:
+        with needing("a chat in the terminal needs", "cpu"):
+            from mtpbuild.runtime.cli import chat_terminal
     engine = choose_engine(model, engine, yes=yes, make_engine=context.obj)
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
+    if talks:  # as in `serve`: the model's own sampling, and answers of any length
+        usual = sampling_defaults(engine, manifest) | {"max_tokens": manifest.build.max_seq_len}
+        typed = given_flags(context, usual)
+        sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
     form = None if json_schema is None else _form(json_schema)
     params = sampling_params(sampling, settings, structured_outputs=form)
     if params.synthetic:
@@ -142,7 +152,7 @@ def run(
         if input is not None:
             terminal.answer_file(loaded, input, params, json, recorder)
         elif talks:
-            terminal.converse(loaded, params, messages, options)
+            chat_terminal.converse(loaded, params, system, options)
         else:
             asked: Prompt
             if prompt_ids is not None:
@@ -155,7 +165,7 @@ def run(
                 asked = loaded.chat_ids([*messages, _question(chat, "--chat")], **options)
             else:
                 piped = _question(_read_text(STDIN).strip(), "standard input")
-                asked = terminal.chat_or_text(loaded, [*messages, piped], options)
+                asked = chat_or_text(loaded, [*messages, piped], options)
             terminal.answer(loaded, asked, params, json, recorder)
 
 

@@ -52,11 +52,12 @@ class PromptLine(BaseModel):
         if sum(getattr(self, name) is not None for name in self.PROMPTS) != 1:
             raise ValueError(f"give one of {', '.join(some)} and {last}")
         if all(getattr(self, name) is None for name in self.CHATS):
-            for name in self._chat_options():
+            for name in self.chat_options():
                 raise ValueError(f"{name} goes with {' or '.join(self.CHATS)}")
         return self
 
-    def _chat_options(self) -> ChatOptions:
+    def chat_options(self) -> ChatOptions:
+        """Return the options of the line's conversation."""
         given = {name: getattr(self, name) for name in ChatOptions.__annotations__}
         return cast(ChatOptions, {n: value for n, value in given.items() if value is not None})
 
@@ -68,7 +69,7 @@ class PromptLine(BaseModel):
 
     def chat_ids(self, engine: Engine, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, rendered with the line's options."""
-        return engine.chat_ids(messages, **self._chat_options())
+        return engine.chat_ids(messages, **self.chat_options())
 
 
 Kind = TypeVar("Kind", bound=PromptLine)

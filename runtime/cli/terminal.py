@@ -1,10 +1,8 @@
 """Terminal output of commands: streamed text with accepted drafts in colour, summaries, JSON."""
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from json import dumps
@@ -19,14 +17,11 @@ from mtpbuild.runtime.cli.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, ranks_here
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.engine.driver import Stream
 from mtpbuild.runtime.engine.engine import Engine, Prompt
-from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.prefix_cache.cache import saved_sizes
 from mtpbuild.runtime.prefix_cache.files import prefix_names
 from mtpbuild.runtime.requests.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
-from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 from mtpbuild.runtime.trace.recorder import Trace
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -91,81 +86,23 @@ def stream_answer(
     *,
     echo: bool = False,
     observer: Observer | None = None,
-    ending: Callable[[Stream], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Result:
-    """Stream the text to standard output, then print the summary to standard error.
-
-    ending: the context in which the stream is read, such as `ended_by_ctrl_c`.
-    """
-    colour = _has_colour(sys.stdout)
-    with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(engine.stream(prompt, params, observer=observer))
-        if ending is not None:
-            stack.enter_context(ending(stream))
+    """Stream the text to standard output, then print the summary to standard error."""
+    colour = has_colour(sys.stdout)
+    with engine.stream(prompt, params, observer=observer) as stream:
         if echo and colour and isinstance(prompt, str):
             print(f"{DIM}{prompt}{RESET}", end="")
         for chunk in stream:
             print(_colour_drafts(engine, chunk, colour), end="", flush=True)
         print(flush=True)
         result = stream.result()
-    line = summary(result)
-    print(f"{DIM}{line}{RESET}" if _has_colour(sys.stderr) else line, file=sys.stderr)
+    print_dimmed(summary(result))
     return result
 
 
-@contextlib.contextmanager
-def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
-
-    def end(*signal_and_frame: object) -> None:
-        signal.signal(signal.SIGINT, usual)
-        stream.cancel()
-
-    usual = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-
-
-def converse(
-    engine: Engine, params: SamplingParams, opening: Sequence[Message], options: ChatOptions
-) -> None:
-    """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts.
-
-    opening: the first messages of every conversation. Ctrl-C ends an answer, and the conversation
-    continues with the partial answer; at the prompt it raises KeyboardInterrupt.
-    """
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing in `input`)
-    messages = [*opening]
-    chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # may refuse
-    while (line := _read_line()) is not None:
-        messages.append({"role": "user", "content": line})
-        try:
-            prompt = chat_or_text(engine, messages, options)
-            answer = stream_answer(engine, prompt, params, ending=ended_by_ctrl_c)
-            if answer.text and not isinstance(prompt, str):
-                messages.append({"role": "assistant", "content": answer.text})
-            else:  # an empty answer, or texts, which do not build on each other
-                messages.pop()
-        except RequestError as error:
-            print(f"error: {error}", file=sys.stderr)
-            if len(messages) > len(opening) + 1:
-                print("the conversation starts again", file=sys.stderr)
-            messages = [*opening]
-
-
-def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptions) -> Prompt:
-    """Render the messages with the chat template, or return the last message as a text to continue.
-
-    Raises RequestError without a tokenizer, or without a template if the messages need it.
-    """
-    if engine.tokenizer is None:
-        raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
-    if engine.tokenizer.chat_template or messages[0]["role"] == "system" or options:
-        return engine.chat_ids(messages, **options)
-    return str(messages[-1]["content"])
+def print_dimmed(line: str) -> None:
+    """Print a line to standard error, dimmed on a terminal."""
+    print(f"{DIM}{line}{RESET}" if has_colour(sys.stderr) else line, file=sys.stderr)
 
 
 def describe(folder: Path, manifest: Manifest) -> None:
@@ -251,24 +188,19 @@ def _series(names: Iterable[str]) -> Iterator[str]:
         yield f"{first} .. {rest[-1]}" if rest else first
 
 
-def _read_line() -> str | None:
-    """Read a line that is not blank; return None at Ctrl-D."""
-    with contextlib.suppress(EOFError):
-        while not (line := input("> ")).strip():
-            pass
-        return line
-    print()
-    return None
-
-
 def _colour_drafts(engine: Engine, chunk: Chunk, colour: bool) -> str:
     """Return a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
     ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
     own = ((span.text, span.from_draft) for span in chunk.spans)
     spans: Iterable[tuple[str, bool]] = own if engine.tokenizer else ids
-    return "".join(f"{GREEN}{text}{RESET}" if colour and draft else text for text, draft in spans)
+    return "".join(colour_draft(text, colour and draft) for text, draft in spans)
 
 
-def _has_colour(stream: TextIO) -> bool:
+def colour_draft(text: str, draft: bool) -> str:
+    """Return a text in green if it is an accepted draft's."""
+    return f"{GREEN}{text}{RESET}" if draft else text
+
+
+def has_colour(stream: TextIO) -> bool:
     """Tell whether a terminal shows colours, unless the user disabled them (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -159,14 +159,17 @@ class Engine:
         to `messages`.
         """
         ids, params = self.chat_ids(messages, **options), _params_or_default(params)
-        if self.manifest.model.thinking_token_ids is not None:
-            special = self.special_ids
-            marks = [special[mark] for mark in (BEGIN, END) if mark in special]
-            shown = [*params.shown_tokens, *marks]
-            params = replace(params, shown_tokens=shown, split_thought=True)
-        with self.stream(ids, params) as stream:
+        with self.stream(ids, self.split_thought(params)) as stream:
             spans = [span for chunk in stream for span in chunk.spans]
             return ChatResult.of(stream.result(), spans)
+
+    def split_thought(self, params: SamplingParams) -> SamplingParams:
+        """Return the settings for an answer whose thought, if the model marks it, has own spans."""
+        if self.manifest.model.thinking_token_ids is None:
+            return params
+        special = self.special_ids
+        marks = [special[mark] for mark in (BEGIN, END) if mark in special]
+        return replace(params, shown_tokens=[*params.shown_tokens, *marks], split_thought=True)
 
     def stream(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag
+from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class ServerOptions(ReplicaFlags):
     send_timeout: float = 60.0
     log_requests: bool = False
     access_log: bool = False  # a line for each request: client, method, path and status
-    defaults: dict[str, float | int] = field(default_factory=dict)  # from generation_config.json
+    defaults: dict[str, float | int] = field(default_factory=VLLM_DEFAULTS.copy)
 
 
 def read_key(file: Path | None) -> str | None:

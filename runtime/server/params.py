@@ -1,4 +1,4 @@
-"""SamplingParams from a request's body; defaults are the model's, then vLLM's."""
+"""SamplingParams from a request's body, with the server's defaults."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,6 @@ from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Generatio
 from mtpbuild.runtime.server.service import Service
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
-DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
 def read_params(
@@ -38,7 +37,7 @@ def read_params(
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         raise TooLongError(limit_field, prompt + room, prompt, most)
-    settings = DEFAULTS | service.settings.defaults | to_params_fields(body.settings)
+    settings = service.settings.defaults | to_params_fields(body.settings)
     if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
         settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
     if body.stream and settings.get("prompt_logprobs") is not None:

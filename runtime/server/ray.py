@@ -11,10 +11,11 @@ from pydantic import ConfigDict, create_model
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.target_options import load_options, option_flags
+from mtpbuild.runtime.sampling.defaults import sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
-from mtpbuild.runtime.server.server import engine_defaults
 from mtpbuild.runtime.server.service import Service
 
 
@@ -65,7 +66,7 @@ class Replica:
         own = ServerOptions(
             **{name: getattr(arguments, name) for name in _fields_of(ReplicaFlags)},
             key=read_key(arguments.api_key),
-            defaults=engine_defaults(folder),
+            defaults=sampling_defaults(folder, read_manifest(folder)),
         )
         self._service = Service(own)
         options = {name: getattr(arguments, name) for name in LOADING}

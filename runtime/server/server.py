@@ -13,11 +13,10 @@ from pathlib import Path
 
 import uvicorn
 
-from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.files import read_json
+from mtpbuild.runtime.sampling.defaults import sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limit_time
 from mtpbuild.runtime.server.options import ServerOptions
@@ -70,37 +69,13 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-def generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Read sampling defaults from the model's generation_config.json, as vLLM does."""
-    try:
-        config = read_json(folder / "generation_config.json")
-    except (OSError, ValueError):
-        return {}
-    found: dict[str, float | int] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        value = config.get(name) if isinstance(config, dict) else None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = value
-    return found
-
-
-def engine_defaults(folder: Path) -> dict[str, float | int]:
-    """Return the sampling defaults that the engine can apply; warn of a penalty that it can't."""
-    defaults = generation_defaults(folder)
-    repetition = defaults.get("repetition_penalty", 1)
-    if repetition != 1 and Feature.PENALISE not in read_manifest(folder).features:
-        del defaults["repetition_penalty"]
-        what = "generation_config.json's repetition_penalty is not applied"
-        print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)
-    return defaults
-
-
 def serve(
     folder: Path, load: Callable[[], Engine], settings: ServerOptions, address: Address
 ) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
     hosts = [*(settings.allowed_hosts or ()), address.host]
-    settings = replace(settings, defaults=engine_defaults(folder), allowed_hosts=hosts)
+    defaults = sampling_defaults(folder, read_manifest(folder))
+    settings = replace(settings, defaults=defaults, allowed_hosts=hosts)
     sock = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import signal
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.support.fakes import (
 )
 from tests.support.invoke import invoke
 from tests.support.registry import programs_by
-from tests.support.run_command import Terminal, call, type_in
+from tests.support.run_command import CTRL_C, Terminal, call, type_in
 
 
 def fails(result: CliResult, code: int, message: str) -> None:
@@ -235,7 +236,7 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
     flags = ("--max-tokens", 9, "--chat-template-kwargs", json.dumps(kwargs))
     once = call("run", "--engine", engine_dir, "--chat", "hi", *flags)
     assert once.stdout_bytes == (wanted + "\n").encode()
-    talk = type_in(["hi"], "run", "--engine", engine_dir, *flags)
+    talk = type_in(["hi"], "run", "--engine", engine_dir, "--temperature", 0, *flags)
     assert talk.exit_code == 0, talk.output
     assert wanted in talk.stdout
 
@@ -422,13 +423,33 @@ def test_accepted_drafts_stand_out(
 
 
 def test_a_terminal_is_asked_for_prompts(engine_dir: Path) -> None:
-    lines = ["", "hello", "and " * 60, "again"]
+    lines = ["", "hello", "and " * 60, f"{CTRL_C}again"]
     result = type_in(lines, "run", "--engine", engine_dir, "--max-tokens", 4)
     assert result.exit_code == 0
     printed = result.stderr
     assert printed.count("4 tokens (length)") == 2
     assert "this engine takes at most 63" in printed
-    assert "the conversation starts again" in printed
+
+
+def test_a_chat_samples_as_the_server_and_ends_where_the_model_ends(engine_dir: Path) -> None:
+    """Flags stand above generation_config.json; other ways of `run` are greedy, as before."""
+    (engine_dir / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 7}')
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    run = ("run", "--engine", engine_dir)
+    assert "max_tokens 64; temperature 0.6; top_k 7\n" in type_in(["/set"], *run).stderr
+    flags = ("--temperature", 0, "--max-tokens", 9)
+    assert "max_tokens 9; top_k 7\n" in type_in(["/set"], *run, *flags).stderr
+    assert "seed" not in call(*run, "--prompt", "a").stderr
+
+
+def test_a_chat_without_its_package_is_refused(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "mtpbuild.runtime.cli.chat_terminal", raising=False)
+    monkeypatch.delattr("mtpbuild.runtime.cli.chat_terminal", raising=False)
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    result = type_in(["hi"], "run", "--engine", engine_dir)
+    fails(result, 1, r"a chat in the terminal needs prompt_toolkit: pip install '.\[cpu\]'")
 
 
 def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
@@ -453,9 +474,7 @@ def test_a_system_message_opens_every_chat(engine_dir: Path) -> None:
         wanted = engine.generate(engine.chat_ids(messages), SamplingParams(max_tokens=3)).text
     run = ("run", "--engine", engine_dir, "--max-tokens", 3, "--system", "Be brief.")
     assert call(*run, "--chat", "hi").stdout == call(*run, input="hi").stdout == wanted + "\n"
-    talk = type_in(["hi", "and " * 60, "hi"], *run)
-    assert "the conversation starts again" in talk.stderr
-    assert talk.stdout.count(wanted) == 2  # it opens the second conversation too
+    assert wanted in type_in(["hi"], *run, "--temperature", 0).stdout
 
 
 def test_an_engine_without_a_chat_template_continues_texts(engine_dir: Path) -> None:
@@ -464,7 +483,7 @@ def test_an_engine_without_a_chat_template_continues_texts(engine_dir: Path) -> 
     run = ("run", "--engine", engine_dir, "--max-tokens", 4)
     wanted = call(*run, "--prompt", "hi").stdout
     assert call(*run, input="hi").stdout == wanted
-    assert type_in(["hi", "hi"], *run).stdout.count(wanted.strip()) == 2
+    assert type_in(["hi", "hi"], *run, "--temperature", 0).stdout.count(wanted.strip()) == 2
     fails(call(*run, "--system", "s", input="hi"), 2, "no chat_template.jinja")
 
 
@@ -480,10 +499,10 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path) -> Non
     with programs_by(Interrupted):
         done = type_in(["hello", "more"], *run)
     assert (done.exit_code, signal.getsignal(signal.SIGINT)) == (0, handler)
-    first, second = done.stderr.strip().splitlines()
+    first, _, second = done.stderr.strip().splitlines()  # between them: the context is full
     assert "tokens (cancelled), " in first
     assert "tokens (length), " in second
-    assert type_in([KeyboardInterrupt()], *run).exit_code == 130  # at the prompt
+    assert type_in([f"hello{CTRL_C}", CTRL_C], *run).stderr == ""  # it clears the line
 
 
 def test_a_second_ctrl_c_interrupts_an_answer_that_does_not_end(engine_dir: Path) -> None:

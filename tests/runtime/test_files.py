@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, MOST_MANIFEST, read_manifest
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.server.server import generation_defaults
+from mtpbuild.runtime.sampling.defaults import generation_defaults
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.engines import write_manifest
 from tests.support.invoke import invoke

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mtpbuild.runtime.sampling.defaults import generation_defaults
 from mtpbuild.runtime.server.command import serve
 from mtpbuild.runtime.server.options import ReplicaFlags, read_key
-from mtpbuild.runtime.server.server import generation_defaults
 from mtpbuild.runtime.server.tools import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest

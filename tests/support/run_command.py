@@ -2,13 +2,21 @@
 
 import contextlib
 import io
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner, Result
 
 from mtpbuild.builder.cli import app
+
+ENTER, CTRL_C, CTRL_D, CTRL_J = "\r", "\x03", "\x04", "\n"
 
 
 class Terminal(io.StringIO):
@@ -16,31 +24,13 @@ class Terminal(io.StringIO):
         return True
 
 
-class Keyboard(Terminal):
-    """A terminal on which these lines are typed; a KeyboardInterrupt is Ctrl-C."""
-
-    def __init__(self, lines: Sequence[str | KeyboardInterrupt]) -> None:
-        super().__init__()
-        self._lines = iter(lines)
-
-    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        line = next(self._lines, None)
-        if isinstance(line, KeyboardInterrupt):
-            raise line
-        return "" if line is None else f"{line}\n"
-
-
 class TerminalRunner(CliRunner):
     """Lets a command read from a terminal, where the usual runner's standard input is a file."""
-
-    def __init__(self, lines: Sequence[str | KeyboardInterrupt]) -> None:
-        super().__init__()
-        self._lines = lines
 
     @contextlib.contextmanager
     def isolation(self, *args: Any, **options: Any) -> Iterator[Any]:
         with super().isolation(*args, **options) as streams:
-            sys.stdin = Keyboard(self._lines)  # the runner restores the real one
+            sys.stdin = Terminal()  # the runner restores the real one
             yield streams
 
 
@@ -49,6 +39,20 @@ def call(*args: object, input: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
-def type_in(lines: Sequence[str | KeyboardInterrupt], *args: object) -> Result:
-    """Runs a command on a terminal; types these lines and Ctrl-C, then Ctrl-D."""
-    return TerminalRunner(lines).invoke(app, [str(arg) for arg in args])
+def type_in(lines: Sequence[str], *args: object) -> Result:
+    """Runs a command on a terminal; types these lines, each with Enter, then Ctrl-D."""
+    with typed("".join(f"{line}{ENTER}" for line in lines) + CTRL_D):
+        return TerminalRunner().invoke(app, [str(arg) for arg in args])
+
+
+@contextlib.contextmanager
+def typed(keys: str) -> Iterator[None]:
+    """Gives prompts within the block these keys, a screen that nobody sees, and no history."""
+    with (
+        tempfile.TemporaryDirectory() as state,
+        mock.patch.dict(os.environ, XDG_STATE_HOME=state),
+        create_pipe_input() as pipe,
+        create_app_session(input=pipe, output=DummyOutput()),
+    ):
+        pipe.send_text(keys)
+        yield

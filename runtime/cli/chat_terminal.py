@@ -1,0 +1,209 @@
+"""Chat in the terminal: the line that is edited, and answers as they are generated."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.shortcuts import CompleteStyle
+from rich.cells import cell_len
+
+from mtpbuild.runtime.cli.conversation import COMMANDS, Conversation
+from mtpbuild.runtime.cli.terminal import (
+    DIM,
+    RESET,
+    colour_draft,
+    has_colour,
+    print_dimmed,
+    summary,
+)
+from mtpbuild.runtime.engine.driver import Stream
+from mtpbuild.runtime.engine.engine import Engine, Prompt
+from mtpbuild.runtime.requests.request import ChatResult
+from mtpbuild.runtime.sampling.params import SamplingParams
+from mtpbuild.runtime.text.chat_template import ChatOptions
+from mtpbuild.runtime.text.detokenizer import Span
+
+CLEAR_LINE = "\r\x1b[K"
+PLACEHOLDER = FormattedText([("fg:ansibrightblack", "a question, or /help; Ctrl-D ends")])
+
+
+def converse(
+    engine: Engine, params: SamplingParams, system: str | None, options: ChatOptions
+) -> None:
+    """Chat until Ctrl-D; without a chat template, continue texts.
+
+    Ctrl-C ends an answer, and the conversation continues with the partial answer; while a question
+    is typed, it clears the text. Raises RequestError if the engine can't have such a conversation.
+    """
+
+    def answer(prompt: Prompt, params: SamplingParams) -> ChatResult:
+        return show_answer(engine, prompt, params)
+
+    conversation = Conversation(
+        engine, params, answer, print_dimmed, system=system, options=options
+    )
+    session = make_session(open_history(history_path()))
+    with contextlib.suppress(EOFError):
+        while True:
+            draft, conversation.draft = conversation.draft, ""
+            text = session.prompt("> ", default=draft)
+            if text.strip():
+                conversation.take(text)
+
+
+def make_session(history: History) -> PromptSession[str]:
+    """Return the editor of questions: Enter sends the text, pasted lines stay together."""
+    keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
+
+    @keys.add("enter", filter=typing)
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("c-j", filter=typing)
+    @keys.add("escape", "enter", filter=typing)
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=typing)
+    def clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    return PromptSession(
+        history=history,
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation="  ",
+        placeholder=PLACEHOLDER,
+        completer=WordCompleter([f"/{name}" for name in COMMANDS], sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+    )
+
+
+def history_path() -> Path:
+    """Return the file of earlier questions, which all engines share."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "mtpbuild" / "history"
+
+
+def open_history(path: Path) -> History:
+    """Return the history of a file that its owner alone can read; in memory if it can't be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        with path.open("ab"):  # it can be written
+            return FileHistory(path)
+    except OSError:
+        return InMemoryHistory()
+
+
+def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatResult:
+    """Stream an answer to standard output, then print its summary to standard error."""
+    spans, screen = list[Span](), AnswerScreen(sys.stdout)
+    with (
+        engine.stream(prompt, engine.split_thought(params)) as stream,
+        ended_by_ctrl_c(stream),
+    ):
+        for chunk in stream:
+            screen.show(chunk.spans, chunk.reasoning_tokens)
+            spans += chunk.spans
+        screen.end()
+        result = ChatResult.of(stream.result(), spans)
+    print_dimmed(summary(result))
+    return result
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
+    """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
+
+    def end(*signal_and_frame: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stream.cancel()
+
+    usual = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+class AnswerScreen:
+    """An answer on the screen: accepted drafts in colour, and the thought folded into one line.
+
+    While the model thinks, the line shows the end of the thought, dimmed. Anything but a terminal
+    gets the whole text.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._colour = out, has_colour(out)
+        self._folds = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._thought, self._tokens, self._began = "", 0, 0.0
+        self._thinking, self._empty = False, True
+
+    def show(self, spans: Sequence[Span], reasoning_tokens: int = 0) -> None:
+        """Show the next spans; reasoning_tokens: of the answer so far."""
+        self._tokens = reasoning_tokens
+        for span in spans:
+            if not self._folds:
+                self._write(span.text)
+            elif span.kind == "content":
+                self._fold()
+                self._show_content(span)
+            else:
+                self._think(span.text if span.kind == "reasoning" else "")
+        if self._thinking and self._thought.strip():
+            self._write(CLEAR_LINE + self._dim(self._last_words()))
+        self._out.flush()
+
+    def end(self) -> None:
+        """End the answer's last line."""
+        self._fold()
+        self._write("\n")
+        self._out.flush()
+
+    def _think(self, text: str) -> None:
+        if not self._thinking:
+            self._thinking, self._began = True, time.perf_counter()
+        self._thought += text
+
+    def _fold(self) -> None:
+        """End the thought's line with its size, if there is a thought."""
+        if self._thinking and self._thought.strip():
+            size = f"{self._tokens} tokens, {time.perf_counter() - self._began:.1f} s"
+            line = f"thought: {size} (/thought shows it)"
+            self._write(CLEAR_LINE + self._dim(line) + "\n")
+        self._thinking = False
+
+    def _show_content(self, span: Span) -> None:
+        text = span.text.lstrip("\n") if self._empty and self._thought else span.text
+        if text:
+            self._empty = False
+            self._write(colour_draft(text, self._colour and span.from_draft))
+
+    def _last_words(self) -> str:
+        """Return the end of the thought, as far as it fits into a line."""
+        room = shutil.get_terminal_size().columns - 3  # and the ^C of a terminal
+        words = " ".join(self._thought[-4 * room :].split())[-room:]
+        while cell_len(words) > room:  # some characters take two columns
+            words = words[1:]
+        return words
+
+    def _dim(self, text: str) -> str:
+        return f"{DIM}{text}{RESET}" if self._colour else text
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
