@@ -119,64 +119,15 @@ def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def altered(folder: str, place: Path, change: Any) -> Path:
-    shutil.copytree(WRITTEN / folder, place)
-    tensors, config = load_file(place / SINGLE), json.loads((place / "config.json").read_text())
-    change(tensors, config["quantization_config"])
-    save_file(tensors, place / SINGLE)
-    (place / "config.json").write_text(json.dumps(config))
-    return place
-
-
 W4 = "model.layers.0.self_attn.o_proj.weight"
-Q = "model.layers.0.mlp.down_proj.weight"
-
-
-def group_of(settings: Any, **weights: Any) -> None:
-    settings["config_groups"]["group_0"]["weights"] |= weights
-
-
-DAMAGED = {
-    "no scale": ("deepseek_w4a16", lambda t, s: t.pop(f"{W4}_scale"), f"missing tensor {W4}_scale"),
-    "no shape": ("deepseek_w4a16", lambda t, s: t.pop(f"{W4}_shape"), f"missing tensor {W4}_shape"),
-    "zero points": (
-        "deepseek_w4a16", lambda t, s: group_of(s, symmetric=False), "missing tensor .*_zero_point",
-    ),
-    "order": (
-        "deepseek_w4a16", lambda t, s: group_of(s, actorder="group"), "missing tensor .*_g_idx",
-    ),
-    "group": (
-        "deepseek_w4a16", lambda t, s: group_of(s, group_size=48), "does not split into the blocks",
-    ),
-    "bits": ("deepseek_w4a16", lambda t, s: group_of(s, num_bits=8), "has shape .* makes it"),
-    "fewer scales": (
-        "glm4_fp8_dynamic", lambda t, s: t.update({f"{Q}_scale": t[f"{Q}_scale"][1:]}),
-        f"{Q}_scale has shape",
-    ),
-    "int8 zero points": (
-        "qwen3_5_w8a8", lambda t, s: group_of(s, symmetric=False), "missing tensor .*_zero_point",
-    ),
-    "blocks": (
-        "glm4_fp8_block", lambda t, s: t.update({f"{Q}_scale": torch.ones(7, 2).bfloat16()}),
-        f"{Q}_scale has shape",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_checkpoints(what: str, tmp_path: Path) -> None:
-    folder, change, says = DAMAGED[what]
-    checkpoint = open_checkpoint(altered(folder, tmp_path / "damaged", change))
-    with pytest.raises(CheckpointError, match=says) as error:
-        checkpoint.check(checkpoint.settle(load_config(checkpoint.folder)))
-    assert "\n" not in str(error.value)
 
 
 def test_a_wrong_weight_shape(tmp_path: Path) -> None:
-    def change(tensors: dict[str, Tensor], settings: Any) -> None:
-        tensors[f"{W4}_shape"] += 8
-
-    checkpoint = open_checkpoint(altered("deepseek_w4a16", tmp_path / "damaged", change))
+    folder = shutil.copytree(WRITTEN / "deepseek_w4a16", tmp_path / "damaged")
+    tensors = load_file(folder / SINGLE)
+    tensors[f"{W4}_shape"] += 8
+    save_file(tensors, folder / SINGLE)
+    checkpoint = open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"o_proj.weight is packed in .*weight_shape says"):
         checkpoint.read(W4)
 

@@ -18,41 +18,24 @@ from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
 from mtpbuild.builder.models import find_family, load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.families import config_of, make_family
-from tests.support.gguf_files import Array, converted, dequantised, usual, write_gguf
+from tests.support.gguf_files import (
+    OTHERS,
+    SMALL,
+    Array,
+    assert_equal_weights,
+    converted,
+    open_gguf,
+    usual,
+    write_gguf,
+)
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL")
 HALVES = ("attn_k_b.weight", "attn_v_b.weight")  # of kv_b_proj
 WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # blocks of 256
-# Rows of whole blocks of 32, and of 256.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen3.5": {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
-        "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-LATENT = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "gigachat": LATENT,
-    "glm-flash": LATENT,
-    "deepseek-v3.2": LATENT | {"index_head_dim": 32},
-    "glm-5": LATENT | {"index_head_dim": 32},
-    "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    "qwen3.5-moe": SMALL["qwen3.5"]
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
-    "qwen3-next": SMALL["qwen3.5"]
-    | {
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -64,25 +47,6 @@ def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[st
     c = config_of(name, **overrides)
     stored = make_family(name, **overrides).state_dict()
     return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
-
-
-def open_gguf(path: Path) -> Checkpoint:
-    """Opens and checks a file; it must have everything that its configuration wants."""
-    folder = find_model(str(path)).folder
-    checkpoint = open_checkpoint(folder)
-    checkpoint.check(checkpoint.settle(load_config(folder)))
-    return checkpoint
-
-
-def assert_equal_weights(path: Path, c: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Converting what the checkpoint reads gives what the package reads, to the bit."""
-    parts = ("weight_scale", "weight_minimum")
-    names = {n for n in checkpoint.tensors if not n.endswith(parts)}
-    found = dict(converted(c, names, lambda name: checkpoint.read(name).numpy()))
-    wanted = dequantised(path)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from mtpbuild.runtime.errors import CheckpointError
 DATA = Path(__file__).parents[1] / "data/checkpoints"
 
 
-@pytest.mark.parametrize("name", ["auto_round_gptq", "autoawq"])
+@pytest.mark.parametrize("name", ["auto_round_awq", "auto_round_gptq", "autoawq"])
 def test_what_packages_write(name: str) -> None:
     checkpoint = open_checkpoint(DATA / name)
     checkpoint.check(checkpoint.settle(load_config(DATA / name)))

@@ -11,8 +11,37 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
 from tests.support.families import config_of, make_family
 
+# Rows are whole blocks of 32.
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+LATENT = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "gigachat": LATENT,
+    "glm-flash": LATENT,
+    "deepseek-v3.2": LATENT | {"index_head_dim": 32},
+    "glm-5": LATENT | {"index_head_dim": 32},
+    "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "qwen3.5-moe": SMALL["qwen3.5"]
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3-next": SMALL["qwen3.5"]
+    | {
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
+    },
+}  # fmt: skip
 Array = npt.NDArray[np.float32]
 Read = Callable[[str], Array]  # a tensor of the checkpoint, by name
 TypeOf = Callable[[str, Array], Type]
@@ -278,3 +307,22 @@ def write_wide(path: Path, kind: str) -> Path:
     c, stored = config_of("qwen3.5", **wide), make_family("qwen3.5", **wide).state_dict()
     tensors = dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
     return write_gguf(path, c, tensors, usual(Type[kind]))
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Opens and checks a file; it must have everything that its configuration wants."""
+    folder = find_model(str(path)).folder
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(checkpoint.settle(load_config(folder)))
+    return checkpoint
+
+
+def assert_equal_weights(path: Path, c: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Converting what the checkpoint reads gives what the package reads, to the bit."""
+    parts = ("weight_scale", "weight_minimum")
+    names = {n for n in checkpoint.tensors if not n.endswith(parts)}
+    found = dict(converted(c, names, lambda name: checkpoint.read(name).numpy()))
+    wanted = dequantised(path)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -34,18 +34,19 @@ from tests.support.families import make_family, save_family
 
 NOT_QUANTISED = ["lm_head", "re:.*(embed_tokens|mlp.gate|eh_proj|conv1d|in_proj_[ab]|fc)$"]
 DEEPSEEK = {
-    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 4, "v_head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 3,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4,
+    "v_head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2,
     "num_hidden_layers": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 GLM = {
-    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 8,
-    "n_routed_experts": 3, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "head_dim": 8, "n_routed_experts": 3, "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 QWEN = {
-    "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "linear_key_head_dim": 8,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16,
+    "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "num_hidden_layers": 2, "full_attention_interval": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip

@@ -14,14 +14,14 @@ from torch import Tensor
 from tests.support.families import make_family, save_family
 
 GLM: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16,
-    "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "head_dim": 16, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 3,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32,
+    "v_head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 3,
     "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 # A weight's name, the weight -> its tensors by ending, and its dequantised values in fp32
@@ -55,7 +55,7 @@ def write_packed(
 
 def is_packed(name: str, weight: Tensor) -> bool:
     """Return whether a weight is a projection that fills words of eight."""
-    return weight.dim() == 2 and "_proj." in name and "eh_proj" not in name and len(weight) >= 32
+    return weight.dim() == 2 and "_proj" in name and "eh_proj" not in name and len(weight) >= 32
 
 
 def grid(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
