@@ -24,20 +24,20 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.engines import EngineBuilder, greedy_ids
-from tests.support.families import config_of, make_family
-from tests.support.gguf_files import Array, converted, dequantised, usual, write_gguf
+from tests.support.gguf_files import (
+    SMALL,
+    Array,
+    converted,
+    dequantised,
+    random_tensors,
+    split_head,
+    usual,
+    write_gguf,
+)
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL")
 HALVES = ("attn_k_b.weight", "attn_v_b.weight")  # of kv_b_proj
 WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # blocks of 256
-# Rows of whole blocks of 32, and of 256.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen3.5": {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
-        "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 LATENT = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
     "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
@@ -68,12 +68,6 @@ def tiny_tensors() -> tuple[dict[str, Any], dict[str, Array]]:
     c = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
     return c, dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
-
-
-def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
-    c = config_of(name, **overrides)
-    stored = make_family(name, **overrides).state_dict()
-    return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -182,14 +176,6 @@ def test_the_decay_comes_back_exactly() -> None:
         rate = -given.exp().numpy()
         again = torch.from_numpy(log_of_rate(rate)).exp().numpy()
         np.testing.assert_array_equal(-again, rate)
-
-
-def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns the trunk's tensors, and the head's with those that head files repeat."""
-    own = f"blk.{layers}."
-    trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
-    top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
-    return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
 
 
 def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:

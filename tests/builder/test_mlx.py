@@ -103,26 +103,30 @@ def test_qwens_norms() -> None:
     assert torch.equal(checkpoint.read(last), stored[last].float() - 1)
 
 
-def test_the_heads() -> None:
-    """Every tensor of a head's folder becomes one of the model's module."""
-    for trunk, head in HEADS.items():
-        config = replace(load_config(WRITTEN / trunk), num_nextn_predict_layers=1)
-        joined = open_slice(WRITTEN / trunk, None, WRITTEN / head)
-        joined.check(joined.settle(config, drafts=True))
-        stored = load_file(WRITTEN / head / SINGLE)
-        assert joined.joined
-        for name, ours in (
-            ("norm.weight", "mtp.norm.weight"),
-            ("layers.0.self_attn.q_norm.weight", "mtp.layers.0.self_attn.q_norm.weight"),
-            ("pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_hidden.weight"),
-        ):
-            if name in stored:
-                assert torch.equal(joined.read(ours), stored[name].float() - 1)
-    glm = open_slice(WRITTEN / "mlx_glm", None, WRITTEN / "mlx_glm_head")
-    stored = load_file(WRITTEN / "mlx_glm_head" / SINGLE)
+def join(trunk: str, head: Path) -> Checkpoint:
+    return open_slice(WRITTEN / trunk, None, head)
+
+
+@pytest.mark.parametrize("trunk", HEADS)
+def test_a_head_is_whole(trunk: str) -> None:
+    config = replace(load_config(WRITTEN / trunk), num_nextn_predict_layers=1)
+    joined = join(trunk, WRITTEN / HEADS[trunk])
+    assert joined.joined
+    joined.check(joined.settle(config, drafts=True))
+
+
+def test_names_of_heads() -> None:
+    """GLM's flat names, and Qwen's norms, which hold factors."""
+    glm = join("mlx_glm", WRITTEN / "mlx_glm_head")
+    tensors = load_file(WRITTEN / "mlx_glm_head" / SINGLE)
     for name, ours in (("model.enorm", "enorm"), ("model.shared_head_norm", "shared_head.norm")):
-        wanted = stored[f"{name}.weight"].float()
-        assert torch.equal(glm.read(f"model.layers.2.{ours}.weight"), wanted)
+        read = glm.read(f"model.layers.2.{ours}.weight")
+        assert torch.equal(read, tensors[f"{name}.weight"].float())
+    qwen = join("mlx_qwen", WRITTEN / "mlx_qwen_head")
+    tensors = load_file(WRITTEN / "mlx_qwen_head" / SINGLE)
+    for name in ("norm", "layers.0.self_attn.q_norm", "pre_fc_norm_hidden"):
+        read = qwen.read(f"mtp.{name}.weight")
+        assert torch.equal(read, tensors[f"{name}.weight"].float() - 1)
 
 
 def test_a_head_with_the_prefix(tmp_path: Path) -> None:
@@ -130,7 +134,7 @@ def test_a_head_with_the_prefix(tmp_path: Path) -> None:
     folder = shutil.copytree(WRITTEN / "mlx_qwen_head", tmp_path / "head")
     tensors = load_file(folder / SINGLE)
     save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, folder / SINGLE)
-    joined = open_slice(WRITTEN / "mlx_qwen", None, folder)
+    joined = join("mlx_qwen", folder)
     assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float())
 
 

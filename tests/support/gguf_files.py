@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from tests.support.families import config_of, make_family
+
 Array = npt.NDArray[np.float32]
 Read = Callable[[str], Array]  # a tensor of the checkpoint, by name
 TypeOf = Callable[[str, Array], Type]
@@ -21,6 +23,14 @@ ARCHITECTURES = {
 }  # fmt: skip
 HYBRID = {"qwen35", "qwen35moe", "qwen3next"}
 MLP = ("gate", "up", "down")
+# Rows of whole blocks of 32, and of 256.
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 
 
 def modules_of(c: dict[str, Any]) -> int:
@@ -199,6 +209,20 @@ def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
         writer.add_uint32(f"{arch}.attention.indexer.head_count", c["index_n_heads"])
         writer.add_uint32(f"{arch}.attention.indexer.key_length", c["index_head_dim"])
         writer.add_uint32(f"{arch}.attention.indexer.top_k", c["index_topk"])
+
+
+def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+    c = config_of(name, **overrides)
+    stored = make_family(name, **overrides).state_dict()
+    return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
+
+
+def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Returns the trunk's tensors, and the head's with those that head files repeat."""
+    own = f"blk.{layers}."
+    trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
+    top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
+    return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
 
 
 def usual(main: Type) -> TypeOf:
