@@ -68,6 +68,7 @@ def run(
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
     chat: str | None = flag(None, "Question, put by the chat template."),
     system: str | None = flag(None, "System message of a chat."),
+    chat_template: Path | None = flag(None, "Jinja file in place of the engine's chat template."),
     chat_template_kwargs: str | None = flag(
         None, """For the chat template: '{"enable_thinking": false}'."""
     ),
@@ -123,6 +124,7 @@ def run(
                 threads=threads,
                 verify_hashes=verify_hashes,
                 warm=[params],
+                chat_template=chat_template,
                 prefix_cache=talks,  # each turn of a conversation extends the last one
                 **changed(load_flags),
             )

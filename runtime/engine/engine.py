@@ -72,6 +72,7 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
         warm: Sequence[SamplingParams] = (),
+        chat_template: str | Path | None = None,
         **options: Any,
     ) -> Self:
         """Check an engine directory and load it.
@@ -85,9 +86,10 @@ class Engine:
         memory, or enough for one conversation of max_seq_len tokens, but at most half of it.
         prefix_cache_dir: a folder that keeps these rows for later processes, up to the same number
         of bytes. Prefixes that were added to the engine are always used. warm: settings of later
-        requests, whose programs are loaded and run once now; statistics ignore these runs. options:
-        those of the engine's target, such as provider="cuda" (target onnxruntime) or
-        no_cuda_graphs=True (target inductor: slower, easier to debug); docs/targets.md lists them.
+        requests, whose programs are loaded and run once now; statistics ignore these runs.
+        chat_template: a Jinja file in place of the engine's chat templates. options: those of the
+        engine's target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True (target
+        inductor: slower, easier to debug); docs/targets.md lists them.
 
         Raises UsageError, EngineError or one of its subclasses, with what to do.
         """
@@ -100,7 +102,8 @@ class Engine:
         try:
             for place, own in own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
-            tokenizer = load_tokenizer(folder, manifest)
+            template = None if chat_template is None else Path(chat_template)
+            tokenizer = load_tokenizer(folder, manifest, template)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
