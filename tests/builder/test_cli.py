@@ -53,8 +53,8 @@ FLAGS = {
     "build": "--acceptance-rule --allreduce-strategy --attention-dp --cache-dtype --chat-template "
     "--checkpoint --compute-capability --config --device --draft-vocab --drafter --dry-run --dtype "
     "--dump --ep --exact --extra-llm-api-options --fast-build --force --head-weights --layers "
-    "--max-batch --max-seq-len --model --mtp --nextn --out --portable --prefill-chunk --prefix --rank "
-    "--revision --score --spec-decode-algo --spec-decode-max-draft-len --spec-decode-nextn "
+    "--max-batch --max-seq-len --model --mtp --nextn --out --portable --prefill-chunk --prefix "
+    "--rank --revision --score --spec-decode-algo --spec-decode-max-draft-len --spec-decode-nextn "
     "--speculative-config --strip-weights --target --tp --weights",
     "diff": "--engine --json",
     "eval": None,  # in test_evaluate.py

@@ -265,6 +265,7 @@ def test_unread_types_and_architectures(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="architecture llamaX is not read; supported: qwen35"):
         find_model(str(path))
+    assert not [*(tmp_path / "cache").rglob("*.*")]  # nothing stays of a refused file
 
 
 def test_folders_and_shards(tmp_path: Path) -> None:
