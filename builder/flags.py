@@ -25,6 +25,9 @@ class BuildFlags:
     mtp: Path | None = flag(
         None, "File or folder with the MTP head, if the checkpoint has none or a worse one."
     )
+    chat_template: Path | None = flag(
+        None, "Jinja file that the engine has in place of the checkpoint's chat template."
+    )
     draft_vocab: str | None = flag(
         None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
     )

@@ -32,10 +32,15 @@ def cached_snapshot(repository: str, revision: str | None = None) -> Path | None
 
     revision: branch, tag or commit.
     """
+    snapshot = find_snapshot(repository, revision)
+    return snapshot if snapshot is not None and _is_complete(snapshot) else None
+
+
+def find_snapshot(repository: str, revision: str | None = None) -> Path | None:
+    """Return the folder of a snapshot, whatever of it is there; None if its commit isn't known."""
     folder = repository_folder(repository)
     commit = _read_ref(folder, revision or MAIN) or revision
-    snapshot = None if commit is None else folder / "snapshots" / commit
-    return snapshot if snapshot is not None and _is_complete(snapshot) else None
+    return None if commit is None else folder / "snapshots" / commit
 
 
 def write_ref(repository: str, revision: str, commit: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
 from mtpbuild.builder.formats.compressed_tensors import METHOD, kept_as
@@ -26,14 +25,6 @@ def refuse_folder(folder: Path, instead: str = "") -> None:
     instead: the end of the message, which may name another model to build.
     """
     refuse_quantised(str(folder), folder, instead)
-
-
-def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
-    """Raise CheckpointError for GGUF files that have no safetensors beside them."""
-    if SINGLE in names or INDEX in names:
-        return
-    if any(name.endswith(".gguf") for name in names):
-        raise CheckpointError(f"{where}: GGUF is not read, only safetensors{instead}")
 
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:

@@ -29,9 +29,15 @@ def is_side_file(name: str) -> bool:
     return name in SIDE_FILES or name.startswith(f"{tokenizer_files.MORE_TEMPLATES}/")
 
 
-def copy_side_files(checkpoint: Path, folder: Path) -> None:
-    """Copy config.json and the side files that the checkpoint has."""
+def copy_side_files(checkpoint: Path, folder: Path, chat_template: Path | None = None) -> None:
+    """Copy config.json and the side files that the checkpoint has.
+
+    chat_template: a file that takes the place of all its chat templates.
+    """
     for name in (CONFIG, *side_files(checkpoint)):
         if (checkpoint / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, folder / name)
+    if chat_template is not None:
+        shutil.rmtree(folder / tokenizer_files.MORE_TEMPLATES, ignore_errors=True)
+        shutil.copyfile(chat_template, folder / tokenizer_files.CHAT_TEMPLATE)

@@ -107,7 +107,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 for folder in folders.values():
                     if not job.target.keeps_weights(folder, plan.options):
                         (folder / WEIGHTS).unlink()
-                copy_side_files(job.source.folder, staged.folder)
+                copy_side_files(job.source.folder, staged.folder, request.chat_template)
                 write_draft_ids(plan.draft_ids, staged.folder)
                 write = partial(write_manifests, job, out, model, staged, folders, programs)
                 write(exact=inexact is None)

@@ -1,10 +1,12 @@
 """Download the files that a build reads, the weights after all other checks."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint import readable
@@ -16,12 +18,14 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, cut_layers
 from mtpbuild.builder.forecast.context import MAPPED, USUAL, weights_bytes
+from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
+from mtpbuild.builder.gguf.folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
-from mtpbuild.builder.plan.recipe import FoundModel, instead_of, name_model
+from mtpbuild.builder.plan.recipe import FoundModel, Model, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.weights.head import join_head
+from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.builder.weights.stored import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
@@ -45,7 +49,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
     if request.checkpoint is not None or model.repository is None:
         return
     found = model.find_weights(request.revision)
-    if found is not None and (found / TOKENIZER).is_file():
+    if found is not None and (model.file is not None or (found / TOKENIZER).is_file()):
         return
     if model.recipe is not None and request.draft_vocab is None:
         # Nobody wants hundreds of GB on a machine that can't compile the engine.
@@ -70,6 +74,10 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
                 return
             raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
 
+        if model.file is not None:
+            download_gguf(request, model, repository, room)
+            return
+
         # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
         source = FoundModel(model.name, model.engine, repository.folder, request.mtp)
@@ -89,6 +97,51 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         for name in names:
             repository.fetch_weights(name)
     write_ref(model.repository, revision, repository.commit)
+
+
+def download_gguf(
+    request: BuildRequest, model: Model, repository: "Repository", room: Room
+) -> None:
+    """Fetch a GGUF file, and the file of its head, after all checks that their headers allow."""
+    names, head = gguf_files(model, repository)
+    with read_headers(repository, names + head) as folder:
+        source = FoundModel(model.name, model.engine, folder, request.mtp)
+        refuse_class(folder / CONFIG)
+        source, config = cut_layers(request, source)
+        _, plans = check_small_files(request, source, config)
+        opened = open_slice(folder, request.layers, request.mtp)
+        read = {entry.file.name for entry in opened.tensors.values()}
+        names = [name for name in head if PurePosixPath(name).name in read] + names
+        if wanted := sum(map(repository.lacking_bytes, names)):
+            check_room(repository.name, wanted, plans, folder, room)
+        opened.check(opened.settle_modules(config, any(plan.nextn for plan in plans.values())))
+    for name in names:  # the trunk's file comes last, so the head's is here with it
+        repository.fetch_weights(name)
+    write_ref(repository.name, request.revision or MAIN, repository.commit)
+
+
+def gguf_files(model: Model, repository: "Repository") -> tuple[list[str], list[str]]:
+    """Return the shards of the file that a model names, and the file of a head beside it."""
+    assert model.file is not None
+    names = choose_model(repository.name, repository.files, model.file)
+    return names, choose_head(names[0], repository.files)
+
+
+@contextmanager
+def read_headers(repository: "Repository", names: Sequence[str]) -> Iterator[Path]:
+    """Give a folder of a checkpoint of GGUF files, of which only the headers are fetched."""
+    for name in filter(is_side_file, repository.files):
+        repository.fetch(name)
+    with TemporaryDirectory() as temporary:
+        place = Path(temporary).resolve()
+        try:
+            files = [place / PurePosixPath(name).name for name in names]
+            for name, file in zip(names, files, strict=True):
+                repository.fetch_gguf_header(name, file)
+            make_checkpoint(place / "model", files, repository.folder)
+            yield place / "model"
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(place), repository.name)) from None
 
 
 def fetch_configuration(name: str) -> Path | None:
@@ -111,6 +164,12 @@ def fetch_configuration(name: str) -> Path | None:
             repository = open_repository(model.repository, MAIN)
         except (OfflineError, UnreachableError) as error:
             raise MissingWeightsError(f"{model.missing()}; {error}") from None
+        if model.file is not None:
+            names, _ = gguf_files(model, repository)
+            with read_headers(repository, names) as folder:
+                return keep_configuration(
+                    folder, f"{PurePosixPath(names[0]).stem}-{repository.commit}"
+                )
         for file in (CONFIG, readable.MODELOPT):
             if file in repository.files:
                 repository.fetch(file)
@@ -126,7 +185,9 @@ def fetch_small_files(repository: "Repository") -> None:
     if CONFIG in repository.files:
         repository.fetch(CONFIG)
         refuse_class(repository.folder / CONFIG)
-    readable.refuse_gguf(where, repository.files, instead)
+    gguf = [name for name in repository.files if name.endswith(ENDING)]
+    if gguf and not {SINGLE, INDEX} & repository.files.keys():
+        raise CheckpointError(name_one(where, gguf) + instead)
     for name in repository.files:
         if name in SMALL or is_side_file(name):
             repository.fetch(name)

@@ -28,6 +28,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
+from mtpbuild.builder.gguf.container import MAGIC, header_end
 from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.errors import CheckpointError, DownloadError
 from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header, read_header
@@ -96,6 +97,20 @@ class Repository:
         except ValueError as error:
             what = f"{self.name}/{name}: not a readable safetensors file ({error})"
             raise CheckpointError(what) from None
+
+    def fetch_gguf_header(self, name: str, place: Path) -> None:
+        """Write a file of a GGUF file's size, whose header alone is fetched."""
+        size, count = self.files[name].size or 0, 10 * START
+        most = min(size, MOST_BYTES)
+        while True:
+            start = self._read_start(name, count)
+            with place.open("wb") as file:
+                file.write(start)
+                file.truncate(size)
+            end = header_end(place) if start.startswith(MAGIC) else 0
+            if count >= most or (end is not None and end <= count):
+                return
+            count *= 4
 
     def _read_start(self, name: str, count: int) -> bytes:
         """Fetch the first bytes of a file; of a hub that sends it whole, no more are read."""

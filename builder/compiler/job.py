@@ -21,6 +21,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import hash_file
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
@@ -85,6 +86,8 @@ def prepare(request: BuildRequest) -> Job:
     checkpoint = identities(source.folder)
     if source.mtp is not None:
         checkpoint |= head_identities(source.mtp)
+    if request.chat_template is not None:
+        checkpoint["chat_template"] = hash_file(request.chat_template)
     prints = {
         out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
     }

@@ -35,6 +35,7 @@ from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.target_options import make_options
 from mtpbuild.runtime.contract.targets import find_target, targets_with
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.text.tokenizer_files import read_template
 
 
 def check_flags(request: BuildRequest) -> Target:
@@ -43,6 +44,8 @@ def check_flags(request: BuildRequest) -> Target:
     if request.scheme is not None:
         check_format(target, "--weights", request.scheme.main)
         check_format(target, "--head-weights", request.scheme.head)
+    if request.chat_template is not None:
+        read_template(request.chat_template)
     if request.dump is not None and request.dump.exists():
         raise UsageError(f"--dump {request.dump} is there already: name a new folder")
     if request.dump is not None and request.dry_run:

@@ -137,9 +137,10 @@ def find_format(
 def _choose(name: str, settings: Mapping[str, Any], words: float) -> tuple[int, int]:
     """Return bits and group: those said of the module, else the first that the words agree with."""
     said = chain(map(settings.get, _paths(name)), [settings], settings.values())
-    found = [each for each in map(_geometry, said) if each is not None]
-    agreeing = (each for each in found if each[0] * each[1] == words * WORD)
-    return next(agreeing, found[0] if found else (4, 64))
+    found = (each for each in map(_geometry, said) if each is not None)
+    first = next(found, (4, 64))
+    agreeing = (each for each in chain([first], found) if each[0] * each[1] == words * WORD)
+    return next(agreeing, first)
 
 
 def _geometry(rule: Any) -> tuple[int, int] | None:

@@ -119,6 +119,13 @@ class GgufFile:
         return int(self.key("block_count")) - self.modules
 
 
+def own_path(path: Path) -> Path:
+    """Return the user's own file, not the link to it; what hubs link to has no such name."""
+    while path.is_symlink() and (target := path.parent / path.readlink()).suffix == path.suffix:
+        path = target
+    return path.parent.resolve() / path.name
+
+
 def shard_paths(path: Path) -> list[Path]:
     """Return the paths of all shards of a GGUF file, given one; raise if one is missing."""
     match = SHARD.fullmatch(path.name)
@@ -137,7 +144,7 @@ def shard_paths(path: Path) -> list[Path]:
 def read_file(path: Path) -> GgufFile:
     """Read keys and the places of tensors, of all shards; raise CheckpointError."""
     tensors, first = dict[str, RawTensor](), None
-    path = path.resolve()  # the user's own file, not the link to it
+    path = own_path(path)
     for shard in shard_paths(path):
         stat = shard.stat()
         keys, found = _read_header(shard, stat.st_size, stat.st_mtime_ns)
@@ -147,6 +154,16 @@ def read_file(path: Path) -> GgufFile:
         tensors |= found
     assert first is not None
     return GgufFile(path, first, tensors)
+
+
+def header_end(path: Path) -> int | None:
+    """Return where a file's header ends; None if it can't be read, as it may lack bytes."""
+    with needs("build", "gguf"):
+        from gguf import GGUFReader
+    try:
+        return int(GGUFReader(path).data_offset)
+    except Exception:  # whatever zeros in place of a header lead to
+        return None
 
 
 @lru_cache(maxsize=4)  # a build reads the header of a file several times

@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from mtpbuild.builder.checkpoint.hub_cache import find_snapshot
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.gguf.architectures import architecture_of, list_weights
-from mtpbuild.builder.gguf.container import SHARD, GgufFile, read_file, shard_paths
+from mtpbuild.builder.gguf.choice import ENDING, HEAD, PROJECTOR, choose_head, choose_model
+from mtpbuild.builder.gguf.container import SHARD, GgufFile, own_path, read_file, shard_paths
 from mtpbuild.builder.gguf.mapped import Mapped
 from mtpbuild.builder.gguf.tokenizer import tokenizer_files, unknown_split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
-ENDING, HEAD, PROJECTOR = ".gguf", "mtp-", "mmproj"
 logger = logging.getLogger(__name__)
 
 
@@ -50,11 +51,21 @@ def find_trunk(folder: Path) -> Path:
 
 def find_head(trunk: Path) -> Path | None:
     """Return the file beside a GGUF file that holds its MTP head alone, if there is one."""
-    named = trunk.with_name(HEAD + trunk.name)
-    if named.is_file():
-        return named
-    others = [*trunk.parent.glob(f"{HEAD}*{ENDING}")]
-    return others[0] if len(others) == 1 else None
+    found = choose_head(trunk.name, [path.name for path in trunk.parent.glob(f"{HEAD}*{ENDING}")])
+    return trunk.with_name(found[0]) if found else None
+
+
+def cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path | None:
+    """Return the path of a downloaded file that `tag` names; None if parts of it are missing."""
+    snapshot = find_snapshot(repository, revision)
+    if snapshot is None or not snapshot.is_dir():
+        return None
+    here = (path for path in snapshot.rglob(f"*{ENDING}") if path.is_file())
+    try:
+        found = choose_model(repository, [str(p.relative_to(snapshot)) for p in here], tag)
+        return shard_paths(snapshot / found[0])[0]
+    except CheckpointError:
+        return None
 
 
 def how_to_join(path: Path) -> str:
@@ -111,32 +122,58 @@ def checkpoint_folder(path: Path) -> Path:
         path = find_trunk(path)
     elif path.suffix != ENDING or not path.is_file():
         return path  # reading it tells what is wrong
-    path = shard_paths(path)[0].resolve()
+    path = own_path(shard_paths(path)[0])
     paths = shard_paths(path)
     if (head := find_head(path)) is not None:
         paths += shard_paths(head)
     folder = _cache() / f"{path.stem}-{_hash(paths)}"
+    kept = folder.is_dir()
+    try:
+        make_checkpoint(folder, paths, path.parent)
+    except CheckpointError:
+        if not kept:  # nothing stays of a file that is refused
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _note_tokenizer(read_model(folder), path.parent)
+    return folder
+
+
+def make_checkpoint(folder: Path, paths: list[Path], beside: Path) -> None:
+    """Make a folder in which GGUF files are a checkpoint; beside: a folder with other files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source in paths:
             _link(source, folder / source.name)
-        for name, text in dict(_made_files(folder, path.parent)).items():
+        for name, text in dict(_made_files(folder)).items():
             partial = folder / f"{name}.{os.getpid()}"
             partial.write_text(text, encoding="utf-8")
             partial.replace(folder / name)
-        for name in side_files(path.parent):
+        for name in side_files(beside):
             (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path.parent / name, folder / name)
+            shutil.copyfile(beside / name, folder / name)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be written ({error.strerror})") from None
-    return folder
 
 
-def _made_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
+def keep_configuration(folder: Path, name: str) -> Path:
+    """Copy a checkpoint's config.json into a folder of the cache, and return that."""
+    kept = _cache() / name
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / CONFIG, kept / CONFIG)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: can't be written ({error.strerror})") from None
+    return kept
+
+
+def _made_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the files that are made from the keys."""
     file = read_model(folder)
     yield CONFIG, json.dumps(architecture_of(file).config(file), indent=2)
     yield from tokenizer_files(file)
+
+
+def _note_tokenizer(file: GgufFile, beside: Path) -> None:
     why = unknown_split(file)
     if why is not None and not (beside / TOKENIZER).is_file():
         note = "note: %s: %s: the engine takes token ids; put a %s beside it"

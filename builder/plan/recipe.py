@@ -17,14 +17,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
 from mtpbuild.builder.checkpoint.readable import refuse_folder
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.gguf.folder import ENDING, checkpoint_folder
+from mtpbuild.builder.gguf.choice import ENDING
+from mtpbuild.builder.gguf.folder import cached_gguf, checkpoint_folder
 from mtpbuild.builder.models import refuse_class
 from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
 TARGET = "onnxruntime"  # for models whose recipe names no target
-REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # OWNER/NAME
+# OWNER/NAME, and after a colon which of its GGUF files
+REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::(\w[\w.-]*))?", re.ASCII)
 # Repositories of one model append the format of its weights to its name.
 FORMAT = re.compile(r"[-_.](gguf|awq|gptq|bnb|bf16|fp8|fp4|nvfp4|int8|int4|[48]-?bit).*", re.I)
 
@@ -80,9 +82,10 @@ class Model:
     recipe: Recipe | None = None
     folder: Path | None = None
     repository: str | None = None
+    file: str | None = None  # names a GGUF file of the repository
 
     def find_weights(self, revision: str | None = None) -> Path | None:
-        """Return the checkpoint's folder, or None if it is not on this machine.
+        """Return the checkpoint's folder or GGUF file, or None if it is not on this machine.
 
         With a revision only a download of the repository counts.
         """
@@ -93,6 +96,8 @@ class Model:
             for place in (self.recipe.config_folder if self.recipe.shipped else None, here):
                 if place is not None and (place / "config.json").is_file():
                     return place
+        if self.repository is not None and self.file is not None:
+            return cached_gguf(self.repository, self.file, revision)
         return None if self.repository is None else cached_snapshot(self.repository, revision)
 
     def missing(self, revision: str | None = None) -> errors.MissingWeightsError:
@@ -106,9 +111,10 @@ class Model:
         flags = "" if revision is None else f" --revision {revision}"
         what = self.name if self.recipe else f"{self.name}: no such folder, and the repository"
         size = self.recipe.download if self.recipe else None
+        other = "" if self.file else f"or `hf download {self.repository}{flags}` "
         return errors.MissingWeightsError(
-            f"{what} is not downloaded here: `mtpbuild build --model {self.name}{flags}` or "
-            f"`hf download {self.repository}{flags}` fetches it{f' ({size} GB)' if size else ''}, "
+            f"{what} is not downloaded here: `mtpbuild build --model {self.name}{flags}` "
+            f"{other}fetches it{f' ({size} GB)' if size else ''}, "
             "or name a folder that has it with --checkpoint"
         )
 
@@ -178,8 +184,9 @@ def name_model(model: str) -> Model:
         return Model(folder.stem, folder.stem, folder=folder)
     if os.path.isfile(folder):
         raise errors.CheckpointError(f"{model} is a file: --model names the folder that it is in")
-    if REPOSITORY.fullmatch(model):
-        return Model(model, model.partition("/")[2], repository=model)
+    if match := REPOSITORY.fullmatch(model):
+        engine = model.partition("/")[2].replace(":", "-")
+        return Model(model, engine, repository=match[1], file=match[2])
     names = [recipe.name for recipe in load_recipes()]
     near = did_you_mean(model.lower(), names)
     raise errors.UnknownRecipeError(

@@ -27,6 +27,7 @@ from mtpbuild.builder.formats import (
     refuse_too_large,
     stored_format,
 )
+from mtpbuild.builder.gguf.container import own_path
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
@@ -348,7 +349,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
-        return Checkpoint(find_trunk(folder).resolve(), dict(gguf_entries(folder)), 0, {})
+        return Checkpoint(own_path(find_trunk(folder)), dict(gguf_entries(folder)), 0, {})
     paths, index = find_shards(folder)
     return collect_tensors(folder, map(list_entries, paths), index)
 

@@ -75,6 +75,7 @@ def run(
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
     chat: str | None = flag(None, "Question, put by the chat template."),
     system: str | None = flag(None, "System message of a chat."),
+    chat_template: Path | None = flag(None, "Jinja file in place of the engine's chat template."),
     chat_template_kwargs: str | None = flag(
         None, """For the chat template: '{"enable_thinking": false}'."""
     ),
@@ -144,6 +145,7 @@ def run(
                 max_seq_len=max_seq_len,
                 verify_hashes=verify_hashes,
                 warm=[params],
+                chat_template=chat_template,
                 prefix_cache=talks,  # each turn of a conversation extends the last one
                 **changed(load_flags),
             )

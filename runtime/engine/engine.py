@@ -74,6 +74,7 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
         warm: Sequence[SamplingParams] = (),
+        chat_template: str | Path | None = None,
         **options: Any,
     ) -> Self:
         """Check an engine directory and load it.
@@ -89,6 +90,7 @@ class Engine:
         half of it. prefix_cache_dir: a folder that keeps these rows for later processes, up to the
         same number of bytes. Prefixes that were added to the engine are always used. warm: settings
         of later requests, whose programs are loaded and run once now; statistics ignore these runs.
+        chat_template: a Jinja file in place of the engine's chat templates.
         options: those of the engine's target, such as provider="cuda" (target onnxruntime) or
         no_cuda_graphs=True (target inductor: slower, easier to debug); docs/targets.md lists them.
 
@@ -104,7 +106,8 @@ class Engine:
         try:
             for place, own in own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
-            tokenizer = load_tokenizer(folder, manifest)
+            template = None if chat_template is None else Path(chat_template)
+            tokenizer = load_tokenizer(folder, manifest, template)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
             with contextlib.suppress(OSError):  # an engine that others own

@@ -36,6 +36,7 @@ class ReplicaFlags:
     prefix_cache_dir: Path | None = flag(
         None, "Folder where it is kept for the next server, too; of this server alone."
     )
+    chat_template: Path | None = flag(None, "Jinja file in place of the engine's chat template.")
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
         None,
@@ -56,6 +57,7 @@ class ReplicaFlags:
             prefix_cache=not self.no_prefix_cache,
             prefix_cache_bytes=self.prefix_cache_bytes,
             prefix_cache_dir=self.prefix_cache_dir,
+            chat_template=self.chat_template,
             warm=[SamplingParams(), SamplingParams(temperature=1.0)],
             **options,
         )

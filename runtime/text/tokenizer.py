@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.errors import EngineFileError, RequestError, UsageError
 from mtpbuild.runtime.files import MOST_TOKENIZER, check_regular
 from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates, Message
@@ -163,12 +163,17 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
+def load_tokenizer(
+    folder: Path, manifest: Manifest, chat_template: Path | None = None
+) -> Tokenizer | None:
     """Load the tokenizer of a checked engine; None if the engine was built without one.
 
-    Raises EngineFileError for a file that cannot be used.
+    chat_template: a file in place of the engine's templates. Raises EngineFileError for a file that
+    cannot be used, UsageError for that one.
     """
     if TOKENIZER not in manifest.files:
+        if chat_template is not None:
+            raise UsageError(f"--chat-template {chat_template}: this engine has no {TOKENIZER}")
         return None
     try:
         backend = read_backend(folder / TOKENIZER)
@@ -183,7 +188,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     special = tokenizer_files.special_tokens(config)
     own = _own_tokens(backend, manifest)
     templates = tokenizer_files.chat_templates(
-        folder, manifest, config, own if stored is None else special
+        folder, manifest, config, own if stored is None else special, chat_template
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
     # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.

@@ -13,8 +13,10 @@ from tokenizers import AddedToken
 
 from mtpbuild.runtime import files
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.errors import EngineFileError, UsageError
 from mtpbuild.runtime.text.chat_template import DEFAULT, ChatTemplates, TemplateText
+from mtpbuild.runtime.text.template_pool import render_text
+from mtpbuild.runtime.text.template_process import DONE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"  # of older checkpoints
@@ -67,10 +69,34 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
         backend.add_tokens(changes)
 
 
+def read_template(path: Path) -> str:
+    """Read a template that a user gives; raise UsageError if it can't be read or rendered."""
+    try:
+        text = files.read_text(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"--chat-template {path}: can't be read ({why})") from None
+    except ValueError as error:
+        raise UsageError(f"--chat-template {path}: not text in UTF-8 ({error})") from None
+    given = {"tools": None, "documents": None, "add_generation_prompt": True}
+    messages = [{"role": "user", "content": "x"}]
+    kind, said = render_text(text, {**dict.fromkeys(NAMED, ""), **given, "messages": messages})
+    if kind != DONE:
+        raise UsageError(f"--chat-template {path}: does not render a question: {said}")
+    return text
+
+
 def chat_templates(
-    folder: Path, manifest: Manifest, config: Config, special: Mapping[str, str]
+    folder: Path,
+    manifest: Manifest,
+    config: Config,
+    special: Mapping[str, str],
+    given: Path | None = None,
 ) -> ChatTemplates | None:
-    """Return the model's chat templates; None if it has none."""
+    """Return the model's chat templates, or the one that is given; None if there are none."""
+    if given is not None:
+        own = {DEFAULT: TemplateText(str(given), read_template(given))}
+        return ChatTemplates(own, special)
     sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 

@@ -50,11 +50,11 @@ def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 FLAGS = {
     "bench": None,  # its own are in test_bench.py
-    "build": "--acceptance-rule --allreduce-strategy --attention-dp --cache-dtype --checkpoint "
-    "--compute-capability --config --device --draft-vocab --drafter --dry-run --dtype --dump "
-    "--ep --exact --extra-llm-api-options --fast-build --force --head-weights --layers --max-batch "
-    "--max-seq-len --model --mtp --nextn --out --portable --prefill-chunk --prefix --rank "
-    "--revision --score --spec-decode-algo --spec-decode-max-draft-len --spec-decode-nextn "
+    "build": "--acceptance-rule --allreduce-strategy --attention-dp --cache-dtype --chat-template "
+    "--checkpoint --compute-capability --config --device --draft-vocab --drafter --dry-run --dtype "
+    "--dump --ep --exact --extra-llm-api-options --fast-build --force --head-weights --layers "
+    "--max-batch --max-seq-len --model --mtp --nextn --out --portable --prefill-chunk --prefix "
+    "--rank --revision --score --spec-decode-algo --spec-decode-max-draft-len --spec-decode-nextn "
     "--speculative-config --strip-weights --target --tp --weights",
     "diff": "--engine --json",
     "eval": None,  # in test_evaluate.py

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,12 @@ def test_caches_take_memory_where_they_are_used() -> None:
 @pytest.mark.full
 def test_a_long_context_changes_no_token(smallest: Path, build_engine: EngineBuilder) -> None:
     """Nor does it, here a million tokens, take memory or time before it is used."""
-    penalised = {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    penalised: dict[str, Any] = {
+        "temperature": 0.8,
+        "seed": 7,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+    }
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True),
         SamplingParams(max_tokens=30, ignore_eos=True, **penalised),

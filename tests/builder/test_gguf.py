@@ -21,14 +21,14 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
-from tests.support.families import config_of, make_family
 from tests.support.gguf_files import (
     OTHERS,
     SMALL,
     Array,
     assert_equal_weights,
-    converted,
     open_gguf,
+    random_tensors,
+    split_head,
     usual,
     write_gguf,
 )
@@ -41,12 +41,6 @@ WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # blocks of 256
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
-    c = config_of(name, **overrides)
-    stored = make_family(name, **overrides).state_dict()
-    return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,14 +101,6 @@ def test_the_decay_comes_back_exactly() -> None:
         rate = -given.exp().numpy()
         again = torch.from_numpy(log_of_rate(rate)).exp().numpy()
         np.testing.assert_array_equal(-again, rate)
-
-
-def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns the trunk's tensors, and the head's with those that head files repeat."""
-    own = f"blk.{layers}."
-    trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
-    top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
-    return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
 
 
 def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -204,6 +190,7 @@ def test_unread_types_and_architectures(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="architecture llamaX is not read; supported: qwen35"):
         find_model(str(path))
+    assert not [*(tmp_path / "cache").rglob("*.*")]  # nothing stays of a refused file
 
 
 def test_folders_and_shards(tmp_path: Path) -> None:

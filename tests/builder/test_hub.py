@@ -409,7 +409,11 @@ def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"a.gguf": "GGUF"}, "x/y: GGUF is not read, only safetensors; it was made from --model"),
+        (
+            {"a-Q4_0.gguf": "GGUF", "b.gguf": "GGUF"},
+            "x/y has only GGUF files: name one, as --model x/y:Q4_0; there are: a-Q4_0, b; it was "
+            "made from --model base/model",
+        ),
         ({"README.md": ""}, "no config.json; give a Hugging Face checkpoint folder"),
         ({"pytorch_model.bin": "", "config.json": {}}, f"x/y: neither {SINGLE} nor {INDEX}, and"),
         ({"config.json": {"model_type": "llama"}}, "unsupported architecture llama; supported: De"),
@@ -436,7 +440,7 @@ def test_what_is_refused_before_weights_are_fetched(
         files = files | {"config.json": config(checkpoint, **files["config.json"])}
         if "llama" in says:
             files["config.json"].pop("architectures")
-    if INDEX not in files and "pytorch_model.bin" not in files and "a.gguf" not in files:
+    if INDEX not in files and "pytorch_model.bin" not in files and "b.gguf" not in files:
         files = files | {SINGLE: "weights"}
     host(hub, files, card={"base_model": "base/model"})
     assert says in build(model="x/y")

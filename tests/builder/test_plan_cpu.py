@@ -13,7 +13,8 @@ import torch
 
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.forecast.cpu import MAPPED, CpuForecast, forecast_cpu
+from mtpbuild.builder.forecast.context import MAPPED
+from mtpbuild.builder.forecast.cpu import CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.measure.host import (
     Disk,

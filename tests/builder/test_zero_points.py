@@ -148,9 +148,9 @@ def test_minima_of_gguf(
     plain = plain_with_rounding(folder)
     rows = plain.get_parameter("model.embed_tokens.weight")
     rows.data = INT8.decode(INT8.encode(rows.data)).view_as(rows)
-    found = judge_texts(plain, PROMPTS, played(built.folder, PROMPTS), ROUNDED)
-    assert found.passed, found.detail
-    assert found.figures["noise"] < 0.1
+    judged = judge_texts(plain, PROMPTS, played(built.folder, PROMPTS), ROUNDED)
+    assert judged.passed, judged.detail
+    assert judged.figures["noise"] < 0.1
 
 
 def test_biases_of_mlx(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def test_a_removal_is_asked_for_once(engines: Path) -> None:
     says = refusal("rm", "tiny_n3")
     assert says == "remove engines/tiny_n3? There is no terminal to ask on: add --yes"
     for answer in ("n\n", "\n"):
-        assert TerminalRunner([]).invoke(app, ["rm", "tiny_n3"], input=answer).exit_code == 0
+        assert TerminalRunner().invoke(app, ["rm", "tiny_n3"], input=answer).exit_code == 0
         assert (engines / "tiny_n3").is_dir()
-    assert TerminalRunner([]).invoke(app, ["rm", "tiny_n3"], input="y\n").exit_code == 0
+    assert TerminalRunner().invoke(app, ["rm", "tiny_n3"], input="y\n").exit_code == 0
     assert not (engines / "tiny_n3").exists()
 
 

@@ -232,6 +232,20 @@ def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
         writer.add_uint32(f"{arch}.attention.indexer.top_k", c["index_topk"])
 
 
+def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+    c = config_of(name, **overrides)
+    stored = make_family(name, **overrides).state_dict()
+    return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
+
+
+def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Returns the trunk's tensors, and the head's with those that head files repeat."""
+    own = f"blk.{layers}."
+    trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
+    top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
+    return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
+
+
 def usual(main: Type) -> TypeOf:
     """Returns the types of a file of type `main`: vectors, routers and convolutions in fp32."""
 

@@ -1,0 +1,63 @@
+"""Choose a GGUF file by the format that its name ends with, as in `OWNER/NAME:Q4_K_M`."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+
+from mtpbuild.builder.gguf.container import SHARD
+from mtpbuild.runtime.errors import CheckpointError
+
+ENDING, HEAD, PROJECTOR = ".gguf", "mtp-", "mmproj"
+
+
+def list_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF files of whole models, by path without ending, each with all its shards."""
+    found = dict[str, list[str]]()
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        if path.suffix == ENDING and not path.name.startswith((HEAD, PROJECTOR)):
+            match = SHARD.fullmatch(path.name)
+            stem = path.with_name(match[1]) if match else path.with_suffix("")
+            found.setdefault(str(stem), []).append(name)
+    return found
+
+
+def choose_model(where: str, names: Iterable[str], tag: str) -> list[str]:
+    """Return the shards of the file that is named so, or whose name ends so.
+
+    Capitals do not count. Raises CheckpointError, which lists the files, if there is not just one.
+    """
+    models, typed = list_models(names), tag.lower().removesuffix(ENDING)
+    files = {stem: PurePosixPath(stem).name.lower() for stem in models}
+    ends = re.compile(rf"(.*[-._])?{re.escape(typed)}")
+    chosen = [stem for stem, file in files.items() if file == typed]
+    chosen = chosen or [stem for stem, file in files.items() if ends.fullmatch(file)]
+    if len(chosen) == 1:
+        return models[chosen[0]]
+    there = ", ".join(map(str, chosen or models)) or "none"
+    what = f"several GGUF files are named {tag}" if chosen else f"no GGUF file is named {tag}"
+    raise CheckpointError(f"{where}: {what}; there are: {there}")
+
+
+def choose_head(trunk: str, names: Iterable[str]) -> list[str]:
+    """Return the shards of the file beside a trunk's that holds its MTP head alone, if any."""
+    path, names = PurePosixPath(trunk), [*names]
+    heads = [
+        name
+        for name in sorted(names)
+        if (file := PurePosixPath(name)).parent == path.parent
+        and file.suffix == ENDING
+        and file.name.startswith(HEAD)
+    ]
+    named = str(path.with_name(HEAD + path.name))
+    return [named] if named in names else heads if len(heads) == 1 else []
+
+
+def name_one(where: str, names: Sequence[str]) -> str:
+    """Return the message about a repository that has GGUF files alone."""
+    models = [*list_models(names)]
+    kind = re.split(r"[-.]", PurePosixPath(models[0]).name)[-1] if models else "Q4_K_M"
+    return (
+        f"{where} has only GGUF files: name one, as --model {where}:{kind}; there are: "
+        f"{', '.join(models) or ', '.join(names)}"
+    )

@@ -1,0 +1,94 @@
+"""`--chat-template`: a file in place of the checkpoint's templates, at build and at load."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.text.tokenizer import load_tokenizer
+from tests.support.checkpoints import write_tokenizer
+from tests.support.invoke import invoke, refusal
+
+QUESTION = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture
+def checkpoint(smallest: Path, tmp_path: Path) -> Path:
+    """A checkpoint with a template, and another one for tools."""
+    folder = shutil.copytree(smallest, tmp_path / "checkpoint")
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "chat_template.jinja").write_text("its own")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("its own, with tools")
+    return folder
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "given.jinja"
+    path.write_text("{{ bos_token + 'given: ' + messages[0]['content'] }}")
+    return path
+
+
+def rendered(engine: Path, given: Path | None = None) -> set[str]:
+    """Renders a question without and with tools."""
+    tokenizer = load_tokenizer(engine, read_manifest(engine), given)
+    assert tokenizer is not None
+    assert tokenizer.chat_template is not None
+    return {tokenizer.chat_template.render(QUESTION, tools=tools) for tools in (None, TOOLS)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_engine_has_it(checkpoint: Path, template: Path, tmp_path: Path) -> None:
+    """It replaces all templates, and is among what an engine is made of; a file wins at load."""
+    flags = ("build", "--model", checkpoint, "--nextn", "0", "--out", out := tmp_path / "engine")
+    assert invoke(*flags)[0] == 0
+    assert rendered(out) == {"its own", "its own, with tools"}
+    given = (*flags, "--chat-template", template)
+    code, told, err = invoke(*given)
+    assert (code, err) == (0, "")
+    assert "unchanged" not in told
+    assert rendered(out) == {"t0given: hi"}
+    assert "unchanged" in invoke(*given)[1]
+    template.write_text("other: {{ messages[0].content }}")
+    assert "unchanged" not in invoke(*given)[1]
+    assert rendered(out) == {"other: hi"}
+    (later := tmp_path / "later.jinja").write_text("later")
+    assert rendered(out, later) == {"later"}
+
+
+BAD = {
+    "absent": (None, "No such file or directory"),
+    "syntax": ("{% if %}", "does not render a question: "),
+    "refuses": ("{{ raise_exception('no') }}", "does not render a question: no"),
+    "bytes": ("\udcff", "not text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.usefixtures("quick")
+def test_a_bad_file(what: str, checkpoint: Path, tmp_path: Path) -> None:
+    """It is refused before a model is looked for, and before an engine's programs are loaded."""
+    text, says = BAD[what]
+    path, out = tmp_path / "bad.jinja", tmp_path / "engine"
+    if text is not None:
+        path.write_text(text, errors="surrogateescape")
+    line = refusal("build", "--model", "nobody/Nothing", "--chat-template", path, code=2)
+    assert line.startswith(f"--chat-template {path}: ")
+    assert says in line
+    assert invoke("build", "--model", checkpoint, "--nextn", "0", "--out", out)[0] == 0
+    assert refusal("run", "--engine", out, "--chat", "a", "--chat-template", path, code=2) == line
+    with pytest.raises(UsageError, match=r"--chat-template .*bad\.jinja: "):
+        Engine.load(out, chat_template=path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_engine_without_a_tokenizer(smallest: Path, template: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine"
+    assert invoke("build", "--model", smallest, "--nextn", "0", "--out", out)[0] == 0
+    with pytest.raises(UsageError, match=r"this engine has no tokenizer\.json"):
+        Engine.load(out, chat_template=template)
