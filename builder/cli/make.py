@@ -24,26 +24,27 @@ def make_engine(model: str, yes: bool) -> Path:
     """
     from mtpbuild.builder.compiler.download import fetch_configuration
     from mtpbuild.builder.forecast.cpu import forecast_cpu
-    from mtpbuild.builder.forecast.fitting import choose_weights
+    from mtpbuild.builder.forecast.fitting import choose_weights, names_target
     from mtpbuild.builder.forecast.forecast import ForecastRequest
-    from mtpbuild.builder.plan.recipe import TARGET, default_target, name_model
+    from mtpbuild.builder.plan.recipe import name_model
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.cli.engines import ENGINES, describe_engine, list_folders
 
     try:
-        name = name_model(model).name
+        named = name_model(model)
     except UnknownRecipeError:
         engines = [str(folder.relative_to(ENGINES)) for folder in list_folders()]
         if near := did_you_mean(model, engines):
             raise UsageError(f"{model}: neither an engine nor a model{near}") from None
         raise
+    name = named.name
     here = [engine for engine in map(describe_engine, list_folders()) if engine.model == name]
     if here:
         last = ENGINES / max(here, key=lambda engine: engine.last_use or 0).name
         typer.echo(f"{name}: {last}", err=True)
         return last
-    if default_target(model) != TARGET:
+    if names_target(named.recipe):
         raise UsageError(f"{name} has no engine here: `mtpbuild build --model {name}` makes one")
     folder = fetch_configuration(model)
     request = ForecastRequest(model, (), checkpoint=folder, bandwidth=1.0)  # it is not shown
@@ -59,7 +60,7 @@ def make_engine(model: str, yes: bool) -> Path:
 
 
 def describe_build(found: "CpuForecast", engine: "CpuEngine") -> str:
-    """Say what is fetched and built, in two lines."""
+    """Say in a line what is fetched and built."""
     from mtpbuild.builder.show.tables import format_size
 
     fetched = f"fetches {format_size(found.download)}" if found.download else "fetches nothing"

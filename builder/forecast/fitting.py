@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mtpbuild.builder.forecast.cpu import CpuEngine, CpuForecast, describe_fit, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.measure.host import Machine
-from mtpbuild.builder.plan.recipe import TARGET, Recipe
+from mtpbuild.builder.plan.recipe import Recipe
 from mtpbuild.runtime.errors import BuildError
 
 SMALL = 10**9  # bytes of an engine that needs no smaller weights
@@ -41,6 +41,11 @@ def choose_weights(found: CpuForecast) -> CpuEngine:
     return chosen
 
 
+def names_target(recipe: Recipe | None) -> bool:
+    """Return whether a recipe is for another target than the one for CPUs, and names it."""
+    return recipe is not None and "target" in recipe.model_fields_set
+
+
 def find_fitting(
     recipes: Iterable[Recipe], machine: Machine, bandwidth: float
 ) -> list[FittingEngine]:
@@ -52,7 +57,7 @@ def find_fitting(
     for recipe in recipes:
         smallest = SMALLEST * 1e9 * (recipe.download or 0)
         nowhere = recipe.repository is None and not recipe.shipped
-        if recipe.target != TARGET or nowhere or smallest > machine.available:
+        if names_target(recipe) or nowhere or smallest > machine.available:
             continue
         request = ForecastRequest(recipe.name, (), bandwidth=bandwidth / 1e9)
         forecast = forecast_cpu(request, machine)
