@@ -74,6 +74,7 @@ def test_texts_without_a_chat_template_do_not_build_on_each_other() -> None:
     talk = Talk(tokenizer=Tokenizer(backend_tokenizer()))
     talk("hello", "more")
     assert talk.prompts == ["hello", "more"]
+    assert talk.questions == ["more"]
     assert "no chat_template.jinja" in talk("/system s")
     assert talk.now.system is None
     with pytest.raises(RequestError, match=r"no chat_template\.jinja"):
