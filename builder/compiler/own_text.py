@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mtpbuild.builder.measure.prompts import BUILT_IN, find_built_in
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.plan.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import find_model, recipe_folder
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
@@ -53,7 +53,7 @@ def calibrate(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / INPUTS).write_text(inputs, encoding="utf-8")
-    texts = _texts(view, request, folder, stages, build)
+    texts = _texts(request, folder, stages, build)
     with stages("calibrate"):
         calibration = Calibration(view, config, make_batches(texts), folder, stages.watch)
         done = calibration.run()
@@ -102,9 +102,7 @@ def _is_of(folder: Path, inputs: str) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8") == inputs
 
 
-def _texts(
-    view: Requantised, request: BuildRequest, folder: Path, stages: Stages, build: Build
-) -> Texts:
+def _texts(request: BuildRequest, folder: Path, stages: Stages, build: Build) -> Texts:
     """Read the texts that an earlier run has written, or write them."""
     path = folder / TEXTS
     if path.is_file():
@@ -114,7 +112,8 @@ def _texts(
     given = request.scheme.calibration
     assert given is not None
     if given != OWN_TEXT and not given.endswith(".jsonl"):
-        texts = _cut(Path(given), view.folder)
+        model = find_model(request.model, request.checkpoint, request.revision)
+        texts = _cut(Path(given), model.folder)
     else:
         texts = _write(None if given == OWN_TEXT else Path(given), request, folder, stages, build)
     path.with_suffix(".new").write_text(json.dumps(texts), encoding="utf-8")
@@ -122,9 +121,8 @@ def _texts(
     return texts
 
 
-def _cut(path: Path, model: Path) -> Texts:
-    """Cut a file's text into pieces; raise UsageError if it can't be read."""
-    folder = model if model.is_dir() else model.parent
+def _cut(path: Path, folder: Path) -> Texts:
+    """Cut a file's text into pieces by a model's tokenizer; raise UsageError if it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
         ids = read_backend(folder / TOKENIZER).encode(text).ids

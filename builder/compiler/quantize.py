@@ -87,7 +87,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     done = Quantized(request.out, unfit=list(new.unfit))
     with staged_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:
-            new = calibrated(request, new, config, watch)
+            new = calibrated(request, new, config, source.folder, watch)
         write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
     discard(request.out)
@@ -95,7 +95,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 
 
 def calibrated(
-    request: QuantizeRequest, view: Requantised, config: ModelConfig, watch: Watch
+    request: QuantizeRequest, view: Requantised, config: ModelConfig, source: Path, watch: Watch
 ) -> Requantised:
     """Return the view with calibrated int4 weights."""
     asked = BuildRequest(
@@ -103,7 +103,7 @@ def calibrated(
     )
     text = request.scheme.calibration
     read = {} if text in (None, OWN_TEXT) else {text: identity(Path(text))}
-    inputs = json.dumps([identities(view.folder), read, str(request.scheme)], sort_keys=True)
+    inputs = json.dumps([identities(source), read, str(request.scheme)], sort_keys=True)
     return calibrate(view, config, asked, request.out, inputs, Stages(watch), build)
 
 

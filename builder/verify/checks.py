@@ -101,9 +101,7 @@ def check_quality(case: VerifyCase) -> Finding:
         lengths["checkpoint"] = acceptance_length(own, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
             scheme = engine_scheme(build.quantised_to, build.head_weights)
-            rounded = with_modules_of(
-                load_plain(source, layers), load_plain(source, layers, scheme)
-            )
+            rounded = with_modules_of(own, load_plain(source, layers, scheme))
             name = "checkpoint_with_rounded_modules"
             lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
         figures["acceptance_lengths"] = lengths

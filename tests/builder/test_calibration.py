@@ -245,7 +245,7 @@ def test_build_and_quantize_write_the_same_weights(
     write_tokenizer(model / "tokenizer.json", 61)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"t{ids[0]}" for ids in texts()) * 30)
-    monkeypatch.setattr("mtpbuild.builder.compiler.own_text._cut", lambda path, model: texts())
+    monkeypatch.setattr("mtpbuild.builder.compiler.own_text._cut", lambda path, folder: texts())
     flags = ("--calibration-text", text)
     code, _, err = invoke(
         "quantize", "--model", model, "--to", "int4", "--head", "int8", "--out", "q", *flags

@@ -1,4 +1,4 @@
-"""What `verify` says about rounding: distances of distributions, and acceptance by recomputation."""
+"""What `verify` says about rounding: distances of distributions, and acceptance."""
 
 from types import SimpleNamespace
 from typing import Any, cast
