@@ -122,7 +122,7 @@ def _texts(request: BuildRequest, folder: Path, stages: Stages, build: Build) ->
 
 
 def _cut(path: Path, folder: Path) -> Texts:
-    """Cut a file's text into pieces by a model's tokenizer; raise UsageError if it can't be read."""
+    """Cut a file's text into pieces of tokens; raise UsageError if it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
         ids = read_backend(folder / TOKENIZER).encode(text).ids
