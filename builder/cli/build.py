@@ -45,6 +45,10 @@ def build(
     head_weights: str | None = flag(
         None, "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers."
     ),
+    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
+    calibration_text: Path | None = flag(
+        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
+    ),
     acceptance_rule: list[str] | None = flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
     ),
@@ -56,7 +60,7 @@ def build(
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.plan.recipe import default_target
     from mtpbuild.builder.plan.request import BuildRequest
-    from mtpbuild.builder.weights.scheme import build_scheme
+    from mtpbuild.builder.weights.scheme import build_scheme, calibrated_scheme
     from mtpbuild.runtime.configuration.settings import requested_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -72,7 +76,7 @@ def build(
         target=target or default_target(model),
         ranks=requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
-        scheme=build_scheme(weights, head_weights),
+        scheme=calibrated_scheme(build_scheme(weights, head_weights), calibrate, calibration_text),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=changed(target_flags),
         **vars(flags),
@@ -147,6 +151,10 @@ def quantize(
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),
+    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
+    calibration_text: Path | None = flag(
+        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
+    ),
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
@@ -157,8 +165,9 @@ def quantize(
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-            from mtpbuild.builder.weights.scheme import make_scheme
-        scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
+            from mtpbuild.builder.weights.scheme import calibrated_scheme, make_scheme
+        plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
+        scheme = calibrated_scheme(plain, calibrate, calibration_text)
         done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
     print_quantized(done)
 

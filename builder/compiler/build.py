@@ -77,6 +77,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             from mtpbuild.builder.compiler.notes import describe_formats, log_notes
             from mtpbuild.builder.program.engine_weights import EngineWeights
 
+            if job.calibrates:
+                from mtpbuild.builder.compiler.own_text import calibrate_model, discard
+
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
             model = job.open_model()
@@ -92,6 +95,10 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             # 4. Weights: written once, shared by every engine that has the same ones.
             folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
+            if job.calibrates and WEIGHTS not in staged.hashes(staged.folder):
+                at = next(iter(job.plans))
+                how = request, at, job.fingerprints[at], stages, build
+                weights.model = calibrate_model(weights.model, *how)
             with stages("write weights"):
                 # onnx refuses links, so weights that programs embed get a file of their own.
                 siblings = None if embedded else out.parent
@@ -116,6 +123,8 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                     record_probe(staged.folder, out.name, write, refuse=request.exact)
     if request.dump is not None and not request.dump.exists():
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
+    if todo and job.calibrates:
+        discard(next(iter(job.plans)))
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [

@@ -78,6 +78,8 @@ def fingerprint(
     """
     modules = [type(target).__module__, getattr(target, "lowering", "")]
     modules += [type(plan.config).__module__, *plan.style.pipeline.modules]
+    if plan.calibrated is not None:
+        modules.append(f"{PACKAGE}.builder.weights.calibration")
     if plan.drafter is not None:
         modules += find_drafter(plan.drafter).sources
     inputs = {

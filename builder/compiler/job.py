@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
-from mtpbuild.builder.compiler.fingerprint import fingerprint, head_identities, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, head_identities, identities, identity
 from mtpbuild.builder.compiler.plans import (
     check_flags,
     cut_layers,
@@ -21,6 +21,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.scheme import OWN_TEXT
 from mtpbuild.runtime.contract.manifest import hash_file
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class Job:
         """The ranks to build; an engine that is not split is its rank 0."""
         rank = self.request.rank
         return range(self.request.ranks.tp) if rank is None else [rank]
+
+    @property
+    def calibrates(self) -> bool:
+        """Return whether weights are calibrated before they are written."""
+        return self.request.scheme is not None and self.request.scheme.calibration is not None
 
     def lacking(self, out: Path) -> Sequence[int]:
         """Return the ranks that `out` lacks or has from other inputs; with --force, all ranks."""
@@ -88,6 +94,9 @@ def prepare(request: BuildRequest) -> Job:
         checkpoint |= head_identities(source.mtp)
     if request.chat_template is not None:
         checkpoint["chat_template"] = hash_file(request.chat_template)
+    scheme = request.scheme
+    if scheme is not None and scheme.calibration not in (None, OWN_TEXT):
+        checkpoint["calibration"] = identity(Path(scheme.calibration))
     prints = {
         out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
     }

@@ -10,15 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.fingerprint import identities, identity
+from mtpbuild.builder.compiler.own_text import calibrate, discard
 from mtpbuild.builder.engine.staged import is_taken, staged_folder
 from mtpbuild.builder.formats import FORMATS, Format, entry_of
 from mtpbuild.builder.formats.integers import coarse_blocks
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
-from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
@@ -66,7 +71,8 @@ class Quantized:
 def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
     """Write the quantised checkpoint.
 
-    Raises UsageError, CheckpointError or BuildError; then nothing is left behind.
+    Raises UsageError, CheckpointError or BuildError; then nothing is left behind but the finished
+    layers of a calibration.
     """
     source = find_model(request.model, request.checkpoint)
     check_place(request.out, source.folder, force=request.force)
@@ -80,9 +86,25 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     new = requantise(checkpoint, config, request.scheme, weights.values())
     done = Quantized(request.out, unfit=list(new.unfit))
     with staged_folder(request.out, "checkpoint") as building:
+        if request.scheme.calibration is not None:
+            new = calibrated(request, new, config, source.folder, watch)
         write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
+    discard(request.out)
     return done
+
+
+def calibrated(
+    request: QuantizeRequest, view: Requantised, config: ModelConfig, source: Path, watch: Watch
+) -> Requantised:
+    """Return the view with calibrated int4 weights."""
+    asked = BuildRequest(
+        request.model, scheme=request.scheme, checkpoint=request.checkpoint, force=request.force
+    )
+    text = request.scheme.calibration
+    read = {} if text in (None, OWN_TEXT) else {text: identity(Path(text))}
+    inputs = json.dumps([identities(source), read, str(request.scheme)], sort_keys=True)
+    return calibrate(view, config, asked, request.out, inputs, Stages(watch), build)
 
 
 def write_all(

@@ -64,6 +64,8 @@ def refit(
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
+    if old.build.calibrated is not None:
+        raise UsageError(f"{engine}: its weights were calibrated: build the new ones")
     if CONFIG not in old.files:
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
 

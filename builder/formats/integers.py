@@ -91,6 +91,11 @@ class Integers(Format):
         both = held, self.encode(weight)
         return min(both, key=lambda parts: (self.decode(parts) - weight).square().sum().item())
 
+    def collect(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """Return the parts of codes [N, K] and scales [N, K / 32]."""
+        values = self._nibbles(codes.unflatten(1, (-1, BLOCK)))
+        return {"": values.contiguous(), "_scale": scales.contiguous()}
+
     def shift(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
         """Return the parts of codes * scales + minima, both rounded to fp16 where it lacks them.
 
@@ -155,12 +160,19 @@ class Integers(Format):
 
     def _encode_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Encode blocks [n, 32] as values [n, 16 or 32] and scales [n]."""
+        scales = self.fit_scales(blocks)
+        return self._nibbles(self.codes(blocks, scales)), scales.squeeze(-1)
+
+    def fit_scales(self, blocks: Tensor) -> Tensor:
+        """Return the scales [n, 1] of blocks [n, 32]."""
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scales = self._rounded(extreme * self._fitted(blocks, extreme))
-        scales = torch.where(scales != 0, scales, 1.0)
-        values = (blocks / scales.float()).round_().clamp_(-self.zero, self.zero - 1)
-        values = values.add_(self.zero).to(torch.uint8)
-        return self._nibbles(values), scales.squeeze(-1)
+        return torch.where(scales != 0, scales, 1.0)
+
+    def codes(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Return the nearest codes of values, in uint8; scales: of the same number of axes."""
+        codes = (values / scales.float()).round_().clamp_(-self.zero, self.zero - 1)
+        return codes.add_(self.zero).to(torch.uint8)
 
     def _fitted(self, blocks: Tensor, extreme: Tensor) -> Tensor | float:
         """Return scales over the blocks' extremes [n, 1].

@@ -67,6 +67,11 @@ class Plan:
         return None if self.scheme is None else self.scheme.head
 
     @property
+    def calibrated(self) -> str | None:
+        """The text that int4 weights are calibrated with; None if they are not."""
+        return None if self.scheme is None else self.scheme.calibration
+
+    @property
     def draft_vocab(self) -> int | None:
         return len(self.draft_ids) or None
 

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checks import needs
@@ -26,6 +28,8 @@ from mtpbuild.builder.verify.distribution import (
 )
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
+from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
+from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.requests.stats import COLLAPSED
@@ -59,6 +63,56 @@ def check_greedy_text(case: VerifyCase) -> Finding:
 def check_plain_text(case: VerifyCase) -> Finding:
     """Compare with the plain model, if PyTorch and the checkpoint are here."""
     manifest = case.engine.manifest
+    if manifest.build.calibrated is not None:
+        raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
+    source = find_checkpoint(case)
+    from mtpbuild.builder.verify.plain import judge_texts, load_plain
+
+    scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
+    plain = load_plain(source, read_layers(manifest), scheme)
+    return judge_texts(
+        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
+    )
+
+
+def check_quality(case: VerifyCase) -> Finding:
+    """Measure what the weights' rounding costs; nothing fails."""
+    manifest = case.engine.manifest
+    build = manifest.build
+    if build.quantised_to is None:
+        raise NotChecked("the build quantised no weights")
+    source, layers = find_checkpoint(case), read_layers(manifest)
+    from mtpbuild.builder.verify.plain import load_plain
+    from mtpbuild.builder.verify.quality import (
+        acceptance_length,
+        measure_distance,
+        with_modules_of,
+    )
+
+    own = load_plain(source, layers)
+    params = [replace(each, logprobs=MAX_LOGPROBS) for each in case.params()]
+    texts = case.engine.generate(case.prompts, params)
+    found = measure_distance(own, case.prompts, texts)
+    figures: dict[str, Any] = {"kl": found.kl, "same_first_choice": found.same}
+    detail = f"KL {found.kl:.4f} nats a token, {found.same:.1%} first choices equal"
+    if build.drafter in (EAGLE, VANILLA) and not build.adaptive and build.draft_vocab is None:
+        ids, eagle = [text.token_ids for text in texts], build.drafter == EAGLE
+        lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
+        lengths["checkpoint"] = acceptance_length(own, case.prompts, ids, build.nextn, eagle)
+        if build.calibrated is None:
+            scheme = engine_scheme(build.quantised_to, build.head_weights)
+            rounded = with_modules_of(own, load_plain(source, layers, scheme))
+            name = "checkpoint_with_rounded_modules"
+            lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
+        figures["acceptance_lengths"] = lengths
+        named = (f"{name.replace('_', ' ')} {length:.2f}" for name, length in lengths.items())
+        detail += f"; acceptance length: {', '.join(named)}"
+    return Finding(True, detail, figures)
+
+
+def find_checkpoint(case: VerifyCase) -> Path:
+    """Return the checkpoint's folder; raise NotChecked if the plain model can't be loaded."""
+    manifest = case.engine.manifest
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
@@ -69,12 +123,8 @@ def check_plain_text(case: VerifyCase) -> Finding:
             revision=None if case.checkpoint else manifest.build.revision,
         )
         with needs("build", "torch"):
-            from mtpbuild.builder.verify.plain import judge_texts, load_plain
-    scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
-    plain = load_plain(source.folder, read_layers(manifest), scheme)
-    return judge_texts(
-        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
-    )
+            from mtpbuild.builder.verify import plain  # noqa: F401  # it imports torch
+    return source.folder
 
 
 @contextmanager
@@ -217,4 +267,5 @@ CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {
     "relaxed top-1 is strict": check_relaxed_top_1,
     "rejection has the model's law": check_rejection_distribution,
     "drafts are accepted": check_acceptance,
+    "what rounding costs": check_quality,
 }

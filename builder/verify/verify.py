@@ -126,6 +126,10 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> P
     """Find a nextn 0 engine's folder, building the engine if needed; raise NotChecked."""
     if request.against is not None:
         return request.against
+    if manifest.build.calibrated is not None:
+        raise NotChecked(
+            "its weights were calibrated: build it with --nextn 0 too, and give --against"
+        )
     if manifest.build.nextn == 0:
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
     missing = "there is no nextn 0 engine, and {}: give --against"

@@ -4,7 +4,10 @@ from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from safetensors import safe_open
 
 from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large
 from mtpbuild.builder.lazy_torch import torch
@@ -30,6 +33,8 @@ class Requantised(Checkpoint):
     formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
     unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
     amaxes: dict[str, float] = field(default_factory=dict)  # by weight; each is computed once
+    # By weight: a safetensors file with its parts, where texts have said how to round it.
+    calibrated: Mapping[str, Path] = field(default_factory=dict)
 
     def format(self, name: str) -> Format | None:
         return self.formats[name]
@@ -46,6 +51,8 @@ class Requantised(Checkpoint):
         return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
     def parts(self, name: str) -> Parts:
+        if name in self.calibrated:
+            return self.calibrated_parts(name)
         return self.collect(name, (parts for _, parts in self.encoded(name)))
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
@@ -73,9 +80,22 @@ class Requantised(Checkpoint):
         format = self.formats[name]
         assert format is not None
         amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
+        known, start = self.calibrated_parts(name), 0
         for rows in self.source.rows(name):
+            if known:
+                yield rows, {n: part[start : start + len(rows)] for n, part in known.items()}
+                start += len(rows)
+                continue
             refuse_too_large(format, name, rows)
             yield rows, format.encode(rows, amax)
+
+    def calibrated_parts(self, name: str) -> Parts:
+        """Read the parts of a calibrated weight; {} if it is none."""
+        format = self.formats[name]
+        if format is None or name not in self.calibrated:
+            return {}
+        with safe_open(self.calibrated[name], framework="pt") as file:
+            return {suffix: file.get_tensor(name + suffix) for suffix in format.suffixes}
 
     def group_amax(self, name: str) -> float:
         """Return a weight's largest magnitude; gate and up share theirs, as ModelOpt joins them."""

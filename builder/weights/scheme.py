@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import get_args
+from pathlib import Path
+from typing import TypeVar, get_args
 
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
@@ -17,6 +18,7 @@ from mtpbuild.runtime.errors import UsageError
 # How the command line, recipes and reports spell the absence of a format.
 UNQUANTISED, AS_STORED = "bf16", "none"
 FLOATS = "floats"  # value of --weights with which an engine quantises nothing and keeps no format
+OWN_TEXT = "own text"  # of the model, to calibrate with
 # Globs over module names, as in ModelOpt's `exclude_modules`.
 EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "fp8": (),
@@ -43,12 +45,17 @@ USUAL_HEADS = {"int8": "int8", "int4": "int8"}
 JOINS = {"int8": "int8", "int4": "int8"}
 
 
+AnyScheme = TypeVar("AnyScheme", bound="Scheme | None")
+
+
 @dataclass(frozen=True)
 class Scheme:
     """The formats of the main model, of the MTP modules, and of embedding and head.
 
     exclude: globs of modules that are not quantised; None means each format's own list. join: the
     format of the projection that joins an MTP module's inputs; only drafts depend on it.
+    calibration: the text that int4 weights are calibrated with, `OWN_TEXT` or a file; None: they
+    are not calibrated.
     """
 
     main: str | None
@@ -56,6 +63,7 @@ class Scheme:
     exclude: tuple[str, ...] | None = None
     head: str | None = None
     join: str | None = None
+    calibration: str | None = None
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
@@ -169,13 +177,28 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
     return engine_scheme(main, parse_format("--head-weights", head, _head_choices()))
 
 
-def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
+def engine_scheme(
+    weights: str | None, head: str | None, calibration: str | None = None
+) -> Scheme | None:
     """Return the scheme by which an engine's weights were quantised, from its manifest's fields."""
     if weights is None:
         return None
     if weights == FLOATS:
         return IN_FLOATS
-    return replace(SCHEMES[weights], head=head, join=JOINS.get(weights))
+    join = JOINS.get(weights)
+    return replace(SCHEMES[weights], head=head, join=join, calibration=calibration)
+
+
+def calibrated_scheme(scheme: AnyScheme, own: bool, text: Path | None) -> AnyScheme:
+    """Return the scheme with the calibration that the flags `--calibrate*` ask for, if any."""
+    if text is None and not own:
+        return scheme
+    flag = "--calibrate" if text is None else f"--calibration-text {text}"
+    if scheme is None or "int4" not in (scheme.main, scheme.mtp, scheme.head):
+        raise UsageError(f"{flag} is for int4: other formats need no calibration")
+    if text is not None and not text.is_file():
+        raise UsageError(f"{flag}: no such file")
+    return replace(scheme, calibration=OWN_TEXT if text is None else str(text))
 
 
 def parse_format(flag: str, value: str, choices: tuple[str, ...]) -> str | None:

@@ -104,6 +104,8 @@ class BuildInfo(_Record):
     # have the checkpoint's formats, as far as the target keeps them.
     quantised_to: QuantisedType | Literal["floats"] | None = None
     head_weights: HeadType | None = None  # the same for embedding and head
+    # The text that int4 weights were calibrated with: "own text" or a file. None: they were not.
+    calibrated: str | None = None
     # The number of tokens that drafts are chosen from, listed in draft_vocab.json. None: all.
     draft_vocab: int | None = Field(default=None, ge=1)
     dtype: FloatType = "float32"  # of caches and hidden states

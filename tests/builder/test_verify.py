@@ -56,8 +56,8 @@ from tests.support.toy import (
     toy_engine,
 )
 
-GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, MACHINE, RELAXED, LAW, ACCEPTED = CHECKS
-TOY_CHECKS = [name for name in CHECKS if name not in (PLAIN, MACHINE)]
+GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, MACHINE, RELAXED, LAW, ACCEPTED, COST = CHECKS
+TOY_CHECKS = [name for name in CHECKS if name not in (PLAIN, MACHINE, COST)]
 PROMPTS = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
 
 

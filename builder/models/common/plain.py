@@ -96,7 +96,7 @@ class PlainRouter(nn.Module):
 
 
 class PlainMoE(nn.Module):
-    """All routed experts, computed densely, and the shared expert."""
+    """The routed experts, each for the tokens that chose it, and the shared expert."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -109,10 +109,18 @@ class PlainMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).type_as(x)
-        y = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
-        for e, expert in enumerate(self.experts):
-            y = y + weights[..., e : e + 1] * expert(x)
-        return y
+        y = weigh_by_expert(self.experts, x, weights)
+        return y if self.shared_experts is None else self.shared_experts(x) + y
+
+
+def weigh_by_expert(experts: nn.ModuleList, x: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighed sum [.., E] of experts for x [.., E]; weights [.., experts], many 0."""
+    y = torch.zeros_like(x)
+    for weight, expert in zip(weights.unbind(-1), experts, strict=True):
+        chosen = weight != 0
+        if chosen.any():
+            y[chosen] += weight[chosen][:, None] * expert(x[chosen])
+    return y
 
 
 def plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:

@@ -13,6 +13,7 @@ from mtpbuild.builder.models.common.plain import (
     PlainMTPModule,
     PlainRMSNorm,
     PlainTrunk,
+    weigh_by_expert,
 )
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 
@@ -130,8 +131,7 @@ class PlainQwen35MoE(nn.Module):
         if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen = torch.zeros_like(scores).scatter(-1, ids, weights)
-        y = sum(chosen[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
-        assert isinstance(y, Tensor)
+        y = weigh_by_expert(self.experts, x, chosen)
         if not self.config.shared_expert_intermediate_size:
             return y
         return y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
