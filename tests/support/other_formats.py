@@ -152,7 +152,8 @@ def nvfp4(weight: Tensor) -> tuple[Parts, Tensor]:
     values = (STEPS[codes] * groups.sign()).flatten(1)
     codes = (codes + 8 * (groups < 0)).flatten(1).byte()
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    meant = (values.unflatten(1, (-1, 16)) * (scale.float() * second)[..., None]).flatten(1)
+    exact = values.unflatten(1, (-1, 16)) * scale.float()[..., None]  # rounded once, after it
+    meant = (exact * second).flatten(1)
     return {"weight": packed, "weight_scale": scale, "weight_scale_2": second}, meant
 
 

@@ -40,8 +40,8 @@ DEEPSEEK = {
     "num_hidden_layers": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 GLM = {
-    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 16,
-    "head_dim": 8, "n_routed_experts": 3, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "vocab_size": 41, "hidden_size": 64, "intermediate_size": 136, "moe_intermediate_size": 16,
+    "head_dim": 8, "n_routed_experts": 2, "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 QWEN = {
