@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,15 +121,15 @@ class Calibration:
         """Yield a name and a function for each step; all but the first take the last's result."""
         c = self.config
         for i in range(c.num_hidden_layers):
-            yield f"layer {i}", lambda hidden, i=i: self._layer(i, hidden)
+            yield f"layer {i}", partial(self._layer, i)
         yield "head", self._head
         for k in range(1, c.num_nextn_predict_layers + 1):
-            yield f"MTP module {k}", lambda hidden, k=k: self._module(k, hidden)
+            yield f"MTP module {k}", partial(self._module, k)
 
     def _layer(self, i: int, hidden: Hidden) -> tuple[Hidden, Parts]:
         if i == 0:
             hidden = [self.model.plain.model.embed_tokens(tokens) for tokens in self.batches]
-        run = (lambda x=x: self.model.run_layer(i, x) for x in hidden)
+        run = (partial(self.model.run_layer, i, x) for x in hidden)
         return self._calibrate(self.model.plain.model.layers[i], run)
 
     def _module(self, k: int, hidden: Hidden) -> tuple[Hidden, Parts]:
@@ -142,7 +143,7 @@ class Calibration:
             return y
 
         pairs = zip(self.batches, hidden, strict=True)
-        return self._calibrate(module, (lambda t=t, x=x: run(t, x) for t, x in pairs))
+        return self._calibrate(module, (partial(run, t, x) for t, x in pairs))
 
     def _head(self, hidden: Hidden) -> tuple[Hidden, Parts]:
         """Calibrate the head; return the trunk's hidden states as MTP modules read them."""

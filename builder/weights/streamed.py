@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,13 @@ class StreamedModel:
     def run_layer(self, i: int, x: Tensor) -> Tensor:
         """Run main layer i, which is loaded, on hidden states x [B, T, E]."""
         rows = x.shape[1]
-        y: Tensor = self.plain.model.layers[i](x, self.plain.cos[:rows], self.plain.sin[:rows])
+        layers: Any = self.plain.model.layers
+        y: Tensor = layers[i](x, self.plain.cos[:rows], self.plain.sin[:rows])
         return y
 
 
 def _shares_choices(plain: nn.Module) -> bool:
     """Return whether a layer attends to the rows that another one chose."""
-    layers = (layer for layer in plain.modules() if hasattr(layer, "chooser"))
+    modules: Iterator[Any] = plain.modules()
+    layers = (layer for layer in modules if hasattr(layer, "chooser"))
     return any(layer.chooser[0] is not layer for layer in layers)

@@ -76,8 +76,9 @@ def test_distance_to_oneself_and_to_another() -> None:
 
 
 def test_modules_of_another_model() -> None:
-    one, other = make_model(), make_model(1)
+    one: Any = make_model()
+    other: Any = make_model(1)
     main = one.model.layers[0].input_layernorm.weight.clone()
-    joined = with_modules_of(one, other)
+    joined: Any = with_modules_of(one, other)
     assert torch.equal(joined.module(2).eh_proj.weight, other.module(2).eh_proj.weight)
     assert torch.equal(joined.model.layers[0].input_layernorm.weight, main)
