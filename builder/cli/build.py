@@ -123,6 +123,7 @@ def refit(
         str, Option(help="New weights of the same architecture: a folder, a recipe, or OWNER/NAME.")
     ],
     mtp: Path | None = flag(None, "File or folder with the MTP head, as of `build`."),
+    chat_template: Path | None = flag(None, "Jinja file with the chat template, as of `build`."),
 ) -> None:
     """Put new weights into an engine without lowering its programs again."""
     from mtpbuild.builder.checks import needs
@@ -130,7 +131,7 @@ def refit(
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.compiler.refit import refit
-        old, new = refit(engine, checkpoint, watch, mtp)
+        old, new = refit(engine, checkpoint, watch, mtp, chat_template)
     size = new.files["weights.safetensors"].size
     typer.echo(
         f"{engine}: weights of {old.model.name} -> {new.model.name}, {size / 1e6:.1f} MB; "

@@ -37,22 +37,30 @@ from mtpbuild.runtime.contract.manifest import (
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.safetensors_header import read_header
+from mtpbuild.runtime.text.tokenizer_files import read_template
 
 SHOWN = 6  # differences in one line
 
 
 def refit(
-    engine: Path, model: str, watch: Watch = ignore, mtp: Path | None = None
+    engine: Path,
+    model: str,
+    watch: Watch = ignore,
+    mtp: Path | None = None,
+    chat_template: Path | None = None,
 ) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
-    mtp: a file or folder with the MTP modules, if they lie elsewhere.
+    mtp: a file or folder with the MTP modules, if they lie elsewhere. chat_template: a file in
+    place of the checkpoint's templates, as of a build.
     An engine of some layers gets the same layers of `model`; if its build quantised the weights,
     the new ones are quantised likewise. Programs that are loaded keep the weights that they were
     loaded with. Returns the manifests before and after. Raises UsageError with the differences if
     the checkpoint has another architecture or other number formats, CheckpointError or BuildError;
     the engine is then as it was.
     """
+    if chat_template is not None:
+        read_template(chat_template)
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
@@ -80,7 +88,7 @@ def refit(
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
         refuse(engine, new.source.folder, list(tensor_differences(engine, folder)))
         watch("package")
-        copy_side_files(new.source.folder, folder)
+        copy_side_files(new.source.folder, folder, chat_template)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
         inputs = f"{old.build.fingerprint} refitted with {sha256}"
         fingerprint = hashlib.sha256(inputs.encode()).hexdigest()

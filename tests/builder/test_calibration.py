@@ -169,7 +169,8 @@ def test_layers_are_calibrated_as_in_the_whole_model(
     for weight in done.calibrated:
         same = (done.read(weight) - wanted[weight]).abs() < 1e-5
         assert same.float().mean() > 0.97, weight  # sums in another order may round another way
-    assert set(done.calibrated) == set(wanted)  # some experts see no token
+    int4 = {name for name in wanted if found.view.formats.get(name) is INT4}
+    assert set(done.calibrated) == int4  # of experts, those that saw a token
 
 
 def test_products_with_the_same_input_share_its_sum(model: Path, tmp_path: Path) -> None:

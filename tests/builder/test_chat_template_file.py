@@ -61,6 +61,18 @@ def test_an_engine_has_it(checkpoint: Path, template: Path, tmp_path: Path) -> N
     assert rendered(out, later) == {"later"}
 
 
+@pytest.mark.usefixtures("quick")
+def test_refit_takes_it_again(checkpoint: Path, template: Path, tmp_path: Path) -> None:
+    """It comes with new weights, as an engine does not say whose its template is."""
+    flags = ("build", "--model", checkpoint, "--nextn", "0", "--out", out := tmp_path / "engine")
+    assert invoke(*flags, "--chat-template", template)[0] == 0
+    refitted = ("refit", "--engine", out, "--checkpoint", checkpoint)
+    assert invoke(*refitted, "--chat-template", template)[0] == 0
+    assert rendered(out) == {"t0given: hi"}
+    assert invoke(*refitted)[0] == 0
+    assert rendered(out) == {"its own", "its own, with tools"}
+
+
 BAD = {
     "absent": (None, "No such file or directory"),
     "syntax": ("{% if %}", "does not render a question: "),

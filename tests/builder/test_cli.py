@@ -50,12 +50,13 @@ def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 FLAGS = {
     "bench": None,  # its own are in test_bench.py
-    "build": "--acceptance-rule --allreduce-strategy --attention-dp --cache-dtype --chat-template "
-    "--checkpoint --compute-capability --config --device --draft-vocab --drafter --dry-run --dtype "
-    "--dump --ep --exact --extra-llm-api-options --fast-build --force --head-weights --layers "
-    "--max-batch --max-seq-len --model --mtp --nextn --out --portable --prefill-chunk --prefix "
-    "--rank --revision --score --spec-decode-algo --spec-decode-max-draft-len --spec-decode-nextn "
-    "--speculative-config --strip-weights --target --tp --weights",
+    "build": "--acceptance-rule --allreduce-strategy --attention-dp --cache-dtype --calibrate "
+    "--calibration-text --chat-template --checkpoint --compute-capability --config --device "
+    "--draft-vocab --drafter --dry-run --dtype --dump --ep --exact --extra-llm-api-options "
+    "--fast-build --force --head-weights --layers --max-batch --max-seq-len --model --mtp --nextn "
+    "--out --portable --prefill-chunk --prefix --rank --revision --score --spec-decode-algo "
+    "--spec-decode-max-draft-len --spec-decode-nextn --speculative-config --strip-weights "
+    "--target --tp --weights",
     "diff": "--engine --json",
     "eval": None,  # in test_evaluate.py
     "inspect": None,
@@ -64,9 +65,10 @@ FLAGS = {
     "--ep --gpu --json --kv-cache --max-batch --max-seq-len --model --nextn --picture "
     "--prefill-chunk --tp",
     "prefix": None,
-    "quantize": "--checkpoint --exclude --force --head --model --mtp --out --to",
+    "quantize": "--calibrate --calibration-text --checkpoint --exclude --force --head --model --mtp "
+    "--out --to",
     "recipes": "--fits --json",
-    "refit": "--checkpoint --engine --mtp",
+    "refit": "--chat-template --checkpoint --engine --mtp",
     "rm": "--yes",
     "run": None,
     "serve": None,
