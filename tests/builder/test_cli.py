@@ -65,8 +65,8 @@ FLAGS = {
     "--ep --gpu --json --kv-cache --max-batch --max-seq-len --model --nextn --picture "
     "--prefill-chunk --tp",
     "prefix": None,
-    "quantize": "--calibrate --calibration-text --checkpoint --exclude --force --head --model --mtp "
-    "--out --to",
+    "quantize": "--calibrate --calibration-text --checkpoint --exclude --force --head --model "
+    "--mtp --out --to",
     "recipes": "--fits --json",
     "refit": "--chat-template --checkpoint --engine --mtp",
     "rm": "--yes",

@@ -225,22 +225,22 @@ def test_damaged_checkpoints(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "held", "says"),
     [
-        ({"bits": 4, "group_size": 64}, None),
-        ({"bits": 7, "group_size": 64}, "mlx with 7 bits are not read"),
-        ({"bits": 4, "group_size": 64, "mode": "log"}, "mlx log are not read"),
-        ({"bits": 4, "group_size": 64, "lm_head": {"bits": 1}}, "mlx with 1 bits are not read"),
-        ({"bits": 4, "group_size": 64, "lm_head": False}, None),
+        ({"bits": 4, "group_size": 64}, "int4", None),
+        ({"bits": 7, "group_size": 64}, "int8", "mlx with 7 bits are not read"),
+        ({"bits": 4, "group_size": 64, "mode": "log"}, "int8", "mlx log are not read"),
+        ({"bits": 4, "group_size": 64, "lm_head": {"bits": 1}}, "int4", "with 1 bits are not read"),
+        ({"bits": 4, "group_size": 64, "lm_head": False}, "int4", None),
     ],
 )
-def test_settings(settings: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_path: Path) -> None:
     """The key `quantization` is MLX's; it wins over what was left of another format."""
     left = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     both = {"quantization": settings, "quantization_config": left}
     (tmp_path / "config.json").write_text(json.dumps(both))
     assert read_quantisation(tmp_path)["quant_method"] == "mlx"
-    assert stored_as(tmp_path) == "bf16"
+    assert stored_as(tmp_path) == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
         refuse_folder(tmp_path)

@@ -173,7 +173,8 @@ QWEN: dict[str, Any] = {
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
 FORMATS: dict[str, Write] = {
-    **{name: by_package(name) for name in sorted(each.name for each in WRITTEN.iterdir())},
+    # MLX's, whose names differ, have tests of their own.
+    **{p.name: by_package(p.name) for p in sorted(WRITTEN.iterdir()) if p.name[:3] != "mlx"},
     "fp8 f32": by_formulas("kimi", KIMI, BLOCKS, fp8_blocks(torch.float32)),
     "fp8 f16": by_formulas("glm-4.6", GLM, BLOCKS, fp8_blocks(torch.float16)),
     "fp8 bf16": by_formulas("qwen3.5", QWEN, BLOCKS, fp8_blocks(torch.bfloat16)),
