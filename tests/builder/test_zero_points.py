@@ -31,7 +31,7 @@ from tests.support.requests import build_request
 DATA = Path(__file__).parents[1] / "data/checkpoints"
 SHAPE = QUANTIZABLE | {"qk_rope_head_dim": 8}  # numbers of outputs fill words
 MANY = SHAPE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
-PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
+PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 30]]
 
 
 def words(codes: Tensor, dim: int) -> Tensor:
