@@ -34,6 +34,7 @@ def serve(
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.programs.follow import follow
+    from mtpbuild.runtime.sampling.defaults import sampling_defaults
     from mtpbuild.runtime.server.tools import FORMS
 
     forms = [*FORMS, "none"]
@@ -46,6 +47,7 @@ def serve(
     manifest = read_manifest(engine)  # fails before listening if the folder is not an engine
     settings = ServerOptions(
         **vars(own),
+        defaults=sampling_defaults(engine, manifest),
         key=read_key(own.api_key),
         log_requests=log_requests,
         access_log=not no_access_log,
@@ -67,7 +69,7 @@ def serve(
             server.ignore_signals()
             follow(engine, own.threads)
             return
-        server.serve(engine, load, settings, address)
+        server.serve(load, settings, address)
 
 
 def _check(most: int, **given: float | None) -> None:

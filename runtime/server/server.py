@@ -9,14 +9,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import uvicorn
 
-from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling.defaults import sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limit_time
 from mtpbuild.runtime.server.options import ServerOptions
@@ -69,13 +66,10 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-def serve(
-    folder: Path, load: Callable[[], Engine], settings: ServerOptions, address: Address
-) -> None:
+def serve(load: Callable[[], Engine], settings: ServerOptions, address: Address) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
     hosts = [*(settings.allowed_hosts or ()), address.host]
-    defaults = sampling_defaults(folder, read_manifest(folder))
-    settings = replace(settings, defaults=defaults, allowed_hosts=hosts)
+    settings = replace(settings, allowed_hosts=hosts)
     sock = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")

@@ -6,7 +6,6 @@ These are the seconds that loading, a step and `--drain-timeout` take; requests 
 
 import sys
 import time
-from pathlib import Path
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
@@ -25,6 +24,4 @@ def load() -> Engine:
 
 
 if __name__ == "__main__":
-    serve(
-        Path("nowhere"), load, ServerOptions(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN)
-    )
+    serve(load, ServerOptions(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN))
