@@ -153,14 +153,14 @@ CASES: list[tuple[str, int, DrafterName | None]] = [
     ("gigachat", 3, "mtp-eagle"),
     ("glm-flash", 2, "mtp-vanilla"),
     ("glm-air", 3, "mtp-eagle"),
-    ("glm-4.6", 2, "mtp-vanilla"),
     ("mimo", 2, "mtp-vanilla"),
-    ("mimo", 3, "mtp-eagle"),
     ("qwen3.5-ragged", 3, "mtp-eagle"),
     ("deepseek-v3.2", 2, "mtp-eagle"),
     ("glm-5", 3, "mtp-eagle"),
 ]
 SLOW: list[tuple[str, int, DrafterName | None]] = [
+    ("glm-4.6", 2, "mtp-vanilla"),
+    ("mimo", 3, "mtp-eagle"),
     *((name, 3, "mtp-eagle") for name in HYBRIDS if name != "qwen3.5-ragged"),
     *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(3)),
     *((name, n, None if n == 0 else "mtp-eagle") for name in CHOOSERS for n in range(4)),

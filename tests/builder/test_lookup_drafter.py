@@ -44,6 +44,7 @@ def drafting(predictable_engine: EngineBuilder) -> Path:
     return predictable_engine(NEXTN, "lookup", max_batch=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -68,6 +69,7 @@ def test_texts_are_those_without_drafts(
     assert accepted
 
 
+@pytest.mark.full
 def test_the_manifest_names_its_state(drafting: Path) -> None:
     manifest = read_manifest(drafting)
     assert (manifest.build.drafter, manifest.lookahead) == ("lookup", 1)

@@ -142,6 +142,7 @@ def test_memory_and_caches() -> None:
         assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
 
 
+@pytest.mark.full
 def test_what_fits() -> None:
     request = ForecastRequest(GIGACHAT, (0, 1))
     verdicts = [engine.fits for engine in forecast_cpu(request, machine()).engines]

@@ -74,6 +74,7 @@ def test_a_pool_that_gives_rows_up(folder: Path, cold: Engine) -> None:
     users.check(cold)
 
 
+@pytest.mark.full
 def test_a_restart_between_turns(folder: Path, cold: Engine, tmp_path: Path) -> None:
     users = Users(5)
     with warm(folder, prefix_cache_dir=tmp_path / "kept") as engine:

@@ -182,6 +182,7 @@ def test_a_rank_that_dies_or_hangs(
     check_death(engine, number, 3, monkeypatch)
 
 
+@pytest.mark.full
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(eager_ranks.GPUS, "1")
     code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
@@ -200,6 +201,7 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     (engine / "elsewhere").rename(engine / "rank1")
 
 
+@pytest.mark.full
 def test_a_follower_without_its_gpu(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has joined, so rank 0 is told, and says that line."""
     monkeypatch.setenv(eager_ranks.TAKEN, "1")

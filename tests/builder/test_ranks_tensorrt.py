@@ -173,6 +173,7 @@ def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDa
     assert len(trt.networks) == networks
 
 
+@pytest.mark.full
 def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataCentre) -> None:
     alone = tmp_path / "alone"
     shutil.copytree(engine / "rank0", alone)

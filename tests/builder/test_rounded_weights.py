@@ -142,6 +142,7 @@ def test_an_engine(
         refit(built.folder, str(folders["bf16"]))
 
 
+@pytest.mark.full
 def test_an_engine_in_floats(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,12 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize(
     "ranks",
-    [Ranks(), Ranks(2), Ranks(4, 2), Ranks(4, 2, attention_dp=True)],
+    [
+        Ranks(),
+        pytest.param(Ranks(2), marks=pytest.mark.full),
+        Ranks(4, 2),
+        pytest.param(Ranks(4, 2, attention_dp=True), marks=pytest.mark.full),
+    ],
     ids=["1", "2", "4-2", "attention-dp"],
 )
 def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> None:

@@ -50,9 +50,10 @@ def programs(slots: int) -> Iterator[tuple[Traced, Any, Plan]]:
         yield trace(program, plan), reference, plan
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("traced_without_running")
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch's own, of copied graphs
-@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("slots", [1, 3])
 def test_it_is_the_step_without_plugins_between_products(slots: int) -> None:
     """Its tokens, caches and other state, by the ops' references, which the kernels equal."""
     torch.set_num_threads(1)
@@ -94,9 +95,8 @@ def of_r1(format: str, dense: int, moe: int) -> StepCounts:
     )
 
 
-@pytest.mark.parametrize(
-    "format", ["nvfp4", *(pytest.param(f, marks=pytest.mark.full) for f in ("bfloat16", "fp8"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("format", ["nvfp4", "bfloat16", "fp8"])
 def test_launches_of_r1(format: str) -> None:
     one, dense, moe = (of_r1(format, *layers) for layers in ((1, 1), (2, 1), (1, 2)))
     layers = dense.launches - one.launches, moe.launches - one.launches

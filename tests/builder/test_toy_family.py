@@ -38,7 +38,8 @@ def folder(toy: PlainToy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("toys") / "toy", CONFIG, toy)
 
 
-@pytest.mark.parametrize("nextn", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2))])
+@pytest.mark.full
+@pytest.mark.parametrize("nextn", [1, 0, 2])
 def test_onnxruntime(nextn: int, toy: PlainToy, folder: Path, build_engine: EngineBuilder) -> None:
     check_engine(build_engine(folder, nextn, prefill_chunk=CHUNK), toy, nextn)
 

@@ -75,7 +75,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "many"])
+@pytest.mark.parametrize(
+    "name", ["awq", *(pytest.param(n, marks=pytest.mark.full) for n in ("gptq", "many"))]
+)
 def test_the_weights(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted and packed, all that is kept equals the values of the file."""
     how: Any = {"formats": ("int8", "int4"), "pipeline": CPU}
@@ -117,7 +119,7 @@ def test_products_of_several_formats() -> None:
         assert torch.equal(MOVED[8].decode(wide), format.decode(parts))
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q4_K", marks=pytest.mark.full)])
 def test_minima_of_gguf(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

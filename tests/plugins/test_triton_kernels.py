@@ -140,6 +140,7 @@ def test_mixed_acceptance_in_full(seed: int, vocab: int, drafts: int) -> None:
     kernels.check_mixed(kernels.random_mixed(seed, vocab, drafts), "cpu")
 
 
+@pytest.mark.full
 @FEW
 @given(case=kernels.expert_choices())
 def test_moe(case: Experts) -> None:
