@@ -31,6 +31,11 @@ EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight"
 
 def head_files(place: Path) -> list[Path]:
     """Return the files that --mtp names: one, a checkpoint's, or all of a folder's."""
+    if place.suffix == ".gguf":
+        raise CheckpointError(
+            f"--mtp {place}: heads are read from safetensors files; beside a GGUF trunk this file is "
+            f"found if it is called mtp-NAME.gguf"
+        )
     if place.is_file():
         return [place]
     if not place.is_dir():
