@@ -34,7 +34,7 @@ def head_files(place: Path) -> list[Path]:
     if place.suffix == ".gguf":
         raise CheckpointError(
             f"--mtp {place}: heads are read from safetensors files; beside a GGUF trunk this file is "
-            f"found if it is called mtp-NAME.gguf"
+            "found if it is called mtp-NAME.gguf"
         )
     if place.is_file():
         return [place]
