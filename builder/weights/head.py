@@ -33,8 +33,8 @@ def head_files(place: Path) -> list[Path]:
     """Return the files that --mtp names: one, a checkpoint's, or all of a folder's."""
     if place.suffix == ".gguf":
         raise CheckpointError(
-            f"--mtp {place}: heads are read from safetensors files; beside a GGUF trunk this file is "
-            "found if it is called mtp-NAME.gguf"
+            f"--mtp {place}: heads are read from safetensors files; beside a GGUF trunk a head is "
+            "found if its file is called mtp-NAME.gguf"
         )
     if place.is_file():
         return [place]
