@@ -1,7 +1,7 @@
 """Have torch.onnx do once what it does anew for each program: a fifth of a build's time.
 
-The names that are replaced are private to PyTorch: where a version lacks them, this module fails, and
-tests of engines with it.
+The names that are replaced are private to PyTorch. Where a version lacks them this module fails,
+and tests of engines fail with it.
 """
 
 from collections.abc import Iterator
