@@ -7,6 +7,7 @@ of their own, so that a calibration that was cut off goes on from there.
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,7 @@ from mtpbuild.builder.weights.requantised import Parts, Requantised
 from mtpbuild.builder.weights.stored import PIECE
 from mtpbuild.builder.weights.streamed import StreamedModel
 
+TILE = 1024  # rows of a sum that are added to together
 BATCH = 2048  # most tokens that go through a layer together
 LEAST_TOKENS = 128  # a weight that fewer tokens reach, such as a rare expert's, is not calibrated
 SCALE = INT4.suffixes[1]
@@ -35,6 +37,8 @@ Hidden = list[Tensor]  # [B, T, E] of each batch
 @dataclass
 class InputSums:
     """For each product the sum of x x^T over its inputs x; products with the same input share it.
+
+    Of a sum the upper triangle counts, and what is below it in the tiles on the diagonal.
 
     sums, counts: by the first of the products that share an input.
     """
@@ -49,8 +53,12 @@ class InputSums:
         _, known = self._seen.setdefault(id(x), (x, name))
         if self.first.setdefault(name, known) == name:
             rows = x.flatten(0, -2).float()
-            total = self.sums.setdefault(name, rows.new_zeros(rows.shape[1], rows.shape[1]))
-            total.addmm_(rows.T, rows)
+            width = rows.shape[1]
+            if name not in self.sums:
+                self.sums[name] = rows.new_zeros(width, width)
+            for start in range(0, width, TILE):
+                tile = slice(start, start + TILE)
+                self.sums[name][tile, start:].addmm_(rows[:, tile].T, rows[:, start:])
             self.counts[name] = self.counts.get(name, 0) + len(rows)
 
     @contextmanager
@@ -68,8 +76,8 @@ class InputSums:
             for each in hooks:
                 each.remove()
 
-    def factors(self) -> Iterator[tuple[Tensor, list[str]]]:
-        """Yield the factor of each input that enough tokens have, and its products."""
+    def shares(self) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield what `correct_errors` returns for each input of enough tokens, and its products."""
         for name in [*self.sums]:
             total = self.sums.pop(name)  # so that it can be freed
             if self.counts[name] >= LEAST_TOKENS:
@@ -172,17 +180,25 @@ class Calibration:
             return hidden, self._encode(sums, lambda name: wanted[name].weight.split(PIECE))
 
     def _encode(self, sums: InputSums, rows: Callable[[str], Iterable[Tensor]]) -> Parts:
+        """Encode all weights whose inputs' sums are there, pieces of rows side by side.
+
+        Each thread computes alone: the operations on single columns are too short to be shared out.
+        """
         parts: Parts = {}
-        for factor, names in sums.factors():
-            for name in names:
-                pieces = [self._encode_rows(name, piece, factor) for piece in rows(name)]
-                for suffix in INT4.suffixes:
-                    parts[name + suffix] = torch.cat([piece[suffix] for piece in pieces])
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for shares, names in sums.shares():
+                for name in names:
+                    encode = partial(self._encode_rows, name, shares)
+                    pieces = [*pool.map(encode, rows(name))]
+                    for suffix in INT4.suffixes:
+                        parts[name + suffix] = torch.cat([piece[suffix] for piece in pieces])
         return parts
 
-    def _encode_rows(self, name: str, rows: Tensor, factor: Tensor) -> Parts:
+    @torch.no_grad()
+    def _encode_rows(self, name: str, shares: Tensor, rows: Tensor) -> Parts:
         refuse_too_large(INT4, name, rows)
-        return encode_calibrated(INT4, rows, factor)
+        return encode_calibrated(INT4, rows, shares)
 
     def _wanted(self, name: str) -> bool:
         return self.view.formats.get(name) is INT4

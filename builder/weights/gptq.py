@@ -15,46 +15,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DAMPING = 0.01  # of the inputs' mean square, added to each input's
-SPAN = 4 * BLOCK  # columns whose errors the columns after them get together
 
 
-def correct_errors(hessian: Tensor) -> Tensor:
-    """Return the triangular factor U [K, K] that says what later columns make good of an error.
+def correct_errors(sums: Tensor) -> Tensor:
+    """Return by how much [K, K] each column makes good the errors of the columns before it.
 
-    hessian: the sum of x x^T [K, K] over inputs x, which is damped in place until U^T U is its
-    inverse. An input that is always 0 gets no share of any error.
+    sums: the upper triangle of the sum H of x x^T [K, K] over inputs x; its diagonal is damped in
+    place. With H = R R^T and R upper triangular, errors e change the product by |R^T e|^2, and the
+    i-th term of it is R[i, i] e_i + sum over j < i of R[j, i] e_j. So column i makes good
+    R[j, i] / R[i, i] of e_j. This is GPTQ without an inverse (arXiv:2507.18553). An input that is
+    always 0 gets no share of any error.
     """
-    mean = hessian.diagonal().mean().clamp(min=1e-30)
-    hessian.diagonal()[hessian.diagonal() == 0] = mean
+    mean = sums.diagonal().mean().clamp(min=1e-30)
+    sums.diagonal()[sums.diagonal() == 0] = mean
     for power in range(6):
-        hessian.diagonal().add_(DAMPING * 10**power * mean)
-        factor, failed = torch.linalg.cholesky_ex(hessian)
+        sums.diagonal().add_(DAMPING * 10**power * mean)
+        factor, failed = torch.linalg.cholesky_ex(sums.flip(0, 1))
         if not failed:
-            inverse = torch.cholesky_inverse(factor)
-            factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        if not failed:
-            return factor
+            factor = factor.flip(0, 1)
+            return factor.div_(factor.diagonal().clone())
     raise AssertionError("a matrix with so large a diagonal is positive definite")
 
 
-def encode_calibrated(format: Integers, weight: Tensor, factor: Tensor) -> dict[str, Tensor]:
+def encode_calibrated(format: Integers, weight: Tensor, shares: Tensor) -> dict[str, Tensor]:
     """Encode rows of a weight [N, K] with the result of `correct_errors` for its inputs.
 
-    A block has the scale of least squared error for what its columns are when their turn comes.
+    A block's scale is the one of least squared error for the best answer of its columns to the
+    errors of all columns before the block.
     """
-    left = weight.T.contiguous()  # [K, N]: what is left to round
+    left = weight.T.clone(memory_format=torch.contiguous_format)  # [K, N], and then the errors
     codes = torch.empty(left.shape, dtype=torch.uint8)
     scales = torch.empty(len(left) // BLOCK, weight.shape[0], dtype=format.scales)
-    for start in range(0, len(left), SPAN):
-        end = min(start + SPAN, len(left))
-        errors = torch.empty(end - start, weight.shape[0])
-        for k in range(start, end):
-            if k % BLOCK == 0:
-                block = left[k : k + BLOCK].T.contiguous()
-                scale = scales[k // BLOCK] = format.fit_scales(block).squeeze(-1)
-            codes[k] = format.codes(left[k], scale)
-            value = (codes[k].float() - format.zero) * scale.float()
-            error = errors[k - start] = (left[k] - value) / factor[k, k]
-            left[k + 1 : end].addr_(factor[k, k + 1 : end], error, alpha=-1)
-        left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    for start in range(0, len(left), BLOCK):
+        end = start + BLOCK
+        own = shares[start:end, start:end]
+        owed = shares[:start, start:end].T @ left[:start]  # [BLOCK, N]: what errors ask for
+        answer = torch.linalg.solve_triangular(own.T, owed, upper=False, unitriangular=True)
+        block = (left[start:end] + answer).T.contiguous()
+        scale = scales[start // BLOCK] = format.fit_scales(block).squeeze(-1)
+        for i, column in enumerate(left[start:end]):
+            code = codes[start + i] = format.codes(column + owed[i], scale)
+            column -= (code.float() - format.zero) * scale.float()
+            owed[i + 1 :].addr_(own[i, i + 1 :], column)
     return format.collect(codes.T, scales.T)

@@ -1,4 +1,4 @@
-"""The plain model: Qwen3.5 with its MTP module; delta rules run token by token."""
+"""The plain model: Qwen3.5 with its MTP module; delta rules run in chunks of tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from mtpbuild.builder.models.common.plain import (
     weigh_by_expert,
 )
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
+
+CHUNK = 64  # tokens of a delta rule that are computed together
 
 
 class PlainUnitRMSNorm(PlainRMSNorm):
@@ -94,14 +96,33 @@ class PlainGatedDelta(nn.Module):
         q = q / K**0.5
         v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
         S, outputs = x.new_zeros(x.shape[0], H, K, V), []
-        for t in range(T):
-            S = S * decay[:, t].exp()[..., None, None]
-            error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
-            step = b[:, t].sigmoid()[..., None] * error
-            S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], step)
-            outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-        o = self.norm(torch.stack(outputs, dim=1)) * F.silu(z.unflatten(-1, (H, V)))
+        tokens = (each.transpose(1, 2).split(CHUNK, dim=2) for each in (q, k, v, decay, b))
+        for chunk in zip(*tokens, strict=True):
+            S, o = run_chunk(S, *chunk)
+            outputs.append(o)
+        o = self.norm(torch.cat(outputs, dim=2).transpose(1, 2)) * F.silu(z.unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
+
+
+def run_chunk(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the state [B, H, K, V] after C tokens, and their outputs [B, H, C, V].
+
+    Token by token the rule is S = exp(decay) S + k u^T with u = sigmoid(b) (v - exp(decay) S^T k).
+    Each u depends on those before it, so all of a chunk solve a triangular system.
+
+    q, k: [B, H, C, K]; v: [B, H, C, V]; decay, b: [B, H, C].
+    """
+    total = decay.cumsum(-1)[..., None]  # since the chunk began
+    since = (total - total.mT).tril().exp().tril()  # [i, j]: from token j to token i
+    beta, own = b.sigmoid()[..., None], total.exp()
+    system = (beta * (k @ k.mT) * since).tril(-1)
+    right = beta * (v - own * (k @ S))
+    u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    o = own * (q @ S) + (q @ k.mT * since) @ u
+    left = (total[..., -1:, :] - total).exp()
+    return own[..., -1:, :] * S + (left * k).mT @ u, o
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
