@@ -17,7 +17,7 @@ from mtpbuild.runtime.flag_groups import flag, given_flags, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),
-    *("calibrate", "picture"),
+    *("measured", "picture"),
 )
 
 
@@ -35,7 +35,7 @@ def plan(
     ),
     cpu: bool = flag(False, "For the CPU here: download, disk, memory, bytes that a step reads."),
     acceptance: str | None = flag(None, "Acceptance length for each nextn: 1,1.92. Default: R1's."),
-    calibrate: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
+    measured: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
     picture: Path | None = flag(None, "Write the figures as a PNG too."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
@@ -65,7 +65,7 @@ def plan(
         nextn=() if nextn is None else parse_range(nextn),
         ranks=requested_ranks(join(ranks.settings())),
         acceptance=lengths,
-        measured=None if calibrate is None else parse_measured(calibrate),
+        measured=None if measured is None else parse_measured(measured),
         **vars(flags),
     )
     if cpu:

@@ -53,7 +53,7 @@ def fit_latency(points: list[tuple[int, float, float]], source: str) -> Latency:
     base = rest0 - per_draft * n0
     if base < 0:
         raise UsageError(
-            f"--calibrate: these speeds are beyond the machine's memory and arithmetic "
+            f"--measured: these speeds are beyond the machine's memory and arithmetic "
             f"(nextn {n0}: {1e3 * step0:.2f} ms measured, {1e3 * parts0:.2f} ms at least)"
         )
     return Latency(base, per_draft, source)
@@ -65,7 +65,7 @@ def parse_measured(text: str) -> dict[int, float]:
     speeds = {int(found[i]): float(found[i + 1]) for i in (1, 3)} if found else {}
     if len(speeds) < 2 or 0 in speeds.values():
         example = "tokens/s at two different nextn, such as 0=111,1=198"
-        raise UsageError(f"--calibrate {text!r}: give {example}")
+        raise UsageError(f"--measured {text!r}: give {example}")
     return speeds
 
 
@@ -194,7 +194,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
-    latency = calibrate_latency(request, model, load, lengths)
+    latency = fit_measured(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
@@ -248,15 +248,15 @@ def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     return dict(zip(request.nextn, given, strict=True))
 
 
-def calibrate_latency(
+def fit_measured(
     request: ForecastRequest, model: CostModel, load: StepLoad, lengths: ByNextn
 ) -> Latency:
     """Fit the latency to the user's two measurements, or to the published ones."""
     if request.measured is None:
         return fit_published_latency()
     if missing := request.measured.keys() - lengths.keys():
-        raise UsageError(f"--calibrate: nextn {min(missing)} is not among --nextn")
-    return fit_to_speeds(model, load, request.measured, lengths, "fitted to --calibrate")
+        raise UsageError(f"--measured: nextn {min(missing)} is not among --nextn")
+    return fit_to_speeds(model, load, request.measured, lengths, "fitted to --measured")
 
 
 def fit_to_speeds(

@@ -173,7 +173,7 @@ def _print_assumptions(f: Forecast) -> None:
     )
     if request.measured is None and not f.is_published:
         note = "assumed to hold here: another model, machine or load has others; measure two nextn "
-        print_lines(f"{note}and give --calibrate", style="yellow")
+        print_lines(f"{note}and give --measured", style="yellow")
     attention = family_of(f.model.config).attention
     if not targets_that(lambda target: attention in target.gpu_attention):
         note = "targets for GPUs have no kernel for this model's attention yet: "

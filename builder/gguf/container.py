@@ -108,6 +108,12 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: no key {self.architecture}.{name}")
         return found
 
+    def tensor(self, name: str) -> RawTensor:
+        """Return a tensor; raise CheckpointError if it is missing."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: missing tensor {name}")
+        return self.tensors[name]
+
     @property
     def modules(self) -> int:
         """Count the MTP modules by the keys, whether their tensors are there or not."""

@@ -165,12 +165,12 @@ def test_a_folder_is_read(smallest: Path) -> None:
     assert found.weight_bytes == found.checkpoint_bytes
 
 
-def test_calibration() -> None:
+def test_measured_speeds() -> None:
     """step = base + per draft + parts, through both measurements."""
     fitted = fit_latency([(0, 0.010, 0.002), (2, 0.015, 0.003)], "x")
     assert fitted.base == pytest.approx(0.008)
     assert fitted.per_draft == pytest.approx(0.002)
-    code, out, _ = plan("--nextn 0,1,3 --calibrate 0=80,3=190 --acceptance 1,1.8,2.7 --json")
+    code, out, _ = plan("--nextn 0,1,3 --measured 0=80,3=190 --acceptance 1,1.8,2.7 --json")
     assert code == 0
     speeds = json.loads(out)["predicted_tokens_per_s"]
     assert (speeds[0], speeds[2]) == (pytest.approx(80), pytest.approx(190))
@@ -240,10 +240,10 @@ def test_tables(tmp_path: Path) -> None:
         ("--nextn 0,1 --acceptance 1", "--acceptance has 1 lengths, --nextn 2"),
         ("--nextn 1 --acceptance 2.5", "--acceptance 2.5: nextn 1 gives 1..2 tokens"),
         ("--nextn 1 --acceptance x", "--acceptance 'x' is not a list"),
-        ("--calibrate 0=1", "--calibrate '0=1': give tokens/s at two different nextn"),
-        ("--calibrate 1=5,1=6", "give tokens/s at two different nextn"),
-        ("--calibrate 0=5000,1=9000", "beyond the machine's memory and arithmetic (nextn 0: 0.20"),
-        ("--nextn 0,1 --calibrate 0=111,3=250", "--calibrate: nextn 3 is not among --nextn"),
+        ("--measured 0=1", "--measured '0=1': give tokens/s at two different nextn"),
+        ("--measured 1=5,1=6", "give tokens/s at two different nextn"),
+        ("--measured 0=5000,1=9000", "beyond the machine's memory and arithmetic (nextn 0: 0.20"),
+        ("--nextn 0,1 --measured 0=111,3=250", "--measured: nextn 3 is not among --nextn"),
         ("--kv-cache int8", "--kv-cache int8 is unknown; supported: bf16, fp8, fp32"),
         ("--max-batch 0", "--max-batch 0 must be at least 1"),
     ],

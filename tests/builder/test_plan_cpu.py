@@ -275,7 +275,7 @@ for plan in {plans}:
         ("--tp 1 --ep 1 --attention-dp", "--cpu does not go with --tp, --ep, --attention-dp: "),
         ("--kv-cache fp8 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
         ("--bandwidth 0", "--bandwidth 0 must be above 0"),
-        ("--calibrate 0=1,1=2", "does not go with --calibrate: "),
+        ("--measured 0=1,1=2", "does not go with --measured: "),
         ("--picture x.png", "does not go with --picture: "),
         ("--max-seq-len 0", "--max-seq-len 0 must be at least 1"),
         ("--nextn 16", "--nextn 16 is outside 0..15"),
