@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -132,14 +132,17 @@ def count_engine_classes(
     format_of: a weight's format in the checkpoint that it is built of. dtype: the type of weights
     that are not quantised in the engine.
     """
-    held = choose_formats(family_table(config, ranks), format_of, style).stored_formats
+    table = choose_formats(family_table(config, ranks), format_of, style)
+    held = table.stored_formats
     engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
-    return count_classes(engine, ranks)
+    found = count_classes(engine, ranks)
+    twice = [weights for weights in found if weights.name == TIED and not table.shares_embedding]
+    return found + [replace(weights, name="embedding") for weights in twice]
 
 
 def count_file_bytes(classes: Iterable[WeightClass]) -> int:
-    """Count the bytes of a rank's weights file, which has a head tied to the embedding twice."""
-    return round(sum(weights.per_rank * (2 if weights.name == TIED else 1) for weights in classes))
+    """Count the bytes of a rank's weights file."""
+    return round(sum(weights.per_rank for weights in classes))
 
 
 def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:

@@ -164,6 +164,8 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
             module = model.get_submodule(name)
             assert isinstance(module, GatheredMoE)
             module.join_shared()
+        if table.shares_embedding:
+            model.embed_tokens = None
         for weight in table.of_rank(0):
             if weight.format is not None or weight.layout is not Layout.PLAIN:
                 replace_parameter(

@@ -17,6 +17,7 @@ from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
 from mtpbuild.builder.weights.scheme import weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens", "lm_head"  # in the table
 FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the checkpoint
 
 
@@ -55,6 +56,11 @@ class WeightTable:
     def stored(self) -> dict[str, Stored]:
         """The checkpoint's weights, by name."""
         return {stored.name: stored for weight in self.weights for stored in weight.stored}
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Return whether the head's weight is the embedding, too."""
+        return all(weight.name != EMBEDDING_WEIGHT for weight in self.weights)
 
     @property
     def stored_formats(self) -> dict[str, Format | None]:
@@ -98,7 +104,20 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
         replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
         for each in weights
     )
-    return replace(table, weights=tuple(held), joined=joined)
+    table = replace(table, weights=tuple(held), joined=joined)
+    return _share_embedding(table) if table.ranks == ALONE else table
+
+
+def _share_embedding(table: WeightTable) -> WeightTable:
+    """Leave out an embedding that is tied to a packed head of the same format.
+
+    Programs look rows up in the head's weight.
+    """
+    named = {weight.name: weight for weight in table.weights}
+    embedding, head = (named[name] for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
+    if not head.packed or (embedding.stored, embedding.format) != (head.stored, head.format):
+        return table
+    return replace(table, weights=tuple(w for w in table.weights if w is not embedding))
 
 
 def _per_head_formats(

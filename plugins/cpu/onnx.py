@@ -44,7 +44,7 @@ def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
 
 # fp32 weights have no scales. N: outputs of a packed weight; without N the weight is [.., K, N].
 Product = declare_operator(DOMAIN, "Product", "x values scales", N=0)
-Embedding = declare_operator(DOMAIN, "Embedding", "tokens values scales")
+Embedding = declare_operator(DOMAIN, "Embedding", "tokens values scales", N=0)
 Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
 Cos, Sin, LogSoftmax, ArgMax = (
     declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")

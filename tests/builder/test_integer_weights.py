@@ -1,5 +1,6 @@
 """int8 and int4 weights that stay as they are: in the model, in the weights file, in an engine."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,8 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     values = {name: each for name, each in values.items() if name not in floats}
     assert set(values) == set(kept.table.formats)
     # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
-    more = 2 * 2 if name.startswith(("many", "mixed")) else 2 * (name in ("ends", "tied"))
+    both = {"ends": 2, "tied": 1}  # of a tied one the head's weight is the embedding, too
+    more = 2 * 2 if name.startswith(("many", "mixed")) else both.get(name, 0)
     assert len(values) == 3 * 5 + more
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
@@ -212,3 +214,25 @@ def test_a_portable_engine(
     (built.folder / MANIFEST).write_text(manifest.to_json())
     with pytest.raises(EngineError, match=r"its int4 products are by operators .* build it again$"):
         Engine.load(built.folder)
+
+
+@pytest.mark.parametrize("name", ["tied-plain", pytest.param("tied", marks=pytest.mark.full)])
+def test_a_tied_engine_has_one_tensor(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """It says what an engine of the same weights in two tensors says, to the bit."""
+    tied = folders["tied"].with_name(name)
+    two = shutil.copytree(tied, tmp_path / "two")
+    config = json.loads((two / "config.json").read_text())
+    (two / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    weights = load_file(two / "model.safetensors")
+    parts = {n: w for n, w in weights.items() if n.startswith("model.embed_tokens")}
+    heads = {n.replace("model.embed_tokens", "lm_head"): w.clone() for n, w in parts.items()}
+    save_file(weights | heads, two / "model.safetensors")
+    texts, sizes = [], []
+    for folder in (tied, two):
+        out = tmp_path / f"{folder.name}-engine"
+        build(BuildRequest(str(folder), (2,), out=out))
+        said = [(text.token_ids, text.logprobs) for text in played(out, PROMPTS)]
+        texts.append(said)
+        sizes.append((out / WEIGHTS).stat().st_size)
+    assert texts[0] == texts[1]
+    assert sizes[1] - sizes[0] > 0.9 * sum(w.nbytes for w in parts.values())

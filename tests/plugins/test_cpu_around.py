@@ -196,6 +196,24 @@ def test_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_rows_of_a_packed_weight(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what the reference unpacks; also of a last panel that isn't full."""
+    given = {name: operands(bits, (1,))[name] for name in ("values", "scales")}
+    tokens = np.array([[0, 31, 32, N - 1], [5, 47, 64, 98]])
+    [got] = same_everywhere(monkeypatch, "Embedding", {"tokens": tokens} | given, FLOAT, N=N)
+    parts = (None if part is None else torch.from_numpy(part) for part in given.values())
+    wanted = embedding_nbits(torch.from_numpy(tokens), *parts, packed=N).numpy()
+    np.testing.assert_array_equal(got, wanted)
+    check_refused("no token 100", "Embedding", {"tokens": tokens + 100} | given, FLOAT, N=N)
+
+
+def test_rows_of_another_packed_weight() -> None:
+    given = {name: operands(4, (1,))[name] for name in ("values", "scales")}
+    tokens = {"tokens": np.array([0])}
+    check_refused("rows of a weight that is not", "Embedding", tokens | given, FLOAT, N=N)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -48,6 +48,10 @@ class PackedBlocks(Packed):
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
 
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the weights [.., in] of the outputs `tokens` [..], in fp32."""
+        return embedding_nbits(tokens, self.values, self.scales, self.outputs)
+
     def gated(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up [.., out / 2] of x [.., in]."""
         if self.outputs % (2 * PANEL):  # the gates don't fill panels
@@ -63,16 +67,16 @@ class EmbeddingBlocks(nn.Module):
         self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
         self.scales = parameter(vocabulary, width // BLOCK, dtype=torch.float16)
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def look_up(self, tokens: Tensor) -> Tensor:
         """Return the rows of tokens [..] in fp32 [.., E]."""
         return embedding_nbits(tokens, self.values, self.scales)
 
 
-def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
+def look_up(weight: Tensor | EmbeddingBlocks | PackedBlocks, tokens: Tensor) -> Tensor:
     """Return the rows [.., E] of tokens [..] in an embedding, plain or in blocks."""
-    if isinstance(weight, EmbeddingBlocks):
-        return weight.rows(tokens)
-    return nn.functional.embedding(tokens, weight)
+    if isinstance(weight, Tensor):
+        return nn.functional.embedding(tokens, weight)
+    return weight.look_up(tokens)
 
 
 class PackedExperts(Packed):

@@ -49,7 +49,8 @@ class CausalLM(nn.Module):
         super().__init__()
         V = c.vocab_size // ranks.parts
         self.config, self.ranks = c, ranks
-        self.embed_tokens = parameter(V, c.hidden_size)
+        # None: the head's weight is the embedding, too
+        self.embed_tokens: nn.Parameter | None = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mtp = nn.ModuleList(modules)
@@ -75,7 +76,8 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
-        table = self.embed_tokens if table is None else table
+        own = self.lm_head if self.embed_tokens is None else self.embed_tokens
+        table = own if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]

@@ -79,20 +79,42 @@ struct GatedProduct : FloatOperator {
 };
 
 // Rows of an embedding: tokens [..] and a table [V, K], or int8 [V, K / 32, 32] with scales
-// [V, K / 32] -> [.., K].
+// [V, K / 32] -> [.., K]; or a packed weight of N = V outputs, in fp32 or in int8 without offsets.
 struct Embedding : FloatOperator {
   static constexpr const char* name = "Embedding";
   static constexpr Operand inputs[] = {INT64, ANY, maybe(FLOAT16)};
   using FloatOperator::FloatOperator;
+  int64_t packed = from.value_or<int64_t>("N", 0);
 
   void compute(Call& call) const {
-    Tensor tokens = call.input(0), table = call.input(1), scales = call.input(2, true);
+    Tensor table = call.input(1), scales = call.input(2, true);
+    if (packed) {
+      Weight weight = weight_of(name, table, scales, 0, packed);
+      return std::visit(
+          [&](const auto& w) {
+            look_up(call, packed, w.inputs, [&](int64_t id, float* y) { w.read(name, id, y); });
+          },
+          weight);
+    }
     bool floats = table.type == FLOAT;
     bool fits = floats ? table.rank() == 2 && !scales.memory
                        : table.type == UINT8 && table.rank() == 3 && table.last() == BLOCK &&
                              scales.is({table.shape[0], table.shape[1]});
     REQUIRE(fits, name, "values " + table.text() + " and scales " + scales.text());
-    int64_t vocabulary = table.shape[0], width = table.count(1, table.rank());
+    int64_t width = table.count(1, table.rank());
+    look_up(call, table.shape[0], width, [&](int64_t id, float* y) {
+      if (floats) std::copy_n(table.data<float>() + id * width, width, y);
+      for (int64_t i = 0; !floats && i < width; i++) {
+        float scale = mtp::half(scales.data<uint16_t>()[(id * width + i) / BLOCK]);
+        y[i] = static_cast<float>(table.data<uint8_t>()[id * width + i] - 128) * scale;
+      }
+    });
+  }
+
+ private:
+  template <class F>
+  static void look_up(Call& call, int64_t vocabulary, int64_t width, const F& read) {
+    Tensor tokens = call.input(0);
     std::vector<int64_t> shape = tokens.shape;
     shape.push_back(width);
     float* y = call.output(shape);
@@ -100,11 +122,7 @@ struct Embedding : FloatOperator {
       int64_t id = tokens.data<int64_t>()[m];
       REQUIRE(id >= 0 && id < vocabulary, name,
               "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
-      if (floats) std::copy_n(table.data<float>() + id * width, width, y);
-      for (int64_t i = 0; !floats && i < width; i++) {
-        float scale = mtp::half(scales.data<uint16_t>()[(id * width + i) / BLOCK]);
-        y[i] = static_cast<float>(table.data<uint8_t>()[id * width + i] - 128) * scale;
-      }
+      read(id, y);
     }
   }
 };

@@ -75,6 +75,11 @@ struct FloatWeight : Matrices {
       from = {values + matrix * inputs * outputs + panel * PANEL, inputs, PANEL, outputs};
     k.floats(from, columns, rows, in, out);
   }
+  // Reads the weights of an output of a single packed matrix.
+  void read(const char*, int64_t output, float* y) const {
+    const float* from = values + (output / PANEL * inputs) * PANEL + output % PANEL;
+    for (int64_t i = 0; i < inputs; i++) y[i] = from[i * PANEL];
+  }
 };
 
 // Integers [.., panels, blocks, 128 * bits] with fp16 scales [.., panels, blocks, 32], or
@@ -133,6 +138,16 @@ struct IntegerWeight : Matrices {
       mtp::Panel all{values + place * 128 * bits, scales + first * wide, blocks, wide};
       (eight ? k.panel8 : k.panel4)(all, rows, in, to);
       for (int64_t i = 0; some < PANEL && i < rows; i++) std::copy_n(last[i], some, out[i] + n);
+    }
+  }
+  // The same as FloatWeight's. A line of 64 bytes has four inputs of 16 outputs.
+  void read(const char* op, int64_t output, float* y) const {
+    REQUIRE(bits == 8 && wide == PANEL, op, "rows of a weight that is not plain int8");
+    int64_t lane = output % PANEL, panel = output / PANEL * blocks;
+    for (int64_t i = 0; i < inputs; i++) {
+      int64_t block = panel + i / BLOCK, line = i % BLOCK / 4 * 2 + lane / 16;
+      uint8_t value = values[block * BLOCK * PANEL + line * 64 + lane % 16 * 4 + i % 4];
+      y[i] = static_cast<float>(value - 128) * mtp::half(scales[block * PANEL + lane]);
     }
   }
 };
