@@ -80,7 +80,7 @@ ONLY_HERE = {
 }
 SERVER = "mtpbuild.runtime.server"
 OPTIONS = {f"{SERVER}.options{n}" for n in ("", ".ReplicaFlags", ".ServerOptions", ".read_key")}
-IN_THE_SERVER = {"fastapi", "h11", "prometheus_client", "starlette", "uvicorn"}
+IN_THE_SERVER = {"fastapi", "h11", "markdown_it", "prometheus_client", "starlette", "uvicorn"}
 ONLY_HERE[f"{SERVER}.ray"] = {"ray", *IN_THE_SERVER}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
@@ -426,6 +426,7 @@ def test_dependencies_are_declared() -> None:
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
     server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
+    server = {name.removesuffix("_py") for name in server}  # of markdown-it
     server -= {"filelock", "llguidance"}  # the run time's, imported for who asks for what they do
     assert server == IN_THE_SERVER - {"h11", "starlette"}  # uvicorn's own, and FastAPI's
     assert groups["ray"][0].startswith("ray[serve]")
