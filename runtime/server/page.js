@@ -89,25 +89,31 @@ function viewAnswer(turn) {
   error.setAttribute("role", "alert");
   thought.append(summary, thinking);
   place.append(thought, content, note, error);
-  let drawn = "", seen = 0, drawing = false, folded = false;
+  let drawn = "", seen = 0, folded = false, running = false, drawing = false, timer = 0, ready = 0;
 
   async function drawContent() {
+    const text = textOf(turn), began = performance.now();
+    if (drawing || text === drawn) return;
     drawing = true;
-    for (let text = textOf(turn); text !== drawn; text = textOf(turn)) {
-      const began = performance.now(), spans = turn.spans.filter((span) => span[2] === "content");
-      const response = await call("markdown", { text }).catch(() => null);
-      const html = Boolean(response?.ok) && (await response.json()).html;
-      keepingPlace(() => {
-        content.classList.toggle("plain", html === false);
-        if (html === false) content.textContent = text.trim();
-        else content.innerHTML = html; // the server escapes all of the text's own HTML
-        shade(content, spans);
-        addCopyButtons(content);
-      });
-      drawn = text;
-      await pause(Math.max(60, 10 * (performance.now() - began)));
-    }
+    const spans = turn.spans.filter((span) => span[2] === "content");
+    const response = await call("markdown", { text }).catch(() => null);
+    const html = response?.ok ? (await response.json()).html : null;
+    keepingPlace(() => {
+      content.classList.toggle("plain", html === null);
+      if (html === null) content.textContent = text.trim();
+      else content.innerHTML = html; // the server escapes all of the text's own HTML
+      shade(content, spans);
+      addCopyButtons(content);
+    });
     drawing = false;
+    drawn = text;
+    ready = performance.now() + Math.max(60, 10 * (performance.now() - began)); // a tenth of the time
+    drawSoon();
+  }
+
+  function drawSoon() {
+    clearTimeout(timer);
+    timer = setTimeout(drawContent, running ? Math.max(0, ready - performance.now()) : 0);
   }
 
   function update(live) {
@@ -124,7 +130,8 @@ function viewAnswer(turn) {
     content.classList.toggle("waiting", Boolean(live && !text.trim() && !seen));
     note.hidden = !(note.textContent = turn.note);
     error.hidden = !(error.textContent = turn.error);
-    if (!drawing) drawContent();
+    running = live;
+    drawSoon();
   }
   return { place, update };
 }

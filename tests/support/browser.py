@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -24,8 +26,8 @@ class Browser:
     """A page of a browser: `command` is a method of the protocol, `run` is JavaScript."""
 
     def __init__(self, reader: int, writer: int) -> None:
-        self._read, self._write = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
-        self._number, self._held, self._session = 0, b"", {}
+        self._reader, self._writer = reader, writer
+        self._number, self._held, self._session = 0, b"", dict[str, str]()
         self.said: list[str] = []  # errors of scripts, and what the policy has refused
         target = self.command("Target.createTarget", url="about:blank")["targetId"]
         attached = self.command("Target.attachToTarget", targetId=target, flatten=True)
@@ -36,8 +38,7 @@ class Browser:
     def command(self, method: str, **params: Any) -> Any:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params, **self._session}
-        self._write.write(json.dumps(message).encode() + b"\0")
-        self._write.flush()
+        os.write(self._writer, json.dumps(message).encode() + b"\0")
         while (told := self._next()).get("id") != self._number:
             pass
         assert "error" not in told, told["error"]
@@ -46,7 +47,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         """Read the next message; note what is wrong with the page."""
         while b"\0" not in self._held:
-            got = os.read(self._read.fileno(), 1 << 20)
+            got = os.read(self._reader, 1 << 20)
             assert got, "the browser has ended"
             self._held += got
         message, _, self._held = self._held.partition(b"\0")
@@ -54,7 +55,8 @@ class Browser:
         if told.get("method") == "Runtime.exceptionThrown":
             self.said.append(json.dumps(told["params"]["exceptionDetails"]))
         elif told.get("method") == "Log.entryAdded":
-            self.said.append(told["params"]["entry"]["text"])
+            entry = told["params"]["entry"]
+            self.said += [entry["text"]] if entry["source"] != "network" else []
         elif told.get("method") == "Page.javascriptDialogOpening":
             self.said.append("dialog: " + told["params"]["message"])
         return told
@@ -69,17 +71,22 @@ class Browser:
 
     def until(self, condition: str, seconds: float = 20) -> None:
         end = time.monotonic() + seconds
-        while not self.run(condition):
+        while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < end, f"never: {condition}"
             time.sleep(0.03)
 
-    def open(self, url: str, *, width: int, height: int, scheme: str, phone: bool) -> None:
+    def press(self, key: str) -> None:
+        """Press a key and let it go."""
+        code = {"Enter": 13, "Escape": 27}[key]
+        for kind in ("rawKeyDown", "keyUp"):
+            self.command("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
+
+    def open(self, url: str, width: int, height: int, scheme: str, phone: bool) -> None:
         """Open a page on a screen of this size, light or dark."""
+        self.said.clear()
         scale = 2 if phone else 1
-        self.command(
-            "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone},
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.command("Emulation.setEmulatedMedia", features=features)
         self.command("Page.navigate", url=url)
@@ -109,3 +116,5 @@ def browser() -> Iterator[Browser]:
         finally:
             process.kill()
             process.wait()
+            os.close(our_in)
+            os.close(our_out)
