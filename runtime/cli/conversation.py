@@ -132,7 +132,7 @@ class Conversation:
                 self._sent_files + self._files,
                 text.removeprefix(self._sent_files),
             )
-        self.messages, self.draft = self.messages[:last], text
+        self.messages, self.draft, self._last = self.messages[:last], text, None
 
     def save(self, text: str) -> None:
         """Write the conversation as a line that `run --input` reads, too."""
@@ -217,7 +217,7 @@ class Conversation:
 
     def _run(self, name: str, argument: str) -> None:
         if name not in COMMANDS:
-            near = did_you_mean(name, COMMANDS)
+            near = did_you_mean(f"/{name}", [f"/{each}" for each in COMMANDS])
             raise UsageError(f"/{name} is no command{near}; /help lists them")
         COMMANDS[name].run(self, argument)
 

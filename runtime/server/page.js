@@ -183,8 +183,9 @@ function keepingPlace(change) {
   if (atEnd) place.scrollTop = place.scrollHeight;
 }
 
-function draw() {
-  views = current.turns.map(viewTurn);
+// Draw the conversation; the turns before `from` stay as they are.
+function draw(from = 0) {
+  views = current.turns.map((turn, at) => (at < from ? views[at] : viewTurn(turn, at)));
   $("turns").replaceChildren(...views.flatMap((view) => view.nodes));
   $("system").value = current.system;
   update();
@@ -254,7 +255,7 @@ async function send(question, at) {
   editing = null;
   conversation.changed = Date.now();
   keep();
-  draw();
+  draw(at);
   const settings = { model: models.length > 1 ? chosenModel() : undefined };
   if ($("temperature").value !== "") settings.temperature = Number($("temperature").value);
   let first = true;

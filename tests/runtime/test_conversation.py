@@ -150,7 +150,8 @@ def test_regenerate_answers_the_last_question_again() -> None:
 
 def test_edit_takes_the_last_question_back() -> None:
     talk = Talk()
-    talk("one", "two\nlines", "/edit")
+    said = talk("one", "two\nlines", "/edit", "/stats")
+    assert "context: 0 of 4,000 tokens; turns: 1" in said
     assert (talk.now.draft, talk.questions) == ("two\nlines", ["one"])
     talk("/edit")
     assert (talk.now.draft, talk.questions) == ("one", [])
@@ -230,7 +231,7 @@ def test_what_is_a_command() -> None:
     talk = Talk()
     listed = talk("/help")
     assert all(f"/{name}" in listed for name in COMMANDS)
-    assert talk("/hlep") == "error: /hlep is no command; did you mean help?; /help lists them"
+    assert talk("/hlep") == "error: /hlep is no command; did you mean /help?; /help lists them"
     assert talk("/usr/lib is a folder", " /help?") == ""
     assert talk.questions == ["/usr/lib is a folder", " /help?"]
 
