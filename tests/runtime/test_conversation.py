@@ -236,6 +236,17 @@ def test_what_is_a_command() -> None:
     assert talk.questions == ["/usr/lib is a folder", " /help?"]
 
 
+def test_a_new_conversation(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("notes")
+    talk = Talk(system="be kind")
+    talk("one", f"/save {tmp_path}/a", f"/file {tmp_path}/notes")
+    assert talk("/clear", "two").startswith("a new conversation")
+    assert talk.prompts[-1] == "[system] be kind\n[user] two\n"
+    assert "give a file" in talk("/save")
+    with pytest.raises(EOFError):
+        talk("/exit")
+
+
 def test_stats() -> None:
     talk = Talk(limit=1 << 20)
     assert "context: 0 of 4,000 tokens; turns: 0" in talk("/stats")
