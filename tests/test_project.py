@@ -497,7 +497,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     recipes = ROOT / "recipes"
     shipped = [path for _, path in sources()] + list(recipes.glob("*.toml"))
-    shipped += (ROOT / "runtime").rglob("*.html")
+    shipped += [p for p in (ROOT / "runtime").rglob("*") if p.suffix in {".css", ".html", ".js"}]
     for folder in data_folders():
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]
