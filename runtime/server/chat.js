@@ -38,7 +38,7 @@ export function ask(conversation, question, at = conversation.turns.length) {
 
 // Answer the last question. call(path, body, signal) fetches; changed() shows what has come.
 export async function answer(call, conversation, settings, signal, changed) {
-  const turn = conversation.turns.at(-1);
+  const turn = conversation.turns.at(-1), { first } = conversation;
   try {
     await dropOldest(call, conversation, settings.model, signal);
     changed();
@@ -55,6 +55,7 @@ export async function answer(call, conversation, settings, signal, changed) {
     if (signal.aborted) turn.note = "stopped";
     else turn.error = error instanceof TypeError ? `no answer from the server (${error.message})` : error.message;
   }
+  if (!textOf(turn).trim()) conversation.first = first; // the next question may have room for them
   conversation.changed = Date.now();
 }
 

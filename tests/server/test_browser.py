@@ -6,7 +6,7 @@ The pictures are in the folder that MTPBUILD_PICTURES names, else in the test's 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -89,7 +89,7 @@ def ask(page: Browser, text: str, done: str = IDLE) -> None:
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_the_page(name: str, page: Browser, pictures: Path) -> None:
-    slow = {"step_s": 0.005, "draft_is_right": lambda position: position % 5 != 0}
+    slow: dict[str, Any] = {"step_s": 0.005, "draft_is_right": lambda position: position % 5 != 0}
     with served(**saying(ANSWER), **slow, max_seq_len=1200) as (server, _):
         open_page(page, server, SCREENS[name])
         page.take_picture(pictures / f"{name}-empty.png")

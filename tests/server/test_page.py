@@ -228,7 +228,7 @@ def test_a_full_context_ends_no_conversation(play: Any) -> None:
     assert (last["question"], bool(last["html"]), "error" in last) == ("six", True, False)
     sent = [message["content"] for message in told["sent"][-1]["messages"]]
     assert "long" not in " ".join(sent)
-    assert sent[-1] == "six"
+    assert sent[::2][-2:] == ["five", "six"], "the question that was too long drops no turn"
 
 
 @needs_node
