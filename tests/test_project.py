@@ -80,7 +80,7 @@ ONLY_HERE = {
 }
 SERVER = "mtpbuild.runtime.server"
 OPTIONS = {f"{SERVER}.options{n}" for n in ("", ".ReplicaFlags", ".ServerOptions", ".read_key")}
-IN_THE_SERVER = {"fastapi", "h11", "prometheus_client", "starlette", "uvicorn"}
+IN_THE_SERVER = {"fastapi", "h11", "markdown_it", "prometheus_client", "starlette", "uvicorn"}
 ONLY_HERE[f"{SERVER}.ray"] = {"ray", *IN_THE_SERVER}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
@@ -197,11 +197,12 @@ def test_what_comes_from_outside() -> None:
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
 
 
-def test_what_only_some_systems_have_is_imported_in_two_places() -> None:
-    """And there Windows does without it: `resource` for a build's peak and a template's limit."""
+def test_what_only_some_systems_have_is_imported_in_three_places() -> None:
+    """And there Windows does without it: for a build's peak, a template's limit, and the echo."""
     some = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     users = {module for module, path in sources() if some & set(imports(path, module_level=False))}
-    assert users == {"mtpbuild.builder.cli.tables", "mtpbuild.runtime.text.template_process"}
+    names = ("builder.cli.tables", "runtime.cli.chat_terminal", "runtime.text.template_process")
+    assert users == {f"mtpbuild.{name}" for name in names}
 
 
 def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
@@ -426,6 +427,7 @@ def test_dependencies_are_declared() -> None:
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
     server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
+    server = {name.removesuffix("_py") for name in server}  # of markdown-it
     server -= {"filelock", "llguidance"}  # the run time's, imported for who asks for what they do
     assert server == IN_THE_SERVER - {"h11", "starlette"}  # uvicorn's own, and FastAPI's
     assert groups["ray"][0].startswith("ray[serve]")
@@ -495,7 +497,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     recipes = ROOT / "recipes"
     shipped = [path for _, path in sources()] + list(recipes.glob("*.toml"))
-    shipped += (ROOT / "runtime").rglob("*.html")
+    shipped += [p for p in (ROOT / "runtime").rglob("*") if p.suffix in {".css", ".html", ".js"}]
     for folder in data_folders():
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]

@@ -116,14 +116,34 @@ def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatR
     with (
         engine.stream(prompt, engine.split_thought(params)) as stream,
         ended_by_ctrl_c(stream),
+        without_echo(sys.stdin),
     ):
         for chunk in stream:
             screen.show(chunk.spans, chunk.reasoning_tokens)
             spans += chunk.spans
         screen.end()
         result = ChatResult.of(stream.result(), spans)
-    print_dimmed(summary(result))
+    print_dimmed(summary(result, brief=True))
     return result
+
+
+@contextlib.contextmanager
+def without_echo(typed: TextIO) -> Iterator[None]:
+    """Keep what is typed in the block off the screen; the next question gets it."""
+    try:
+        import termios
+
+        before = termios.tcgetattr(typed)
+    except (ImportError, ValueError, termios.error):  # no Unix, or no terminal
+        yield
+        return
+    quiet = before.copy()
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(typed, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(typed, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager
@@ -196,7 +216,7 @@ class AnswerScreen:
 
     def _last_words(self) -> str:
         """Return the end of the thought, as far as it fits into a line."""
-        room = shutil.get_terminal_size().columns - 3  # and the ^C of a terminal
+        room = shutil.get_terminal_size().columns - 1
         words = " ".join(self._thought[-4 * room :].split())[-room:]
         while cell_len(words) > room:  # some characters take two columns
             words = words[1:]

@@ -86,8 +86,7 @@ class Conversation:
         width = max(len(_usage(name)) for name in COMMANDS)
         for name, command in COMMANDS.items():
             self.say(f"{_usage(name):{width}}  {command.help}")
-        self.say("Alt-Enter or Ctrl-J begins a line, Ctrl-C clears the text or ends an answer,")
-        self.say("Ctrl-D ends the conversation")
+        self.say("Alt-Enter or Ctrl-J begins a line, Ctrl-C clears the text or ends an answer")
 
     def set_system(self, text: str) -> None:
         """Set the system message of the answers to come; an empty text removes it."""
@@ -132,7 +131,7 @@ class Conversation:
                 self._sent_files + self._files,
                 text.removeprefix(self._sent_files),
             )
-        self.messages, self.draft = self.messages[:last], text
+        self.messages, self.draft, self._last = self.messages[:last], text, None
 
     def save(self, text: str) -> None:
         """Write the conversation as a line that `run --input` reads, too."""
@@ -215,9 +214,19 @@ class Conversation:
         thought = self._last.reasoning_content.strip() if self._last else ""
         self.say(thought or "the last answer has no thought")
 
+    def clear(self, _: str = "") -> None:
+        """Begin anew, with the system message and the settings."""
+        self.messages, self._last, self._place = [], None, None
+        self._files = self._sent_files = ""
+        self.say("a new conversation")
+
+    def leave(self, _: str = "") -> None:
+        """End the conversation, as Ctrl-D does."""
+        raise EOFError
+
     def _run(self, name: str, argument: str) -> None:
         if name not in COMMANDS:
-            near = did_you_mean(name, COMMANDS)
+            near = did_you_mean(f"/{name}", [f"/{each}" for each in COMMANDS])
             raise UsageError(f"/{name} is no command{near}; /help lists them")
         COMMANDS[name].run(self, argument)
 
@@ -296,10 +305,12 @@ COMMANDS = {
     "regenerate": Command(Conversation.regenerate, "", "answer the last question again"),
     "edit": Command(Conversation.edit, "", "take the last question back and change it"),
     "file": Command(Conversation.attach, "PATH", "put a file before the next question"),
+    "clear": Command(Conversation.clear, "", "begin a new conversation"),
     "save": Command(Conversation.save, "[PATH]", "write the conversation to a file"),
     "load": Command(Conversation.load, "PATH", "go on with a saved conversation"),
     "stats": Command(Conversation.show_stats, "", "context, speed and acceptance"),
     "thought": Command(Conversation.show_thought, "", "the thought before the last answer"),
+    "exit": Command(Conversation.leave, "", "end the conversation, as Ctrl-D does"),
 }
 
 

@@ -37,7 +37,7 @@ def json_line(task_id: str | int, result: Result) -> str:
     return dumps({key: value for key, value in answer.items() if value not in (None, ())})
 
 
-def summary(result: Result) -> str:
+def summary(result: Result, *, brief: bool = False) -> str:
     """Return a request's speed and acceptance as one line."""
     metrics, drafting = result.metrics, result.metrics.speculative_decoding
     parts = [
@@ -46,6 +46,8 @@ def summary(result: Result) -> str:
         f"first token {1000 * (metrics.ttft_s or 0):.0f} ms",
         f"acceptance length {drafting.mean_acceptance_length or 0:.2f}",
     ]
+    if brief:
+        return ", ".join(parts)
     if rates := drafting.per_position_acceptance_rates:
         parts.append("per position " + " ".join(f"{rate:.2f}" for rate in rates))
     if result.seed is not None:

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from mtpbuild.runtime.server import protocol
 from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
@@ -26,11 +25,11 @@ from mtpbuild.runtime.server.messages import (
     count_prompt_tokens,
     read_message,
 )
+from mtpbuild.runtime.server.page import FILES, read_page, render_body
 from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.tokens import detokenize_body, tokenize_body
 
-PAGE = Path(__file__).with_name("page.html")
 EVENTS = {
     "description": "The answer; with `stream` as server-sent events",
     "content": {"application/json": {}, "text/event-stream": {}},
@@ -72,6 +71,7 @@ def make_app(service: Service) -> FastAPI:
     prompt = protocol.TextTokensBody | protocol.ChatTokensBody
     convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
     convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
+    convert("/markdown", protocol.MarkdownBody, render_body, "Render markdown, for the page.")
     app.include_router(bodies)
     _add_status_routes(app, service)
     app.add_middleware(RequestGate, settings=service.settings)
@@ -157,9 +157,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         card()  # raises while the engine is being loaded
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+    for path in FILES:
+        app.get(path, include_in_schema=False)(partial(read_page, path))
 
 
 async def _error(request: Request, error: Exception) -> Response:

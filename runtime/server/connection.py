@@ -15,17 +15,21 @@ access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line for each 
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
-class QueryStringFilter(logging.Filter):
-    """A log filter that drops query strings, which may contain a client's key."""
+class AccessFilter(logging.Filter):
+    """A log filter that drops query strings, which may contain a client's key.
+
+    It also drops the lines of `/markdown`, which the page asks several times a second.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
             client, method, path, *rest = record.args
             record.args = (client, method, str(path).partition("?")[0], *rest)
+            return record.args[2] != "/markdown"
         return True
 
 
-access.addFilter(QueryStringFilter())
+access.addFilter(AccessFilter())
 
 
 def limit_time(settings: ServerOptions) -> type[H11Protocol]:

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.page import FILES
 
-FREE = {"/", "/health", "/ping", "/version"}  # without a key
+FREE = {*FILES, "/health", "/ping", "/version"}  # without a key
 
 
 class RequestGate:

@@ -247,6 +247,12 @@ class TokensBody(Body):
     tokens: Many[Id]
 
 
+class MarkdownBody(Body):
+    """The body of POST /markdown."""
+
+    text: str
+
+
 def _check_prompt_items(prompt: Any) -> Any:
     """Check a prompt and name its first wrong item.
 

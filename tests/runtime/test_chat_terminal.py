@@ -1,7 +1,9 @@
 """Chat in the terminal: keys as they are typed, and what is on the screen."""
 
 import io
+import pty
 import stat
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ from prompt_toolkit.history import InMemoryHistory
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.cli import chat_terminal
-from mtpbuild.runtime.cli.chat_terminal import AnswerScreen, make_session, open_history
+from mtpbuild.runtime.cli.chat_terminal import (
+    AnswerScreen,
+    make_session,
+    open_history,
+    without_echo,
+)
 from mtpbuild.runtime.cli.terminal import DIM, GREEN, RESET
 from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import EOS, backend_tokenizer, fake_engine, fake_tokenizer, scripted
@@ -74,6 +81,19 @@ def test_the_keys_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert shown.out == "".join(f"{text}\n" for text in wanted)
     assert shown.err.count("5 tokens (length)") == 2
+
+
+def test_what_is_typed_meanwhile_is_not_shown() -> None:
+    """It waits for the next question."""
+    ours, theirs = pty.openpty()
+    with open(ours, "wb", buffering=0) as keys, open(theirs, encoding="utf-8") as terminal:
+        with without_echo(terminal):
+            assert not termios.tcgetattr(terminal)[3] & termios.ECHO
+            keys.write(b"next\n")
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO
+        assert terminal.readline() == "next\n"
+    with without_echo(io.StringIO()):  # no terminal
+        pass
 
 
 def screen_of(*chunks: tuple[Span, ...], out: io.StringIO | None = None) -> str:

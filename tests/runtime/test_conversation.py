@@ -150,7 +150,8 @@ def test_regenerate_answers_the_last_question_again() -> None:
 
 def test_edit_takes_the_last_question_back() -> None:
     talk = Talk()
-    talk("one", "two\nlines", "/edit")
+    said = talk("one", "two\nlines", "/edit", "/stats")
+    assert "context: 0 of 4,000 tokens; turns: 1" in said
     assert (talk.now.draft, talk.questions) == ("two\nlines", ["one"])
     talk("/edit")
     assert (talk.now.draft, talk.questions) == ("one", [])
@@ -230,9 +231,20 @@ def test_what_is_a_command() -> None:
     talk = Talk()
     listed = talk("/help")
     assert all(f"/{name}" in listed for name in COMMANDS)
-    assert talk("/hlep") == "error: /hlep is no command; did you mean help?; /help lists them"
+    assert talk("/hlep") == "error: /hlep is no command; did you mean /help?; /help lists them"
     assert talk("/usr/lib is a folder", " /help?") == ""
     assert talk.questions == ["/usr/lib is a folder", " /help?"]
+
+
+def test_a_new_conversation(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("notes")
+    talk = Talk(system="be kind")
+    talk("one", f"/save {tmp_path}/a", f"/file {tmp_path}/notes")
+    assert talk("/clear", "two").startswith("a new conversation")
+    assert talk.prompts[-1] == "[system] be kind\n[user] two\n"
+    assert "give a file" in talk("/save")
+    with pytest.raises(EOFError):
+        talk("/exit")
 
 
 def test_stats() -> None:

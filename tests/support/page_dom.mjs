@@ -1,71 +1,196 @@
-// Runs the server's page without a browser: node page_dom.mjs PAGE URL KEY QUESTION...
-// It asks the questions one after the other, and prints what stands in the chat and what was sent.
-import { readFileSync } from "node:fs";
+// Runs the server's page without a browser: node page_dom.mjs FOLDER URL KEY SCENARIO
+// FOLDER has page.js and chat.js, KEY is what the user gives who is asked for a key. SCENARIO is the
+// body of an async function that gets what stands in `user`; what it returns is printed as JSON.
+import { pathToFileURL } from "node:url";
 
-class Element {
-  constructor(tag) {
-    Object.assign(this, { tag, children: [], className: "", open: false, value: "", listeners: {} });
-    this.dataset = {};
-    this.style = { setProperty() {} };
-    this.classList = { toggle() {} };
-    this.said = "";
+class Node {
+  children = [];
+  get textContent() {
+    return this.children.map((child) => child.textContent).join("");
+  }
+}
+
+class Text extends Node {
+  constructor(data) {
+    super();
+    this.data = data;
   }
   get textContent() {
-    return this.said + this.children.map((child) => child.textContent).join("");
+    return this.data;
+  }
+}
+
+class Element extends Node {
+  constructor(tag) {
+    super();
+    Object.assign(this, { tag, dataset: {}, hidden: false, open: false, value: "", checked: true });
+    Object.assign(this, { listeners: {}, attributes: {}, html: null, style: { setProperty() {} } });
+    Object.assign(this, { scrollHeight: 0, scrollTop: 0, clientHeight: 0 });
+    const names = (this.names = new Set());
+    this.classList = {
+      add: (name) => names.add(name),
+      remove: (name) => names.delete(name),
+      contains: (name) => names.has(name),
+      toggle(name, on = !names.has(name)) {
+        names[on ? "add" : "delete"](name);
+        return on;
+      },
+    };
+  }
+  get className() {
+    return [...this.names].join(" ");
+  }
+  set className(text) {
+    this.names.clear();
+    text.split(" ").filter(Boolean).forEach((name) => this.names.add(name));
+  }
+  get textContent() {
+    return super.textContent;
   }
   set textContent(text) {
-    this.replaceChildren();
-    this.said = text;
+    this.replaceChildren(...(text ? [text] : []));
   }
-  get firstChild() {
-    return this.children[0];
+  set innerHTML(html) {
+    this.replaceChildren();
+    this.html = html;
   }
   append(...made) {
-    this.children.push(...made);
+    this.children.push(...made.map((each) => (typeof each === "string" ? new Text(each) : each)));
   }
-  prepend(...made) {
-    this.children.unshift(...made);
-  }
-  replaceChildren() {
+  replaceChildren(...made) {
     this.children = [];
+    this.html = null;
+    this.append(...made);
   }
-  querySelector(selector) {
-    const tag = { details: "details", ":scope > span": "span" }[selector];
-    return this.children.find((child) => child.tag === tag) || null;
+  querySelectorAll() {
+    return []; // the scenarios look at the server's HTML as it is
+  }
+  setAttribute(name, value) {
+    this.attributes[name] = value;
   }
   addEventListener(name, heard) {
     this.listeners[name] = heard;
   }
+  focus() {}
+  requestSubmit() {
+    this.listeners.submit({ preventDefault() {} });
+  }
+  click() {
+    this.listeners.click({ target: this });
+  }
+  *all() {
+    for (const child of this.children) {
+      yield child;
+      if (child.all) yield* child.all();
+    }
+  }
 }
 
-const [page, url, key, ...questions] = process.argv.slice(2);
-const script = readFileSync(page, "utf-8").match(/<script>([\s\S]*)<\/script>/)[1];
-const known = new Map();
-const element = (id) => known.get(id) || known.set(id, new Element(id)).get(id);
-const stored = new Map(), sent = [], body = new Element("body");
+class Storage {
+  kept = new Map();
+  room = Infinity;
+  get length() {
+    return this.kept.size;
+  }
+  key = (at) => [...this.kept.keys()][at];
+  getItem = (name) => this.kept.get(name) ?? null;
+  removeItem = (name) => this.kept.delete(name);
+  setItem(name, value) {
+    if (value.length > this.room) throw new Error("QuotaExceededError");
+    this.kept.set(name, value);
+  }
+}
+
+const [folder, url, key, scenario] = process.argv.slice(2);
+const told = { sent: [], asked: [] }; // bodies of chats, and what dialogs have said
+let elements, leave, reloads = 0;
+const $ = (id) => elements.get(id) || elements.set(id, new Element(id)).get(id);
 const browser = {
-  document: { getElementById: element, createElement: (tag) => new Element(tag), body },
-  sessionStorage: { getItem: (name) => stored.get(name), setItem: (name, value) => stored.set(name, value) },
-  prompt: () => key,
-  scrollTo() {},
-  fetch(path, options) {
-    if (options.body) sent.push(JSON.parse(options.body).messages);
-    return fetch(url + path, options);
+  document: {
+    getElementById: $,
+    querySelector: $,
+    createElement: (tag) => new Element(tag),
+    createTextNode: (text) => new Text(text),
+    createTreeWalker: () => ({ nextNode: () => null }),
+    get body() {
+      return $("body");
+    },
+  },
+  NodeFilter: { SHOW_TEXT: 4 },
+  Option: class extends Element {},
+  localStorage: new Storage(),
+  sessionStorage: new Storage(),
+  prompt: (text) => (told.asked.push(text), key),
+  confirm: (text) => (told.asked.push(text), true),
+  addEventListener: (name, heard) => name === "pagehide" && (leave = heard),
+};
+Object.assign(globalThis, browser);
+const calls = new Set(); // under way
+const overNetwork = globalThis.fetch;
+globalThis.fetch = (path, options) => {
+  if (path === "v1/chat/completions") told.sent.push(JSON.parse(options.body));
+  const made = overNetwork(`${url}/${path}`, options).finally(() => calls.delete(made));
+  calls.add(made);
+  return made;
+};
+
+const user = {
+  $,
+  ...told,
+  localStorage: browser.localStorage,
+  chat: await import(pathToFileURL(`${folder}/chat.js`)),
+  async until(condition) {
+    for (let turns = 0; !condition(); turns += 1) {
+      if (turns > 2000) throw new Error(`never: ${condition}`);
+      await new Promise((go) => setTimeout(go, 5));
+    }
+  },
+  async open() {
+    leave?.();
+    elements = new Map();
+    await import(pathToFileURL(`${folder}/page.js`) + `?${(reloads += 1)}`);
+    await user.idle();
+  },
+  // Until the answer has ended and all markdown is drawn.
+  async idle() {
+    let quiet = 0;
+    await user.until(() => {
+      quiet = $("body").dataset.state === "idle" && !calls.size ? quiet + 1 : 0;
+      return quiet > 5;
+    });
+  },
+  begin(text) {
+    $("text").value = text;
+    $("ask").requestSubmit();
+  },
+  async say(text) {
+    user.begin(text);
+    await user.idle();
+    return user.turns().at(-1);
+  },
+  async click(text) {
+    const all = [...$("turns").all(), ...$("chats").all()];
+    all.filter((each) => each.tag === "button" && !each.hidden && each.textContent === text).at(-1).click();
+    await user.idle();
+  },
+  // What stands in the chat: each question with its answer's parts, if they are shown.
+  turns() {
+    const found = [];
+    for (const node of $("turns").children) {
+      if (node.hidden) continue;
+      if (node.names.has("cut")) found.push({ cut: node.textContent });
+      if (node.names.has("question")) found.push({ question: node.children[0].textContent });
+      if (!node.names.has("answer")) continue;
+      const [thought, content, note, error] = node.children;
+      const parts = { thought, note, error };
+      const shown = Object.entries(parts).filter(([, part]) => !part.hidden);
+      Object.assign(found.at(-1), Object.fromEntries(shown.map(([name, part]) => [name, part.textContent])));
+      Object.assign(found.at(-1), { html: content.html, open: thought.open });
+    }
+    return found;
   },
 };
-element("temperature").value = "0"; // the engine is asked for the same
-new Function(...Object.keys(browser), script)(...Object.values(browser));
-for (const [number, question] of questions.entries()) {
-  element("text").value = question;
-  element("ask").listeners.submit({ preventDefault() {} });
-  while (Number(body.dataset.answered) !== number + 1) await new Promise((go) => setTimeout(go, 5));
-}
-const seen = element("chat").children.map((bubble) => {
-  const thought = bubble.querySelector("details");
-  return {
-    kind: bubble.className,
-    text: bubble.said + bubble.children.filter((child) => child.tag === "span").map((child) => child.textContent).join(""),
-    thought: thought && { open: thought.open, text: thought.textContent },
-  };
-});
-console.log(JSON.stringify({ seen, sent }));
+await user.open();
+const AsyncFunction = (async () => {}).constructor;
+const result = await new AsyncFunction(...Object.keys(user), scenario)(...Object.values(user));
+console.log(JSON.stringify(result));

@@ -1,0 +1,65 @@
+"""The page to chat on: its files, and the markdown of its answers as HTML."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from starlette.responses import Response
+
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import MarkdownBody
+from mtpbuild.runtime.server.service import Service
+
+FILES = {  # path -> file beside this one, and its type
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/chat.js": ("chat.js", "text/javascript"),
+}
+MAX_CHARS = 1 << 18  # of a text that is rendered
+MANY_BRACKETS = 1000  # from here on links are not looked for: that takes time squared
+HEADERS = {
+    # No script but the page's own, and nothing from elsewhere, even if HTML got into an answer.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def read_page(path: str) -> Response:
+    """Return the page's file at this path."""
+    name, kind = FILES[path]
+    content = Path(__file__).with_name(name).read_bytes()
+    return Response(content, headers=HEADERS, media_type=kind)
+
+
+@cache
+def _markdown(links: bool) -> MarkdownIt:
+    """Return a renderer of markdown that escapes HTML, and links images instead of loading them."""
+    without = ["image"] if links else ["image", "link"]
+    return MarkdownIt("js-default", {"breaks": True}).disable(without)
+
+
+def render_markdown(text: str) -> str:
+    """Render markdown as HTML that is safe to show; links open elsewhere."""
+    markdown = _markdown(text.count("[") < MANY_BRACKETS)
+    tokens = markdown.parse(text)
+    for token in tokens:
+        for inner in token.children or ():
+            if inner.type == "link_open":
+                inner.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
+        if style := token.attrs.pop("style", None):  # of a table's column; the policy forbids it
+            token.attrs["align"] = str(style).removeprefix("text-align:")
+    return markdown.renderer.render(tokens, markdown.options, {})
+
+
+def render_body(service: Service, body: MarkdownBody) -> dict[str, Any]:
+    """Return a text's HTML; raises ApiError if it is too long."""
+    if len(body.text) > MAX_CHARS:
+        raise ApiError(400, f"the text has more than {MAX_CHARS} characters", "text")
+    return {"html": render_markdown(body.text)}
