@@ -101,8 +101,9 @@ def accept_mixed(
     n = torch.ones_like(lengths)
     if T > 1:
         good = _accept(judged, window, target, kept)
-        if rules:
-            good = _apply_rules(good, rules, judged)
+        for rule in rules:
+            others = (good, target, margins)
+            good, target, margins = _apply_rule(rule, judged, numbers[:, RECOVER], real, others)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
@@ -325,23 +326,50 @@ def judge_of(
     return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
 
-def _apply_rules(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
-    """Let each rule decide in the slots that chose it; rules that no slot chose are skipped."""
-    for rule in rules:
-        chosen = judged.controls[rule.name]
-        operands = tuple(vars(judged).values())
-        kept = when(chosen.any(), _keep_by(rule), _keep_nothing, operands)[0]
-        chosen = chosen[:, None]
-        good = (chosen & kept & (judged.p_draft > 0)) | (~chosen & good)
-    return good
+def _apply_rule(
+    rule: Rule,
+    judged: Judged,
+    numbers: Tensor,
+    real: Tensor,
+    others: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let a rule decide in the slots that asked for it; it is skipped if no slot did.
+
+    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. others: what holds in
+    the other slots. Returns the same three, each [B, T]: whether the row's draft is kept, the
+    row's token if the step ends there, and that token's margin.
+    """
+    good, target, margins = others
+    asked = judged.controls[rule.name]
+    operands = (*vars(judged).values(), numbers)
+    kept, *choice = when(asked.any(), _decide_by(rule), _decide_nothing(rule), operands)
+    asked = asked[:, None]
+    good = (asked & kept & (judged.p_draft > 0)) | (~asked & good)
+    if choice:
+        token, margin = choice
+        known = token.clamp(0, judged.p.shape[-1] - 1)
+        possible = (known == token) & (judged.p.gather(-1, known[..., None])[..., 0] > 0)
+        own = asked & real & possible
+        target, margins = torch.where(own, token, target), torch.where(own, margin, margins)
+    return good, target, margins
 
 
-def _keep_by(rule: Rule) -> Branch:
-    return lambda *operands: (rule.keeps(Judged(*operands)).clone(),)
+def _decide_by(rule: Rule) -> Branch:
+    def decide(*operands: Any) -> tuple[Tensor, ...]:
+        judged = Judged(*operands[:-1])
+        choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
+        return tuple(each.clone() for each in (rule.keeps(judged), *choice))
+
+    return decide
 
 
-def _keep_nothing(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
+def _decide_nothing(rule: Rule) -> Branch:
+    def decide(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        rows = p.shape[:2]
+        nothing = p.new_zeros(rows, dtype=torch.bool), p.new_zeros(rows, dtype=torch.int64)
+        return (*nothing, p.new_zeros(rows))[: 1 if rule.chooses is None else 3]
+
+    return decide
 
 
 def _is_near(judged: Judged) -> Tensor:

@@ -47,14 +47,23 @@ class Rule:
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
 
-    A draft whose probability is 0 is never accepted. After the accepted drafts comes the token that
-    strict acceptance would emit there.
+    chooses: the token after a rejection. It takes `Judged` and numbers [B, T], uniform in [0, 1),
+    which nothing else reads. It returns tokens [B, T] and their margins, as `draw` of
+    plugins/shaped_probs/op.py does. Without it, and where no draft was rejected, the token is that
+    of strict acceptance. Targets with acceptance kernels refuse a rule that chooses.
+
+    lossless: whether the rule claims that texts above temperature 0 have the model's distribution,
+    which `verify` then checks.
+
+    A token whose probability is 0 is neither accepted nor chosen.
     """
 
     name: str
     keeps: Callable[[Any], Any]
     settings: type[Any] = NoSettings
     kernel: Callable[[Any], Any] | None = None
+    chooses: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    lossless: bool = False
 
     @property
     def controls(self) -> tuple[Control, ...]:
@@ -82,8 +91,8 @@ class Rule:
 
     def identity(self) -> str:
         """Return a hash of the files that define the rule; if it changes, builds start again."""
-        parts: list[Any] = [part for part in (self.keeps, self.settings, self.kernel) if part]
-        files = {inspect.getsourcefile(part) for part in parts} - {None}
+        parts: list[Any] = [self.keeps, self.settings, self.kernel, self.chooses]
+        files = {inspect.getsourcefile(part) for part in parts if part} - {None}
         digest = hashlib.sha256()
         for file in sorted(map(str, files)):
             digest.update(Path(file).read_bytes())
