@@ -43,6 +43,10 @@ class Verdict:
     thinking: Tensor  # [B] bool, after the emitted tokens
     top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
+    # Of each row's draft; the last row has none. `score_drafts` makes them.
+    draft_logprobs: Tensor | None = None  # [B, T] under the plain softmax
+    draft_ranks: Tensor | None = None  # [B, T] 1 for the most probable token
+    draft_q: Tensor | None = None  # [B, T] probability with which it was drawn, if it was drawn
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,20 @@ def accept_mixed(
         thinking=(active & after) | (~active & thinking),
         top_ids=best.indices,
         top_logprobs=best.values,
+        **score_drafts(logprobs, window, draft_probs),
     )
+
+
+def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[str, Tensor]:
+    """Return what `Verdict` has of each row's draft, by name; logprobs [B, T, V]."""
+    drafts = _drafts_of(window).clamp(0, logprobs.shape[-1] - 1)[..., None]
+    found = logprobs.gather(-1, drafts)
+    q = torch.zeros_like(found[..., 0])
+    if (K := window.shape[1] - 1) > 0:
+        drawn = draft_probs[:, :K].gather(-1, drafts[:, :K])[..., 0]
+        q = torch.cat([drawn, torch.zeros_like(drawn[:, :1])], dim=1)
+    ranks = (logprobs > found).sum(-1) + 1
+    return {"draft_logprobs": found[..., 0], "draft_ranks": ranks, "draft_q": q}
 
 
 def empty_mixed_verdict(logits: Tensor, window: Tensor, lengths: Tensor, active: Tensor) -> Any:
