@@ -129,7 +129,7 @@ def run(
         typed = given_flags(context, usual)
         sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
     form = None if json_schema is None else _form(json_schema)
-    params = sampling_params(sampling, settings, structured_outputs=form)
+    params = sampling_params(sampling, settings, manifest, structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

@@ -76,7 +76,7 @@ _drafters = Registry[DrafterRecord](
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )
-find_drafter = _drafters.find
+find_drafter, package_of_drafter = _drafters.find, _drafters.package
 
 
 def offered() -> tuple[str, ...]:

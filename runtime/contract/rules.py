@@ -20,11 +20,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.registry import Registry
 from mtpbuild.runtime.contract.settings import Control, Setting, controls_in, declarations
 from mtpbuild.runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
 
 BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # in every engine
 
@@ -101,3 +104,17 @@ class Rule:
 
 _rules = Registry[Rule]("acceptance rule", "mtpbuild.acceptance_rules")
 register, find_rule, all_rules, names = _rules.register, _rules.find, _rules.all, _rules.names
+package_of_rule = _rules.package
+
+
+def rules_of(engine: "Manifest") -> list[str]:
+    """Return the names of an engine's rules that are of other packages."""
+    return [name for name in engine.capabilities.get("acceptance", []) if name not in BUILT_IN]
+
+
+def why_missing(name: str, engine: "Manifest") -> str | None:
+    """Return why a rule that an engine has is unknown here; None if it is known."""
+    if name not in rules_of(engine) or name in names():
+        return None
+    package = engine.build.packages.get(name, "another package")
+    return f"the engine has this rule of {package}, which is not installed here"
