@@ -6,6 +6,7 @@ The oracle is NumPy: every step is judged anew, by the plain model's logits and 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ from tests.support.requests import build_request
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPT, NEXTN, SHARE = [9, 20, 21, 33], 3, 0.6
 SHAPE = StepControls(temperature=1.3, top_p=0.9)
+RULE: dict[str, Any] = {"acceptance": "thrifty", "acceptance_settings": {"thrifty_share": SHARE}}
 HOT = SamplingParams(60, ignore_eos=True, temperature=1.3, top_p=0.9, seed=5)
-THRIFTY = replace(HOT, acceptance="thrifty", acceptance_settings={"thrifty_share": SHARE})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,7 @@ def test_every_step_is_what_the_rule_says(
 ) -> None:
     """A draft that the drafter chose has probability 1 there, in place of its share."""
     with Engine.load(engine, threads=1) as loaded, Trace(loaded, tmp_path / "t.jsonl") as trace:
-        params = replace(THRIFTY, draft_sample_method=drafts)
+        params = replace(HOT, draft_sample_method=drafts, **RULE)
         loaded.stream(PROMPT, params, observer=trace.request()).result()
     (traced,) = read_trace(tmp_path / "t.jsonl").requests.values()
     known, chosen = list(PROMPT), 0
@@ -90,7 +91,7 @@ def test_other_requests_are_what_they_were(engine: Path, predictable_engine: Eng
         before = [without.generate(PROMPT, params) for params in asked]
     with Engine.load(engine, threads=1) as loaded:
         for params, result in zip(asked, before, strict=True):
-            _, now = loaded.generate([PROMPT, PROMPT], [THRIFTY, params])
+            _, now = loaded.generate([PROMPT, PROMPT], [replace(HOT, **RULE), params])
             assert (now.token_ids, now.logprobs) == (result.token_ids, result.logprobs)
 
 
