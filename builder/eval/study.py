@@ -201,6 +201,8 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
             axes.set_ylim(0, 1.02)
             if name in LOGARITHMIC:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter("")
             if not any(name in result.bins for result in found):
                 axes.set_title("not in these traces", fontsize=9)
         draft = every[0]

@@ -39,7 +39,7 @@ class Acceptance:
     State that is only passed on is cloned, as a graph's input can't be its output too.
     """
 
-    outputs = OUTPUTS
+    outputs: tuple[str, ...] = OUTPUTS
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
         """Judge a window by the main model's hidden states [B, T, E]."""

@@ -50,7 +50,7 @@ def test_every_step_is_what_the_rule_says(
 ) -> None:
     """A draft that the drafter chose has probability 1 there, in place of its share."""
     with Engine.load(engine, threads=1) as loaded, Trace(loaded, tmp_path / "t.jsonl") as trace:
-        params = replace(HOT, draft_sample_method=drafts, **RULE)
+        params = replace(HOT, **RULE | {"draft_sample_method": drafts})
         loaded.stream(PROMPT, params, observer=trace.request()).result()
     (traced,) = read_trace(tmp_path / "t.jsonl").requests.values()
     known, chosen = list(PROMPT), 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
-from mtpbuild.plugins.accept_mixed.op import verify_block
+from mtpbuild.plugins.accept_mixed.op import Judged, verify_block
 from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
@@ -57,7 +57,7 @@ def test_joint_law_of_a_rule_that_chooses(share: float, sampled: bool) -> None:
 def thrifty_tokens(rule: Rule, share: float, sampled: bool) -> Tensor:
     """What the slots say that ask for the rule; the others must say what strict ones do."""
     asks = {"thrifty": torch.arange(SLOTS) % 2 == 0, "thrifty_share": torch.full((SLOTS,), share)}
-    tokens = decode(rejection=False, sampled=sampled, rule=rule, **asks)
+    tokens = decode(rejection=False, sampled=sampled, rule=rule, asks=asks)
     assert torch.equal(tokens[1::2], decode(rejection=False, sampled=sampled)[1::2])
     return tokens[::2]
 
@@ -73,7 +73,11 @@ def test_a_choice_that_can_not_be_gives_way() -> None:
     window, ones = torch.tensor([[FIRST, 0]]), torch.ones(1, dtype=torch.int64)
     asked = {"thrifty": ones > 0, "thrifty_share": torch.ones(1)}
     for choice in (-1, 0, 2, V):
-        rule = replace(THRIFTY, chooses=lambda judged, own, c=choice: (0 * judged.drafts + c, own))
+
+        def choose(judged: Judged, own: Tensor, token: int = choice) -> tuple[Tensor, Tensor]:
+            return 0 * judged.drafts + token, own
+
+        rule = replace(THRIFTY, chooses=choose)
         slots = (window, ones, ones, ones > 0, ones > 1, torch.ones(1, 1, V) / V)
         verdict = mixed.accept_mixed(
             sure, *slots, asked_of(1, 1, uniforms=torch.rand(1, 3, 9)) | asked, rules=(rule,)

@@ -5,6 +5,7 @@ its own random numbers; the counts of their first K + 2 tokens are compared with
 probabilities.
 """
 
+from collections.abc import Mapping
 from itertools import product
 
 import numpy as np
@@ -38,7 +39,7 @@ def decode(
     penalties: StepControls | None = None,
     slots: int = SLOTS,
     rule: Rule | None = None,
-    **asks: Tensor,
+    asks: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Decodes the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
 
@@ -71,7 +72,7 @@ def decode(
         active = state["lengths"] < COUNT
         if not active.any():
             return tokens[:, :COUNT]
-        mode = MixedAcceptance(asked | asks, rules=() if rule is None else (rule,))
+        mode = MixedAcceptance({**asked, **(asks or {})}, rules=() if rule is None else (rule,))
         verdict = mode.judge(P[state["window"]].log(), state, active)
         for slot_row in range(nextn + 1):
             rows = (slot_row < verdict.n).nonzero()[:, 0]
