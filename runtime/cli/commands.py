@@ -121,7 +121,9 @@ def run(
     if talks:
         with needing("a chat in the terminal needs", "cpu"):
             from mtpbuild.runtime.cli import chat_terminal
-    engine = choose_engine(model, engine, yes=yes, make_engine=context.obj)
+    engine = choose_engine(
+        model, engine, yes=yes, make_engine=context.obj, acceptance=sampling.acceptance
+    )
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     if talks:  # as in `serve`: the model's own sampling, and answers of any length

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.builder.cli.make import make_engine
 from mtpbuild.builder.eval.evaluate import EvalRequest, choose_settings
 from mtpbuild.builder.verify.checks import VerifyCase
 from mtpbuild.builder.verify.verify import run_check
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.contract.rules import BUILT_IN
+from mtpbuild.runtime.contract.rules import BUILT_IN, rules_of
+from mtpbuild.runtime.errors import UsageError
 from tests.support import installed, thrifty
 from tests.support.bench_samples import small_tokens, write_lines
 from tests.support.engines import write_engine
@@ -81,6 +83,18 @@ def test_bench_measures_a_drafter(smallest: Path, here: Path) -> None:
     assert drafting["drafter"] == "lookup"
     build = read_manifest(Path(drafting["engine"])).build
     assert build.packages == {"lookup": "lookup 1.0"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_that_is_run_has_an_engine_with_the_rule() -> None:
+    """One that is here without it is left alone; a rule that nobody knows is refused first."""
+    with pytest.raises(UsageError, match="unknown acceptance rule 'colour'; supported: thrifty"):
+        make_engine("deepseek-tiny", True, ("colour",))
+    plain, own = (make_engine("deepseek-tiny", True, rules) for rules in ((), ("thrifty",)))
+    assert plain != own
+    assert rules_of(read_manifest(plain)) == []
+    assert rules_of(read_manifest(own)) == ["thrifty"]
+    assert make_engine("deepseek-tiny", False, ("thrifty",)) == own
 
 
 def test_eval_compares_it_with_strict(here: Path) -> None:
