@@ -138,7 +138,8 @@ def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[
     if (K := window.shape[1] - 1) > 0:
         drawn = draft_probs[:, :K].gather(-1, drafts[:, :K])[..., 0]
         q = torch.cat([drawn, torch.zeros_like(drawn[:, :1])], dim=1)
-    ranks = (logprobs > found).sum(-1) + 1
+    # In floats, which all targets add up; exact for any vocabulary.
+    ranks = (logprobs > found).to(torch.float32).sum(-1).to(torch.int64) + 1
     return {"draft_logprobs": found[..., 0], "draft_ranks": ranks, "draft_q": q}
 
 
