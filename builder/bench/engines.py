@@ -62,8 +62,8 @@ def choose_folder(name: str, request: BuildRequest) -> Path:
 
     The private one is for flags that change the engine, or if another engine is in the usual one.
     """
-    changed = request.max_batch > 1 or request.drafter or request.scheme or request.options
-    if has_usual_target(request) and not changed:
+    changed = request.drafter, request.scheme, request.acceptance_rules, request.options
+    if has_usual_target(request) and request.max_batch == 1 and not any(changed):
         ((usual, fingerprint),) = prepare(replace(request, force=True)).fingerprints.items()
         if not usual.exists() or layout.find_engine(usual, fingerprint):
             return usual
@@ -80,5 +80,6 @@ def private_folder(name: str, request: BuildRequest) -> Path:
     kind = "" if scheme is None else f"_{scheme.main}_head_{scheme.head or AS_STORED}"
     if not has_usual_target(request):
         kind += f"_{request.target}"
+    kind += "".join(f"_{rule}" for rule in request.acceptance_rules)
     kind += "".join(f"_{option}-{value}" for option, value in request.options.items())
     return PRIVATE / f"{name}_{request.drafter or 'default'}_b{request.max_batch}{kind}"

@@ -16,6 +16,7 @@ from mtpbuild.builder.bench.measure import Measurements
 from mtpbuild.builder.measure.statistics import ALL, PERCENTILES
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.show.tables import make_figures_table, print_lines
+from mtpbuild.runtime.contract.rules import BUILT_IN
 
 PANELS = {"tokens/s of all users": "output_throughput", "tokens/s per user": "user_tokens_per_s"}
 
@@ -93,6 +94,8 @@ def why_output_differs(settings: dict[str, Any]) -> str | None:
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
     if sampling["temperature"] > 0 and sampling["acceptance"] == "rejection":
         return "rejection: the distribution of nextn 0, not its text; equal outputs are by chance"
+    if (rule := sampling["acceptance"]) not in BUILT_IN:
+        return f"{rule}: a rule of another package; nextn 0 is strict, and its text may differ"
     if sampling["relaxed_topk"] > 1:
         return "relaxed: within <think> the text may differ from nextn 0's, which is strict"
     return None

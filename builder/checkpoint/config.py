@@ -176,6 +176,8 @@ class ModelConfig:
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
+    # Names and shapes of the weights that a drafter of another package brings.
+    drafter_weights: tuple[tuple[str, tuple[int, ...]], ...] = fixed(())
 
     def sliced(self, first: int, count: int) -> Self:
         """Return the configuration of `count` main layers from `first` on; may raise UsageError."""

@@ -10,17 +10,19 @@ import typer
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.cli.engine_commands import confirm
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.rules import find_rule, rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.forecast.cpu import CpuEngine, CpuForecast
 
 
-def make_engine(model: str, yes: bool) -> Path:
+def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     """Return the folder of a model's engine; build one after a question, which `yes` answers.
 
-    Of the engines under engines/ the one that was used last is taken. Raises the errors of a build,
-    and BuildError if no engine of the model fits this machine.
+    Of the engines under engines/ that have the acceptance rules the last used one is taken. Raises
+    the errors of a build, and BuildError if no engine of the model fits this machine.
     """
     from mtpbuild.builder.compiler.download import fetch_configuration
     from mtpbuild.builder.forecast.cpu import forecast_cpu
@@ -39,7 +41,13 @@ def make_engine(model: str, yes: bool) -> Path:
             raise UsageError(f"{model}: neither an engine nor a model{near}") from None
         raise
     name = named.name
-    here = [engine for engine in map(describe_engine, list_folders()) if engine.model == name]
+    for rule in rules:
+        find_rule(rule)
+    here = [
+        engine
+        for engine in map(describe_engine, list_folders())
+        if engine.model == name and {*rules} <= {*rules_of(read_manifest(ENGINES / engine.name))}
+    ]
     if here:
         last = ENGINES / max(here, key=lambda engine: engine.last_use or 0).name
         typer.echo(f"{name}: {last}", err=True)
@@ -55,7 +63,8 @@ def make_engine(model: str, yes: bool) -> Path:
         raise typer.Exit
     nextn = None if found.model.config.num_nextn_predict_layers else (0,)
     with contextlib.redirect_stdout(sys.stderr):  # standard output is the answer's
-        (built,) = run_build(BuildRequest(model, nextn, scheme=build_scheme(engine.weights)), ())
+        scheme = build_scheme(engine.weights)
+        (built,) = run_build(BuildRequest(model, nextn, scheme=scheme, acceptance_rules=rules), ())
     return built.folder
 
 

@@ -31,6 +31,7 @@ from mtpbuild.runtime.configuration.settings import (
     requested_ranks,
 )
 from mtpbuild.runtime.contract.drafters import offered
+from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
@@ -86,7 +87,15 @@ def bench(
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = changed(target_flags)
     target = target or default_target(model)
-    built = BuildRequest(model, numbers, settings.get("drafter"), target, options=options)
+    rules = () if params.acceptance in BUILT_IN else (params.acceptance,)
+    built = BuildRequest(
+        model,
+        numbers,
+        settings.get("drafter"),
+        target,
+        acceptance_rules=rules,
+        options=options,
+    )
     requests = Dataset(**vars(dataset), params=params)
     request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
     with show_progress("reading the checkpoint") as watch:
@@ -109,7 +118,7 @@ def evaluate(
     ),
     json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
-    """Compare right answers and speed of strict with relaxed acceptance, or with rejection."""
+    """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
     from mtpbuild.builder.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
     from mtpbuild.builder.eval.report import print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
@@ -117,12 +126,14 @@ def evaluate(
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
     if sampling.temperature > 0 and relaxing != [None] * 3:
         raise UsageError("relaxed acceptance is for greedy requests: set --temperature to 0")
-    if sampling.acceptance is not None:
+    if sampling.acceptance in BUILT_IN:
         raise UsageError("--acceptance: eval compares strict with the others by itself")
-    settings = read_flags(compat)
-    check_engine(settings, read_manifest(engine).build)
+    if sampling.acceptance is not None and relaxing != [None] * 3:
+        raise UsageError(f"--acceptance {sampling.acceptance} is compared with strict alone")
+    settings, manifest = read_flags(compat), read_manifest(engine)
+    check_engine(settings, manifest.build)
     topk, delta = read_grid(relaxed_topk, relaxed_delta, settings)
-    params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)
+    params = sampling_params(sampling, settings, manifest, max_tokens=OUTPUT_TOKENS)
     options = changed(load_flags)
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:

@@ -21,6 +21,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.brought import brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT
 from mtpbuild.runtime.contract.manifest import hash_file
 
@@ -39,6 +40,7 @@ class Job:
     target: Target
     plans: dict[Path, Plan]
     fingerprints: dict[Path, str]  # builds with equal ones make the same engine
+    brought: Sequence[Path] = ()  # files of the drafter's own weights
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -75,6 +77,7 @@ class Job:
             layers=self.request.layers,
             drafts=any(plan.nextn for plan in self.plans.values()),
             draft_ids=plan.draft_ids,
+            brought=self.brought,
             scheme=plan.scheme,
             device=device,
         )
@@ -94,6 +97,9 @@ def prepare(request: BuildRequest) -> Job:
         checkpoint |= head_identities(source.mtp)
     if request.chat_template is not None:
         checkpoint["chat_template"] = hash_file(request.chat_template)
+    drafters = dict.fromkeys(plan.drafter for plan in plans.values())
+    brought = [path for name in drafters for path in brought_files(name, config)]
+    checkpoint |= {f"drafter/{number}": identity(path) for number, path in enumerate(brought)}
     scheme = request.scheme
     if scheme is not None and scheme.calibration not in (None, OWN_TEXT):
         checkpoint["calibration"] = identity(Path(scheme.calibration))
@@ -103,7 +109,7 @@ def prepare(request: BuildRequest) -> Job:
     if request.rank is not None:
         for out in plans:
             layout.check_ranks(out, prints[out], force=request.force)
-    return Job(request, source, config, ids, target, plans, prints)
+    return Job(request, source, config, ids, target, plans, prints, brought)
 
 
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:

@@ -9,6 +9,7 @@ from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.compiler.job import Job
 from mtpbuild.builder.engine.staged import StagedEngine
 from mtpbuild.builder.plan.plan import state_specs
+from mtpbuild.runtime.contract.drafters import package_of_drafter
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     BuildInfo,
@@ -18,7 +19,7 @@ from mtpbuild.runtime.contract.manifest import (
     ProgramSpec,
     hash_file,
 )
-from mtpbuild.runtime.contract.rules import BUILT_IN
+from mtpbuild.runtime.contract.rules import BUILT_IN, package_of_rule
 from mtpbuild.runtime.cpu_library import LAYOUT
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ def model_info(model: "OpenedModel") -> ModelInfo:
 def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> BuildInfo:
     """Return the flags of the build; most are fields of the plan with the same names."""
     plan, layers = job.plans[out], job.request.layers
+    packages = {name: package_of_rule(name) for name in plan.rules}
+    if plan.drafter is not None:
+        packages[plan.drafter] = package_of_drafter(plan.drafter)
     return BuildInfo(
         **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
         **vars(plan.ranks),
@@ -84,6 +88,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> Build
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
         **found,
+        packages={name: package for name, package in packages.items() if package},
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,
         layers=None if layers is None else str(layers),

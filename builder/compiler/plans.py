@@ -205,6 +205,8 @@ def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> Non
         rule, flag = find_rule(name), f"--acceptance-rule {name}"
         if style.accepts_by_kernel and rule.kernel is None:
             raise UsageError(f"{flag}: it has no kernel, which target {target.name} needs")
+        if style.accepts_by_kernel and rule.chooses is not None:
+            raise UsageError(f"{flag}: it chooses tokens, which target {target.name} can't yet")
         for control in rule.controls:
             if control.name in taken:
                 raise UsageError(f"{flag}: another control is called {control.name}")

@@ -25,6 +25,7 @@ from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.brought import PREFIX, brought_files
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -120,6 +121,7 @@ def open_model(
         )
     refuse(engine, whole.folder, differences(before, config))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
+    brings = any(name.startswith(PREFIX) for name in read_header(engine / WEIGHTS)[0])
     found, config = find_source(BuildRequest(model, layers=layers, mtp=mtp))
     new = open_checked(
         found,
@@ -129,6 +131,7 @@ def open_model(
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
+        brought=brought_files(old.build.drafter if brings else None, config),
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:

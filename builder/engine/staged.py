@@ -90,7 +90,7 @@ def _read(journal: Path) -> str:
 def _parse(lines: list[str]) -> list[FinishedPart]:
     """Parse a journal's parts up to the first incomplete line."""
     parts = []
-    with contextlib.suppress(ValidationError):
+    with contextlib.suppress(ValidationError):  # a build was cut off while it wrote the line
         for line in lines:
             parts.append(FinishedPart.model_validate_json(line))
     return parts
@@ -169,7 +169,7 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     """
     place = out.resolve()
     home = _staging_home(place, rank)
-    with contextlib.suppress(OSError, BuildError):
+    with contextlib.suppress(OSError, BuildError):  # another build has it, or it can't be read
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
             with _locked(home, out):
                 _keep_or_remove(StagedEngine(home / place.name), home, out)

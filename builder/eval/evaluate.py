@@ -14,6 +14,7 @@ from mtpbuild.builder.measure.runs import STRICT
 from mtpbuild.builder.show.results import check_writable
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.errors import UsageError
 
 OUTPUT_TOKENS = 256  # of a problem that sets no number
@@ -42,6 +43,7 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 
         # 1. Load the problems.
+        engine.check(request.params)
         problems = load_problems(request.task, engine, request.params, request.num_problems)
 
         # 2. Answer every problem under every setting in turn, strict first.
@@ -65,7 +67,12 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
 
 
 def choose_settings(request: EvalRequest) -> Settings:
-    """Choose the settings: strict, and rejection if sampled, or every pair of relaxed values."""
+    """Choose the settings: strict, and the rule asked for.
+
+    By default that is rejection if sampled, or else every pair of relaxed values.
+    """
+    if (rule := request.params.acceptance) not in BUILT_IN:
+        return {"strict": STRICT, rule: {}}
     if request.params.temperature > 0:
         return {"strict": STRICT, "rejection": {"acceptance": "rejection"}}
     pairs = product(request.topk, request.delta)

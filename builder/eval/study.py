@@ -1,5 +1,6 @@
 """`mtpbuild study`: which drafts were accepted, from traces, by their place and certainty."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,9 +25,14 @@ BINS = 8
 AXES = {  # by the field of `JudgedDraft` that drafts are binned by
     "draft": "draft of a step",
     "position": "position in the context",
-    "margin": "margin of the target",
+    "greedy_margin": "margin of a greedy target, logits",
+    "sampled_margin": "margin of a sampled target, of its CDF",
     "entropy": "entropy of the target, nats",
+    "probability": "probability of the draft by the model",
+    "rank": "rank of the draft by the model",
+    "q": "probability of the draft by the drafter",
 }
+LOGARITHMIC = ("rank",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,16 @@ class JudgedDraft:
     draft: int  # 1 for the first of its step
     position: int  # of the drafted token, among prompt and output
     accepted: bool
-    margin: float | None  # None for an infinite one
-    entropy: float | None  # of the target, in nats; None if the trace has none
+    # Of the target: the gap between the best two logits, or the distance of the drawn number to
+    # the border of the token's cell. They have no common scale, so one of them is None.
+    greedy_margin: float | None
+    sampled_margin: float | None
+    entropy: float | None  # of the target, in nats
+    # Of the draft, by the model's plain softmax, and by the distribution that it was drawn from.
+    # Older traces, and those of `run` without --logprobs, have none of these.
+    probability: float | None
+    rank: int | None
+    q: float | None  # None if it was not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +111,24 @@ def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
             if row < step.num_drafts:
+                margin, greedy = step.margins[row], request.request.greedy
                 yield JudgedDraft(
                     task_id=task_id,
                     step=step.step,
                     draft=row + 1,
                     position=step.position + 1 + row,
                     accepted=row < step.n - 1,
-                    margin=step.margins[row],
+                    greedy_margin=margin if greedy else None,
+                    sampled_margin=None if greedy else margin,
                     entropy=step.entropies[row] if step.entropies else None,
+                    probability=_exp(step.draft_logprobs[row]) if step.draft_logprobs else None,
+                    rank=step.draft_ranks[row] if step.draft_ranks else None,
+                    q=step.draft_q[row] if step.draft_q else None,
                 )
+
+
+def _exp(logprob: float | None) -> float:
+    return 0.0 if logprob is None else math.exp(logprob)  # None stands for an infinity
 
 
 def make_bins(points: Sequence[tuple[float, bool]]) -> list[Bin]:
@@ -151,13 +174,16 @@ def print_study(found: Sequence[TraceStudy]) -> None:
                 table.add_row(" to ".join(ends), str(each.judged), *cells)
             print_lines(table)
         if "entropy" not in result.bins:
-            print_lines("it has no entropies: `mtpbuild run` with --json --logprobs 1 records them")
+            print_lines(
+                "it has no entropies and probabilities: `mtpbuild run` with --json --logprobs 1 "
+                "records them"
+            )
 
 
 def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
     """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
     note = "of the drafts that were judged; a point: drafts of like values; 95 % intervals"
-    with draw_panels(path, note, rows=2) as (figure, every):
+    with draw_panels(path, note, columns=4, rows=2) as (figure, every):
         for axes, (name, title) in zip(every, AXES.items(), strict=True):
             for number, result in enumerate(found):
                 bins = result.bins.get(name, [])
@@ -173,8 +199,12 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
             axes.set_xlabel(title)
             axes.set_ylabel("share accepted")
             axes.set_ylim(0, 1.02)
-        draft, _, _, entropy = every
+            if name in LOGARITHMIC:
+                axes.set_xscale("log")
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter("")
+            if not any(name in result.bins for result in found):
+                axes.set_title("not in these traces", fontsize=9)
+        draft = every[0]
         draft.set_xticks(sorted({int(b.low) for result in found for b in result.bins["draft"]}))
-        if not any("entropy" in result.bins for result in found):
-            entropy.set_title("not in these traces", fontsize=9)
         share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])

@@ -63,6 +63,6 @@ def find_fitting(
         forecast = forecast_cpu(request, machine)
         try:
             found.append(FittingEngine(forecast, choose_weights(forecast)))
-        except BuildError:
+        except BuildError:  # it fits in no format
             continue
     return sorted(found, key=lambda each: -each.tokens_per_s)

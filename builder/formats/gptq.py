@@ -278,7 +278,7 @@ def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
     for rule in rules:
         if re.search(r"[*+?^$|()\[\]\\]", rule):
             anchored = rf"\A(?:{rule[2:]})" if rule[1:2] == ":" else rule
-            with suppress(re.error):
+            with suppress(re.error):  # no pattern; names are compared whole, too
                 found.append((rule, re.compile(anchored)))
     return found
 

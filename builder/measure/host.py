@@ -47,7 +47,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
 def read_cpu_name() -> str:
     """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not Linux
         cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if found := re.search(r"^model name\s*:(.*)", cpus, re.MULTILINE):
             return found[1].strip()

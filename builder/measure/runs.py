@@ -23,6 +23,7 @@ T = TypeVar("T")
 SETTLING_STEPS = 8
 STRICT: dict[str, Any] = {  # disables every other acceptance of a request
     "acceptance": "strict",
+    "acceptance_settings": None,
     "rejection_sample_method": "standard",
     "synthetic_acceptance_rates": None,
     "synthetic_acceptance_length": None,

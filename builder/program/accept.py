@@ -16,6 +16,7 @@ from mtpbuild.plugins.accept_mixed.op import (
     accept_mixed,
     draft_number,
     judge_of,
+    score_drafts,
     without_banned,
 )
 from mtpbuild.plugins.accept_rewind.op import best_token
@@ -26,12 +27,19 @@ from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
 from mtpbuild.runtime.contract.rules import Rule
 
+# The outputs of a step: fields of `Verdict`, and its n.
+OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
+OF_DRAFTS = ("draft_logprobs", "draft_ranks", "draft_q")
+MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs", *OF_DRAFTS)
+
 
 class Acceptance:
     """Strict, greedy acceptance and drafting in all slots, without the cost of sampling.
 
     State that is only passed on is cloned, as a graph's input can't be its output too.
     """
+
+    outputs: tuple[str, ...] = OUTPUTS
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
         """Judge a window by the main model's hidden states [B, T, E]."""
@@ -83,6 +91,8 @@ class MixedAcceptance(Acceptance):
     distribution. Drafting ignores grammars; the host corrects drafts before the next step.
     Penalties apply if the state has a history.
     """
+
+    outputs = MIXED_OUTPUTS
 
     def __init__(
         self,
@@ -161,9 +171,11 @@ class KernelAcceptance(MixedAcceptance):
             controls["synthetic"] = self.ruled(logits, state, probs)
         operands = (logits, *slots_of(state, active), probs, list_controls(controls))
         tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
-        top = logits.log_softmax(-1).topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
+        every = logits.log_softmax(-1)
+        top = every.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
         decided = (tokens, n, self.lengths, logprobs, margins, thinking)
-        return Verdict(*decided, top.indices, top.values)
+        of_drafts = score_drafts(every, state["window"], probs)
+        return Verdict(*decided, top.indices, top.values, **of_drafts)
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"

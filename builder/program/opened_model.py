@@ -5,7 +5,7 @@ configuration that they confirm, the formats that weights stay in, and the model
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,6 +22,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
+from mtpbuild.builder.weights.brought import join_brought
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
@@ -120,18 +121,21 @@ def open_model(
     layers: LayersSlice | None = None,
     drafts: bool = True,
     draft_ids: tuple[int, ...] = (),
+    brought: Sequence[Path] = (),
     scheme: Scheme | None = None,
     device: str = "cpu",
 ) -> OpenedModel:
     """Check a checkpoint and make its model, whose weights have no values yet.
 
     layers: the slice that `config` describes, if any. drafts: whether MTP modules are needed.
-    draft_ids: the tokens that drafts are chosen from, () for all. device: "meta" if no weight's
+    draft_ids: the tokens that drafts are chosen from, () for all. brought: files of a drafter's own
+    weights. device: "meta" if no weight's
     value will be read. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers, source.mtp)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
+    stored, config = join_brought(stored, config, brought)
     table, checkpoint = stored.check(config, ranks), stored
     if scheme == IN_FLOATS:
         style = replace(style, formats=(), rounds_to=None)

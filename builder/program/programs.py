@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.plan.plan import Plan, drafter_states, state_specs
-from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
+from mtpbuild.builder.program.accept import (
+    MIXED_OUTPUTS,
+    OUTPUTS,
+    KernelAcceptance,
+    MixedAcceptance,
+)
 from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
 from mtpbuild.builder.program.step import (
     MixedStepProgram,
@@ -69,9 +74,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 
 # States that only steps and the host use; prefill fills all others.
 STEP_STATES = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
-OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 SCORES = tuple(field.name for field in fields(Scores))
-MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:

@@ -76,14 +76,8 @@ class StepProgram(nn.Module):
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
         }
-        outputs = {
-            "tokens": tokens,
-            "num_tokens": n,
-            "logprobs": verdict.logprobs,
-            "margins": verdict.margins,
-        }
-        if verdict.top_ids is not None and verdict.top_logprobs is not None:
-            outputs |= {"top_ids": verdict.top_ids, "top_logprobs": verdict.top_logprobs}
+        found = vars(verdict) | {"num_tokens": n}
+        outputs = {name: found[name] for name in acceptance.outputs}
         return {name: new[name] for name in state}, outputs
 
 

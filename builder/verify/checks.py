@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mtpbuild.builder.verify.distribution import (
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
+from mtpbuild.runtime.contract.rules import find_rule, rules_of, why_missing
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import install
@@ -206,10 +208,11 @@ def check_relaxed_top_1(case: Case) -> Finding:
     return case.compare(params, case.run(params), case.greedy)
 
 
-def check_rejection_distribution(case: VerifyCase) -> Finding:
+def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
     """Compare the first nextn + 2 tokens at temperature 1 with their exact probabilities.
 
-    The probabilities follow from the log-probabilities of the nextn 0 engine (or of this one).
+    rule: the rule of acceptance. The probabilities follow from the log-probabilities of the nextn 0
+    engine (or of this one).
     """
     length = case.engine.manifest.build.nextn + 2
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
@@ -221,7 +224,7 @@ def check_rejection_distribution(case: VerifyCase) -> Finding:
         prompts = [case.prompts[number]] * case.seeds
         params = [replace(hot, seed=seed) for seed in range(case.seeds)]
         known = compute_prefix_probabilities(run_prompts(judge, prompts, params, together=True))
-        rejecting = [replace(own, acceptance="rejection") for own in params]
+        rejecting = [replace(own, acceptance=rule) for own in params]
         texts = run_prompts(case.engine, prompts, rejecting, together=True)
         found = fit_prefixes([text.token_ids for text in texts], known)
         statistic, freedom = statistic + found.statistic, freedom + found.freedom
@@ -236,6 +239,22 @@ def check_rejection_distribution(case: VerifyCase) -> Finding:
     detail += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
     fits = p_value > P_VALUE
     return Finding(fits, detail if fits else f"{detail}: {worst[1]}", figures)
+
+
+def check_rule(case: VerifyCase, rule: str) -> Finding:
+    """Check that a rule of another package has the model's distribution, if it says so."""
+    if (missing := why_missing(rule, case.engine.manifest)) is not None:
+        raise NotChecked(missing)
+    if not find_rule(rule).lossless:
+        raise NotChecked("the rule does not claim it")
+    return check_distribution(case, rule)
+
+
+def rule_checks(manifest: Manifest) -> dict[str, Callable[[VerifyCase], Finding]]:
+    """Return a check for each of an engine's rules of other packages, by name."""
+    return {
+        f"{rule} has the model's law": partial(check_rule, rule=rule) for rule in rules_of(manifest)
+    }
 
 
 def check_acceptance(case: Case) -> Finding:
@@ -265,7 +284,7 @@ CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {
     "a batch changes nothing": check_batch,
     "the machine changes nothing": check_machine,
     "relaxed top-1 is strict": check_relaxed_top_1,
-    "rejection has the model's law": check_rejection_distribution,
+    "rejection has the model's law": check_distribution,
     "drafts are accepted": check_acceptance,
     "what rounding costs": check_quality,
 }

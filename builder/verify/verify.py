@@ -21,7 +21,13 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import print_lines
 from mtpbuild.builder.stages import Stages, Watch, ignore
-from mtpbuild.builder.verify.checks import CHECKS, VerifyCase, explain_missing, read_layers
+from mtpbuild.builder.verify.checks import (
+    CHECKS,
+    VerifyCase,
+    explain_missing,
+    read_layers,
+    rule_checks,
+)
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.cli.input_file import read_requests
@@ -91,7 +97,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
             engine, reload, prompts, request.output_len, base, request.seeds, request.model
         )
         checks = {}
-        for name in CHECKS:
+        for name in (*CHECKS, *rule_checks(engine.manifest)):
             watch(f"checking {name}")
             checks[name] = run_check(name, case)
     return Verification(request.engine, engine.manifest, against, checks)
@@ -100,7 +106,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
 def run_check(name: str, case: VerifyCase) -> Finding:
     """Run one check, or return why it can't be made."""
     try:
-        return CHECKS[name](case)
+        return (CHECKS | rule_checks(case.engine.manifest))[name](case)
     except NotChecked as reason:
         return Finding(None, str(reason))
 

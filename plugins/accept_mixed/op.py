@@ -43,6 +43,10 @@ class Verdict:
     thinking: Tensor  # [B] bool, after the emitted tokens
     top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
+    # Of each row's draft; the last row has none. `score_drafts` makes them.
+    draft_logprobs: Tensor | None = None  # [B, T] under the plain softmax
+    draft_ranks: Tensor | None = None  # [B, T] 1 for the most probable token
+    draft_q: Tensor | None = None  # [B, T] probability with which it was drawn, if it was drawn
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,9 @@ def accept_mixed(
     n = torch.ones_like(lengths)
     if T > 1:
         good = _accept(judged, window, target, kept)
-        if rules:
-            good = _apply_rules(good, rules, judged)
+        for rule in rules:
+            others = (good, target, margins)
+            good, target, margins = _apply_rule(rule, judged, numbers[:, RECOVER], real, others)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
@@ -121,7 +126,21 @@ def accept_mixed(
         thinking=(active & after) | (~active & thinking),
         top_ids=best.indices,
         top_logprobs=best.values,
+        **score_drafts(logprobs, window, draft_probs),
     )
+
+
+def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[str, Tensor]:
+    """Return what `Verdict` has of each row's draft, by name; logprobs [B, T, V]."""
+    drafts = _drafts_of(window).clamp(0, logprobs.shape[-1] - 1)[..., None]
+    found = logprobs.gather(-1, drafts)
+    q = torch.zeros_like(found[..., 0])
+    if (K := window.shape[1] - 1) > 0:
+        drawn = draft_probs[:, :K].gather(-1, drafts[:, :K])[..., 0]
+        q = torch.cat([drawn, torch.zeros_like(drawn[:, :1])], dim=1)
+    # In floats, which all targets add up; exact for any vocabulary.
+    ranks = (logprobs > found).to(torch.float32).sum(-1).to(torch.int64) + 1
+    return {"draft_logprobs": found[..., 0], "draft_ranks": ranks, "draft_q": q}
 
 
 def empty_mixed_verdict(logits: Tensor, window: Tensor, lengths: Tensor, active: Tensor) -> Any:
@@ -325,23 +344,50 @@ def judge_of(
     return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
 
-def _apply_rules(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
-    """Let each rule decide in the slots that chose it; rules that no slot chose are skipped."""
-    for rule in rules:
-        chosen = judged.controls[rule.name]
-        operands = tuple(vars(judged).values())
-        kept = when(chosen.any(), _keep_by(rule), _keep_nothing, operands)[0]
-        chosen = chosen[:, None]
-        good = (chosen & kept & (judged.p_draft > 0)) | (~chosen & good)
-    return good
+def _apply_rule(
+    rule: Rule,
+    judged: Judged,
+    numbers: Tensor,
+    real: Tensor,
+    others: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let a rule decide in the slots that asked for it; it is skipped if no slot did.
+
+    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. others: what holds in
+    the other slots. Returns the same three, each [B, T]: whether the row's draft is kept, the
+    row's token if the step ends there, and that token's margin.
+    """
+    good, target, margins = others
+    asked = judged.controls[rule.name]
+    operands = (*vars(judged).values(), numbers)
+    kept, *choice = when(asked.any(), _decide_by(rule), _decide_nothing(rule), operands)
+    asked = asked[:, None]
+    good = (asked & kept & (judged.p_draft > 0)) | (~asked & good)
+    if choice:
+        token, margin = choice
+        known = token.clamp(0, judged.p.shape[-1] - 1)
+        possible = (known == token) & (judged.p.gather(-1, known[..., None])[..., 0] > 0)
+        own = asked & real & possible
+        target, margins = torch.where(own, token, target), torch.where(own, margin, margins)
+    return good, target, margins
 
 
-def _keep_by(rule: Rule) -> Branch:
-    return lambda *operands: (rule.keeps(Judged(*operands)).clone(),)
+def _decide_by(rule: Rule) -> Branch:
+    def decide(*operands: Any) -> tuple[Tensor, ...]:
+        judged = Judged(*operands[:-1])
+        choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
+        return tuple(each.clone() for each in (rule.keeps(judged), *choice))
+
+    return decide
 
 
-def _keep_nothing(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
+def _decide_nothing(rule: Rule) -> Branch:
+    def decide(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        rows = p.shape[:2]
+        nothing = p.new_zeros(rows, dtype=torch.bool), p.new_zeros(rows, dtype=torch.int64)
+        return (*nothing, p.new_zeros(rows))[: 1 if rule.chooses is None else 3]
+
+    return decide
 
 
 def _is_near(judged: Judged) -> Tensor:

@@ -121,7 +121,9 @@ def run(
     if talks:
         with needing("a chat in the terminal needs", "cpu"):
             from mtpbuild.runtime.cli import chat_terminal
-    engine = choose_engine(model, engine, yes=yes, make_engine=context.obj)
+    engine = choose_engine(
+        model, engine, yes=yes, make_engine=context.obj, acceptance=sampling.acceptance
+    )
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     if talks:  # as in `serve`: the model's own sampling, and answers of any length
@@ -129,7 +131,7 @@ def run(
         typed = given_flags(context, usual)
         sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
     form = None if json_schema is None else _form(json_schema)
-    params = sampling_params(sampling, settings, structured_outputs=form)
+    params = sampling_params(sampling, settings, manifest, structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

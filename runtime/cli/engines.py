@@ -12,9 +12,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, engine_folders, read_manifest
+from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
 
-MakeEngine: TypeAlias = Callable[[str, bool], Path]  # of a model; True: without asking
+# Of a model; True: without asking. The tuple names the rules of other packages that it must have.
+MakeEngine: TypeAlias = Callable[[str, bool, tuple[str, ...]], Path]
 ENGINES = Path("engines")  # of the current folder, where `mtpbuild build` puts them
 
 
@@ -42,11 +44,17 @@ def find_engine(name: Path) -> Path:
 
 
 def choose_engine(
-    model: str | None, engine: Path | None, *, yes: bool, make_engine: MakeEngine | None
+    model: str | None,
+    engine: Path | None,
+    *,
+    yes: bool,
+    make_engine: MakeEngine | None,
+    acceptance: str | None = None,
 ) -> Path:
     """Return the folder of the engine that is named: by --engine, or by a model's name.
 
-    make_engine: makes the engine of a model that has none, if the compiler is at hand.
+    make_engine: makes the engine of a model that has none, if the compiler is at hand. acceptance:
+    the rule that requests will ask for.
     """
     if (model is None) == (engine is None):
         raise UsageError("name one engine or model: mtpbuild run MODEL, or --engine FOLDER")
@@ -54,7 +62,8 @@ def choose_engine(
     known = (found / MANIFEST).is_file() or ENGINES in found.parents
     if model is None or make_engine is None or known:
         return found
-    return make_engine(model, yes)
+    rules = () if acceptance is None or acceptance in BUILT_IN else (acceptance,)
+    return make_engine(model, yes, rules)
 
 
 def list_folders() -> Iterator[Path]:

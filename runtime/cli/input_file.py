@@ -194,7 +194,8 @@ def read_requests(
 
     def take(line: InputLine, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
-        given = to_params_fields(line.settings | {"max_tokens": line.output_tokens})
+        settings = line.settings | {"max_tokens": line.output_tokens}
+        given = to_params_fields(settings, engine.manifest)
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")

@@ -31,6 +31,7 @@ from mtpbuild.runtime.configuration.settings import (
 )
 from mtpbuild.runtime.configuration.tables import MTP
 from mtpbuild.runtime.contract.drafters import check_offered
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.rules import all_rules
 from mtpbuild.runtime.contract.settings import Setting
 from mtpbuild.runtime.errors import UsageError
@@ -147,12 +148,14 @@ def read_flags(
     return settings
 
 
-def sampling_params(flags: Any, settings: Configuration, **others: Any) -> SamplingParams:
-    """Join the settings of flags, configuration and `others`.
+def sampling_params(
+    flags: Any, settings: Configuration, engine: Manifest | None = None, **others: Any
+) -> SamplingParams:
+    """Join the settings of flags, configuration and `others` for requests of an engine.
 
     Raises UsageError for a contradiction, RequestError for an invalid value.
     """
-    typed = to_params_fields(vars(flags) | others)
+    typed = to_params_fields(vars(flags) | others, engine)
     for name, value in typed.items():
         parse = SETTINGS[name].parse
         if parse and isinstance(value, str):

@@ -177,6 +177,8 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "needs", f"{slots}, and {of_weights}{kernels}"
     capabilities = manifest.capabilities.items()
     yield "capabilities", ", ".join(f"{name}: {' '.join(each)}" for name, each in capabilities)
+    if build.packages:
+        yield "packages", ", ".join(f"{name} of {own}" for name, own in build.packages.items())
     yield "built by", f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}"
     size = sum(file.size for file in manifest.files.values())
     checked = "bytes" if size <= HASH_LIMIT else "sizes"

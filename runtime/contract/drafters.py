@@ -7,6 +7,7 @@ from.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,10 @@ class DrafterRecord:
     dimension. Each call of the drafter must return new tensors for all of them.
 
     adaptive: whether the class can also make fewer than nextn drafts in a step, down to none.
+
+    weights: maps the model's configuration to safetensors files of trained weights. Builds put them
+    into the engine; the class reads them by `model.drafter.get_parameter(NAME)`. It may raise
+    UsageError for a model that it has none for.
     """
 
     name: str
@@ -45,6 +50,7 @@ class DrafterRecord:
     lookahead: Callable[[int], int] = lambda nextn: 0
     states: Callable[[Any], Iterable["StateSpec"]] = lambda plan: ()
     adaptive: bool = False
+    weights: Callable[[Any], Iterable[Path]] = lambda config: ()
 
     def make(self, nextn: int) -> Any:
         """Import the drafter's class and create one that drafts nextn tokens."""
@@ -76,7 +82,7 @@ _drafters = Registry[DrafterRecord](
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )
-find_drafter = _drafters.find
+find_drafter, package_of_drafter = _drafters.find, _drafters.package
 
 
 def offered() -> tuple[str, ...]:

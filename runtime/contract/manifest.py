@@ -113,6 +113,8 @@ class BuildInfo(_Record):
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts that the routed experts are split into
     attention_dp: bool = False  # each rank has its own requests, up to max_batch at once
+    # Name and version of the package that each rule or drafter comes from, if it is another one.
+    packages: dict[str, str] = {}
     revision: str | None = None  # --revision of the repository. None: main, or no repository
     # The range of the model's main layers that the engine has. None: all.
     layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")

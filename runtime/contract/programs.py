@@ -49,6 +49,10 @@ class StepOutput:
     # Only the mixed program returns these:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
+    # Of each row's draft, given the drafts before it. An older engine's program has none of them.
+    draft_logprobs: Floats | None = None  # [B, T] under the plain softmax
+    draft_ranks: Ints | None = None  # [B, T] 1 for the most probable token
+    draft_q: Floats | None = None  # [B, T] the probability with which a sampled draft was drawn
 
     def finite(self, slot: int) -> bool:
         """Tell whether the logits of the slot's emitted tokens were finite.

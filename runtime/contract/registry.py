@@ -50,6 +50,13 @@ class Registry(Generic[Item]):
         """Return all known items, in the order of `names`."""
         return tuple(map(self.find, self.names()))
 
+    def package(self, name: str) -> str | None:
+        """Return name and version of the package that an item comes from; None if of no other."""
+        entry = None if name in self._registered else self._installed().get(name)
+        if entry is None or entry.dist is None:
+            return None
+        return f"{entry.dist.name} {entry.dist.version}"
+
     def _installed(self) -> dict[str, EntryPoint]:
         return _entry_points(self.group, tuple(sys.path))
 

@@ -20,11 +20,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.registry import Registry
 from mtpbuild.runtime.contract.settings import Control, Setting, controls_in, declarations
 from mtpbuild.runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
 
 BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # in every engine
 
@@ -47,14 +50,23 @@ class Rule:
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
 
-    A draft whose probability is 0 is never accepted. After the accepted drafts comes the token that
-    strict acceptance would emit there.
+    chooses: the token after a rejection. It takes `Judged` and numbers [B, T], uniform in [0, 1),
+    which nothing else reads. It returns tokens [B, T] and their margins, as `draw` of
+    plugins/shaped_probs/op.py does. Without it, and where no draft was rejected, the token is that
+    of strict acceptance. Targets with acceptance kernels refuse a rule that chooses.
+
+    lossless: whether the rule claims that texts above temperature 0 have the model's distribution,
+    which `verify` then checks.
+
+    A token whose probability is 0 is neither accepted nor chosen.
     """
 
     name: str
     keeps: Callable[[Any], Any]
     settings: type[Any] = NoSettings
     kernel: Callable[[Any], Any] | None = None
+    chooses: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    lossless: bool = False
 
     @property
     def controls(self) -> tuple[Control, ...]:
@@ -82,8 +94,8 @@ class Rule:
 
     def identity(self) -> str:
         """Return a hash of the files that define the rule; if it changes, builds start again."""
-        parts: list[Any] = [part for part in (self.keeps, self.settings, self.kernel) if part]
-        files = {inspect.getsourcefile(part) for part in parts} - {None}
+        parts: list[Any] = [self.keeps, self.settings, self.kernel, self.chooses]
+        files = {inspect.getsourcefile(part) for part in parts if part} - {None}
         digest = hashlib.sha256()
         for file in sorted(map(str, files)):
             digest.update(Path(file).read_bytes())
@@ -92,3 +104,17 @@ class Rule:
 
 _rules = Registry[Rule]("acceptance rule", "mtpbuild.acceptance_rules")
 register, find_rule, all_rules, names = _rules.register, _rules.find, _rules.all, _rules.names
+package_of_rule = _rules.package
+
+
+def rules_of(engine: "Manifest") -> list[str]:
+    """Return the names of an engine's rules that are of other packages."""
+    return [name for name in engine.capabilities.get("acceptance", []) if name not in BUILT_IN]
+
+
+def why_missing(name: str, engine: "Manifest") -> str | None:
+    """Return why a rule that an engine has is unknown here; None if it is known."""
+    if name not in rules_of(engine) or name in names():
+        return None
+    package = engine.build.packages.get(name, "another package")
+    return f"the engine has this rule of {package}, which is not installed here"

@@ -109,7 +109,7 @@ class Channel:
     def close(self) -> None:
         """Tell the other ranks to end, unless a rank has failed, and leave the group."""
         self._closed.set()
-        with contextlib.suppress(RankError):
+        with contextlib.suppress(RankError):  # the others are told to end by its failure
             if self.rank == 0:
                 self.send("end")
         self._leave()
@@ -156,7 +156,7 @@ class Channel:
         """Leave the groups that this channel has joined, but not a default group of the caller."""
         while self.leaving:
             self.leaving.pop()()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # groups of a rank that was lost
             if self._joined and dist.is_initialized():
                 dist.destroy_process_group()
             for group in [] if self._joined else self._groups:

@@ -41,7 +41,7 @@ def nccl_library() -> Any:
     TensorRT loads NCCL by name too, and then gets this library.
     """
     names = [LIBRARY]
-    with contextlib.suppress(ModuleNotFoundError):
+    with contextlib.suppress(ModuleNotFoundError):  # no wheel: the system's library
         spec = find_spec(WHEEL)
         folders = spec.submodule_search_locations if spec is not None else None
         names += [str(Path(folder) / "lib" / LIBRARY) for folder in folders or ()]
@@ -92,7 +92,7 @@ class Communicator:
         """Abort all collectives without waiting for other ranks."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # what can't be aborted ends with the process
                 run_within(ABORTING, partial(self._call, "ncclCommAbort", handle))
 
     def _call(self, name: str, *arguments: Any) -> None:

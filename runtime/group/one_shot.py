@@ -57,5 +57,5 @@ def release(memory: Tensor) -> None:
 
 
 def _free(gpu: Gpu, memory: Tensor) -> None:
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # after an error of the GPU nothing can be freed
         gpu.aside(partial(release, memory))

@@ -151,5 +151,5 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
 
 def _finish_queued_work(gpu: Gpu, channel: Channel, peers: Peers) -> None:
     """Wait for a step that all ranks have launched and not read."""
-    with contextlib.suppress(EngineError, RuntimeError):
+    with contextlib.suppress(EngineError, RuntimeError):  # a lost rank: nobody reads the step
         gpu.settle(watch(channel, peers))

@@ -22,7 +22,8 @@ from mtpbuild.runtime.checks import (
     parse_list,
     parse_object,
 )
-from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.rules import all_rules, find_rule, names, why_missing
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -274,12 +275,16 @@ def http_settings() -> dict[str, Setting]:
     return {name: each for name, each in SETTINGS.items() if each.http} | rules
 
 
-def to_params_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def to_params_fields(given: Mapping[str, Any], engine: Manifest | None = None) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
-    Settings of None are dropped.
+    Settings of None are dropped. Raises RequestError for a rule that the engine of the request has
+    and this installation lacks.
     """
     values = {name: value for name, value in given.items() if value is not None}
+    name = values.get("acceptance", "strict")
+    if engine is not None and (missing := why_missing(name, engine)):
+        raise RequestError(f"acceptance {name!r}: {missing}")
     rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
     if "rejection_sample_method" in values:
         values.setdefault("acceptance", "rejection")

@@ -163,7 +163,7 @@ def _parse_call(call: Any) -> Any:
         return call
     text = function.get("arguments") or "{}"
     if isinstance(text, str):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):  # the template gets the text
             return call | {"function": function | {"arguments": json.loads(text)}}
     return call
 

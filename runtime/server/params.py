@@ -37,7 +37,10 @@ def read_params(
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         raise TooLongError(limit_field, prompt + room, prompt, most)
-    settings = service.settings.defaults | to_params_fields(body.settings)
+    try:
+        settings = service.settings.defaults | to_params_fields(body.settings, engine.manifest)
+    except RequestError as error:
+        raise field_error(error, named) from None
     if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
         settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
     if body.stream and settings.get("prompt_logprobs") is not None:

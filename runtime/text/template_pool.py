@@ -44,7 +44,7 @@ class TemplateProcess:
 
     def answer(self, request: bytes) -> Answer:
         """Return the rendered text of a request, or the limit that was exceeded."""
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # it has ended; its exit code says why
             template_process.write_block(self._requests, request)
             if answer := template_process.read_block(self._answers):
                 return answer[0], answer[1:].decode("utf-8", "surrogatepass")

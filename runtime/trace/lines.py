@@ -73,13 +73,19 @@ class StepLine(_Line):
     logprobs: list[Number]  # [n]
     margins: list[Number]  # [n]
     entropies: list[Number] | None = None  # [n] of the rows, with logprobs
+    # [m] of all drafts, with logprobs; older traces have none
+    draft_logprobs: list[Number] | None = None
+    draft_ranks: list[int] | None = None
+    draft_q: list[Number] | None = None  # of a request that samples
     uniforms: Uniforms | None
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
         lists = (self.tokens, self.logprobs, self.margins, self.entropies or self.tokens)
         lengths = {len(values) for values in lists}
-        if len(self.window) != self.num_drafts + 1 or lengths != {self.n}:
+        of_drafts = (self.window[1:], self.draft_logprobs, self.draft_ranks, self.draft_q)
+        counts = {len(values) for values in of_drafts if values is not None}
+        if not self.window or counts != {self.num_drafts} or lengths != {self.n}:
             raise ValueError("window, tokens and numbers don't have the lengths they say")
         if not 1 <= self.n <= self.num_drafts + 1:
             raise ValueError(f"{self.n} tokens from {self.num_drafts} drafts")

@@ -110,10 +110,22 @@ class RequestTrace:
                 logprobs=_numbers(output.logprobs[slot, :n]),
                 margins=_numbers(output.margins[slot, :n]),
                 entropies=compute_entropies(top[slot, :n]) if wanted and top is not None else None,
+                **(self._of_drafts(request, output, slot, m) if wanted else {}),
                 uniforms=self._drawn(request.length + 1, m + 1),
             )
         )
         self._steps += 1
+
+    @staticmethod
+    def _of_drafts(request: Request, output: StepOutput, slot: int, m: int) -> dict[str, Any]:
+        """Return the fields about a step's m drafts that its program reports."""
+        found: dict[str, Any] = {}
+        if output.draft_logprobs is not None and output.draft_ranks is not None:
+            found["draft_logprobs"] = _numbers(output.draft_logprobs[slot, :m])
+            found["draft_ranks"] = output.draft_ranks[slot, :m].tolist()
+        if output.draft_q is not None and request.controls.temperature > 0:
+            found["draft_q"] = _numbers(output.draft_q[slot, :m])
+        return found
 
     def end(self, request: Request, reason: FinishReason) -> None:
         if self._steps:  # else it was cancelled while it waited

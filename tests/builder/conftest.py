@@ -50,7 +50,8 @@ def predictable_engine(predictable_folder: Path, build_engine: EngineBuilder) ->
 
     def build(nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any) -> Path:
         drafter = drafter or (None if nextn in (0, "auto") else "mtp-vanilla")
-        options = {"prefill_chunk": 4, "max_batch": 3 if nextn else 1, "portable": False} | flags
+        own = {} if "target" in flags else {"portable": False}
+        options = {"prefill_chunk": 4, "max_batch": 3 if nextn else 1} | own | flags
         return build_engine(predictable_folder, nextn, drafter, **options)
 
     return build

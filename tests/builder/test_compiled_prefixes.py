@@ -363,6 +363,7 @@ def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
 
 
 def test_another_models_blocks_are_removed(bare: Path, kept: Path, tmp_path: Path) -> None:
+    """What an engine of other weights says with the folder is checked to be what it says cold."""
     another_models_blocks(bare, kept, tmp_path)
 
 

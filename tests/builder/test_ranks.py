@@ -149,6 +149,9 @@ def test_a_request_that_one_rank_fails_at(
     with running(engine, prefix_cache=True) as loaded:
         other = loaded.stream(PROMPT, GREEDY)
         next(other)
+        cache = loaded._loop.prefix_cache
+        assert cache is not None
+        assert not [*cache.tree.entries()], "rows that one rank could not keep, none has"
         with pytest.raises(RequestFailedError, match="the request failed: "):
             loaded.generate([*PROMPT, rank_bugs.UNLUCKY], GREEDY)
         assert other.result().token_ids == greedy(model, PROMPT, 16)

@@ -186,6 +186,7 @@ def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataC
 
 @pytest.mark.full
 def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
+    """`caught` checks how the run ends, here and below."""
     caught(altered_engine(engine, tmp_path / "altered", 1, "decode", exchanged))
 
 

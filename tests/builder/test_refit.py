@@ -118,6 +118,7 @@ class TestQuick:
         self.refused(engine, other, "rms_norm_eps 1e-06 -> 2e-06", " and 1 more: build it anew")
 
     def test_other_number_formats(self, engine: Path, tmp_path: Path) -> None:
+        """`refused` checks the line, and that the engine and its folder stay as they were."""
         scheme = make_scheme("int8", None, None)
         folder = tmp_path / "int8"
         quantize(QuantizeRequest(str(tmp_path / "model"), scheme, folder), lambda text: None)
@@ -159,5 +160,6 @@ class TestQuick:
 
     def test_without_hard_links(self, engine: Path, tmp_path: Path) -> None:
         with failing(os, "link", OSError(95, "Operation not supported")):
-            _, new = refit(engine, str(checkpoint(tmp_path / "other", 1)))
+            old, new = refit(engine, str(checkpoint(tmp_path / "other", 1)))
         check_files(engine, new, verify_hashes=True)
+        assert new.files["weights.safetensors"] != old.files["weights.safetensors"]

@@ -154,10 +154,14 @@ def test_greedy_ranks_exchange_their_best_logits(
     ],
 )
 def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:
-    """Each rank has a request of its own; they meet in the routed experts alone."""
+    """Each rank has a request of its own; they meet in the routed experts alone.
+
+    `said` compares every rank's tokens with the plain model's.
+    """
     prompts = np.random.default_rng(tp).integers(0, 61, (tp, 7)).tolist()
     ranks = Ranks(tp, ep, attention_dp=True)
-    said(make_predictable(**SHAPES[shape]), ranks, drafter, prompts, Meeting(tp))
+    found = said(make_predictable(**SHAPES[shape]), ranks, drafter, prompts, Meeting(tp))
+    assert len({tuple(tokens) for tokens, _ in found}) == tp, "each says what is its own"
 
 
 def generate(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.eval.study import BINS, list_judged_drafts, make_bins, study_trace
+from mtpbuild.builder.eval.study import AXES, BINS, list_judged_drafts, make_bins, study_trace
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.trace.lines import read_trace
 from mtpbuild.runtime.trace.recorder import compute_entropies
@@ -19,12 +19,12 @@ from tests.support.invoke import invoke
 
 
 def write_trace(path: Path, *, nextn: int = 2, tokens: int = 50) -> Path:
-    """Two requests whose drafts are wrong at every fourth position."""
+    """Three requests whose drafts are wrong at every fourth position; the last one is sampled."""
     manifest = fake_manifest(nextn=nextn)
     programs = FakePrograms(manifest, draft_is_right=lambda position: position % 4 != 0)
     with Engine(programs, manifest, fake_tokenizer()) as engine, Trace(engine, path) as trace:
-        for prompt, logprobs in (([5, 6, 7], None), ([8, 9], 1)):
-            params = SamplingParams(tokens, logprobs=logprobs)
+        for prompt, logprobs, temperature in (([5, 6, 7], None, 0), ([8, 9], 1, 0), ([4], 0, 0.7)):
+            params = SamplingParams(tokens, logprobs=logprobs, temperature=temperature)
             engine.stream(prompt, params, observer=trace.request()).result()
     return path
 
@@ -43,6 +43,39 @@ def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
         assert told - cut <= sum(draft.accepted for draft in mine) <= told
         assert len({draft.position for draft in mine}) == len(mine)
         assert all((draft.entropy is None) == (task_id == 0) for draft in mine)
+
+
+def test_what_a_trace_says_of_a_draft(tmp_path: Path) -> None:
+    """Of the fake's drafts, and only with log-probabilities; q only of a sampled request."""
+    trace = read_trace(write_trace(tmp_path / "a.jsonl"))
+    for draft in list_judged_drafts(trace):
+        rank = 1 if draft.accepted else 2
+        measured = (math.exp(-rank), rank) if draft.task_id else (None, None)
+        assert (draft.probability, draft.rank) == measured
+        assert draft.q == (0.25 if draft.task_id == 2 else None)
+
+
+def test_margins_of_greedy_and_sampled_steps_are_apart(tmp_path: Path) -> None:
+    """One is in logits, the other a share of the CDF: no bin has both."""
+    found = study_trace(read_trace(write_trace(tmp_path / "a.jsonl")))
+    sampled = sum(draft.task_id == 2 for draft in found.drafts)
+    judged = {name: sum(b.judged for b in bins) for name, bins in found.bins.items()}
+    assert judged["sampled_margin"] == sampled == judged["q"] > 0
+    assert judged["greedy_margin"] == len(found.drafts) - sampled > 0
+    for draft in found.drafts:
+        assert (draft.greedy_margin is None) == (draft.task_id == 2)
+        assert (draft.sampled_margin is None) == (draft.task_id != 2)
+
+
+def test_a_trace_from_before_it_had_drafts_figures(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "a.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    older = ({k: v for k, v in line.items() if not k.startswith("draft_")} for line in lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in older))
+    assert {"entropy", "greedy_margin", "sampled_margin"} <= study_trace(
+        read_trace(path)
+    ).bins.keys()
+    assert not {"probability", "rank", "q"} & study_trace(read_trace(path)).bins.keys()
 
 
 def test_shares_by_the_place_in_a_step(tmp_path: Path) -> None:
@@ -100,7 +133,7 @@ def test_the_command(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "out" / "study.json").read_text())
     for path, one in zip(paths, document["traces"], strict=True):
         assert f"{path}: {one['accepted']} of {one['judged']} judged drafts" in out
-        assert [*one["by"]] == ["draft", "position", "margin", "entropy"]
+        assert [*one["by"]] == [*AXES]
         assert sum(each["judged"] for each in one["by"]["position"]) == one["judged"]
     assert (tmp_path / "out" / "study.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = invoke("study", paths[0], "--out", tmp_path / "out", "--json")

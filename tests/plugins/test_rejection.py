@@ -4,6 +4,7 @@ The language, its drafter and the exact probabilities are those of `tests/suppor
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -14,12 +15,15 @@ from torch import Tensor
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
-from mtpbuild.plugins.accept_mixed.op import verify_block
+from mtpbuild.plugins.accept_mixed.op import Judged, verify_block
 from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
+from mtpbuild.runtime.contract.rules import Rule
 from tests.support import chain as language
 from tests.support.chain import FIRST, LIMIT, SLOTS, K, P, V, chi_square, decode
+from tests.support.kernels import asked_of
+from tests.support.thrifty import THRIFTY
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
@@ -41,6 +45,44 @@ def test_joint_law_of_a_mixed_batch(sampled: bool) -> None:
     tokens = decode(rejection=mode > 0, block=mode == 2, sampled=sampled)
     for each in range(3):
         assert chi_square(tokens[mode == each]) < LIMIT
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_joint_law_of_a_rule_that_chooses(share: float, sampled: bool) -> None:
+    """The rule is another package's: half of the slots ask for it, the others are strict."""
+    assert chi_square(thrifty_tokens(THRIFTY, share, sampled)) < LIMIT
+
+
+def thrifty_tokens(rule: Rule, share: float, sampled: bool) -> Tensor:
+    """What the slots say that ask for the rule; the others must say what strict ones do."""
+    asks = {"thrifty": torch.arange(SLOTS) % 2 == 0, "thrifty_share": torch.full((SLOTS,), share)}
+    tokens = decode(rejection=False, sampled=sampled, rule=rule, asks=asks)
+    assert torch.equal(tokens[1::2], decode(rejection=False, sampled=sampled)[1::2])
+    return tokens[::2]
+
+
+def test_the_law_needs_the_rules_own_choice() -> None:
+    """A rule that keeps fewer drafts than it may, with the token of strict acceptance after it."""
+    assert chi_square(thrifty_tokens(replace(THRIFTY, chooses=None), 0.6, True)) > 1.5 * LIMIT
+
+
+def test_a_choice_that_can_not_be_gives_way() -> None:
+    """To the token of strict acceptance: ids outside the vocabulary, and of probability 0."""
+    sure = torch.tensor([[[0.0, 1.0, 0.0]]]).log().expand(1, 2, V)
+    window, ones = torch.tensor([[FIRST, 0]]), torch.ones(1, dtype=torch.int64)
+    asked = {"thrifty": ones > 0, "thrifty_share": torch.ones(1)}
+    for choice in (-1, 0, 2, V):
+
+        def choose(judged: Judged, own: Tensor, token: int = choice) -> tuple[Tensor, Tensor]:
+            return 0 * judged.drafts + token, own
+
+        rule = replace(THRIFTY, chooses=choose)
+        slots = (window, ones, ones, ones > 0, ones > 1, torch.ones(1, 1, V) / V)
+        verdict = mixed.accept_mixed(
+            sure, *slots, asked_of(1, 1, uniforms=torch.rand(1, 3, 9)) | asked, rules=(rule,)
+        )
+        assert verdict.tokens.tolist() == [[1, -1]]
 
 
 def kept(p: Tensor, q: Tensor, path: tuple[int, ...]) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """Oracles O1 to O3 in plain PyTorch: all is recomputed from the tokens, nothing is cached."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,14 +31,19 @@ def greedy(model: PlainLM, tokens: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def draft_logits(model: PlainLM, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
-    """Compute the logits [V] of each draft behind the known `tokens`; the draft is their argmax."""
+def draft_logits(
+    model: PlainLM, tokens: list[int], nextn: int, drafter: str, drafts: Sequence[int] = ()
+) -> list[Tensor]:
+    """Compute the logits [V] of each draft behind the known `tokens`.
+
+    drafts: those that were drawn from them; without them a draft is their argmax.
+    """
     if len(tokens) < 2:
         raise ValueError("drafting starts behind the first emitted token")
-    return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn)
+    return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn, drafts)
 
 
-def _eagle(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
+def _eagle(model: PlainLM, tokens: list[int], nextn: int, drafts: Sequence[int]) -> list[Tensor]:
     """Module 1 over all slots, then again with its own newest output as one more slot's hidden."""
     hidden = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens[1:])
@@ -45,11 +52,11 @@ def _eagle(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
         g = model.mtp(1, torch.tensor([follow]), hidden, later=k)[:, -1:]
         found.append(model.draft_logits(1, g)[0, 0])
         hidden = torch.cat([hidden, g], dim=1)
-        follow.append(int(found[-1].argmax()))
+        follow.append(drafts[k] if drafts else int(found[-1].argmax()))
     return found
 
 
-def _vanilla(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
+def _vanilla(model: PlainLM, tokens: list[int], nextn: int, drafts: Sequence[int]) -> list[Tensor]:
     """Module k over all slots, with the drafts so far as the tokens that are not known yet."""
     g = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens)
@@ -57,7 +64,7 @@ def _vanilla(model: PlainLM, tokens: list[int], nextn: int) -> list[Tensor]:
     for k in range(1, nextn + 1):
         g = model.mtp(k, torch.tensor([follow[k : k + slots]]), g)
         found.append(model.draft_logits(k, g[:, -1:])[0, 0])
-        follow.append(int(found[-1].argmax()))
+        follow.append(drafts[k - 1] if drafts else int(found[-1].argmax()))
     return found
 
 

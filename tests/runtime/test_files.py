@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from mtpbuild.runtime import Engine
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, MOST_MANIFEST, read_manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.sampling.defaults import generation_defaults
@@ -93,7 +93,8 @@ def test_an_engine_of_links(engine_dir: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted(blobs.iterdir())):
         blob = path.rename(blobs / f"{number}")
         (linked / path.name).symlink_to(Path("..", "blobs", blob.name))
-    Engine.load(linked, verify_hashes=True).close()
+    with Engine.load(linked, verify_hashes=True) as engine:
+        assert engine.generate([5], SamplingParams(max_tokens=2)).token_ids
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_every_line(tmp_path: Path) -> None:
             "num_drafts": len(step["window"]) - 1, "window": step["window"],
             "n": len(step["tokens"]), "tokens": step["tokens"], "logprobs": [0.0] * step["n"],
             "margins": [0.0] * step["n"], "entropies": None, "uniforms": None,
+            "draft_logprobs": None, "draft_ranks": None, "draft_q": None,
         }  # fmt: skip
     assert end == {
         "kind": "end", "task_id": "a", "finish_reason": "length", "output_tokens": 7,

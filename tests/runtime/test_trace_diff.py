@@ -274,6 +274,7 @@ def test_no_file(a: Path, tmp_path: Path) -> None:
         (lambda lines: lines.append(lines[0]), ": after the summary"),
         (lambda lines: lines[2]["tokens"].append(5), "don't have the lengths they say"),
         (lambda lines: lines[2].update(num_drafts=1), "don't have the lengths they say"),
+        (lambda lines: lines[2].update(draft_ranks=[1]), "don't have the lengths they say"),
         (lambda lines: lines[0].update(version=2), "version: Input should be 1"),
         (lambda lines: lines[0].update(prompt=[]), "prompt: List should have at least 1 item"),
     ],

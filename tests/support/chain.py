@@ -5,6 +5,7 @@ its own random numbers; the counts of their first K + 2 tokens are compared with
 probabilities.
 """
 
+from collections.abc import Mapping
 from itertools import product
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
+from mtpbuild.runtime.contract.rules import Rule
 from tests.reference.sampling import edited
 from tests.support.kernels import asked_of, asked_of_penalties
 
@@ -36,10 +38,13 @@ def decode(
     block: bool | Tensor = False,
     penalties: StepControls | None = None,
     slots: int = SLOTS,
+    rule: Rule | None = None,
+    asks: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Decodes the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
 
-    penalties: edits the logits of all slots, whose prompt is the token FIRST.
+    penalties: edits the logits of all slots, whose prompt is the token FIRST. rule: another
+    package's; asks: which slots ask for it, and its settings, by the names of its controls.
     """
     asked = asked_of(
         slots,
@@ -67,7 +72,7 @@ def decode(
         active = state["lengths"] < COUNT
         if not active.any():
             return tokens[:, :COUNT]
-        mode = MixedAcceptance(asked)
+        mode = MixedAcceptance({**asked, **(asks or {})}, rules=() if rule is None else (rule,))
         verdict = mode.judge(P[state["window"]].log(), state, active)
         for slot_row in range(nextn + 1):
             rows = (slot_row < verdict.n).nonzero()[:, 0]

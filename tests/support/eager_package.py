@@ -51,7 +51,7 @@ def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
         vocab_size=plan.config.vocab_size,
         lookahead=plan.lookahead,
     )
-    T, floats = plan.window, {"logprobs", "margins", "top_logprobs"}
+    T, ints = plan.window, {"tokens", "num_tokens", "top_ids", "draft_ranks"}
 
     def spec(name: str, tensor: Tensor) -> TensorSpec:
         sizes: tuple[int | str, ...] = ("batch", *tensor.shape[1:])
@@ -65,7 +65,7 @@ def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
     def result(name: str) -> TensorSpec:
         shape: tuple[int, ...] = () if name == "num_tokens" else (T,)
         shape = (T, MAX_LOGPROBS) if name.startswith("top") else shape
-        dtype: Any = "float32" if name in floats else "int64"
+        dtype: Any = "int64" if name in ints else "float32"
         return TensorSpec(name=name, dtype=dtype, shape=("batch", *shape))
 
     state = {s.name: s for s in state_specs(plan)}

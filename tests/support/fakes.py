@@ -233,7 +233,11 @@ class FakePrograms:
                 logprobs[b] = np.nan
         top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and the ones after it
         top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
-        return StepOutput(tokens, counts, window, num_drafts, logprobs, margins, top_ids, top)
+        # An accepted draft is the most probable token, any other one the second.
+        draft_ranks = 2 - (np.arange(T) < counts[:, None] - 1).astype(np.int64)
+        judged = tokens, counts, window, num_drafts, logprobs, margins, top_ids, top
+        q = np.full((B, T), 0.25, np.float32)
+        return StepOutput(*judged, -draft_ranks.astype(np.float32), draft_ranks, q)
 
     def _accept(self, b: int) -> list[tuple[int, float, float]]:
         """Judges and makes a slot's drafts; returns tokens, log-probabilities and margins."""

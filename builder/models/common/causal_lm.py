@@ -66,6 +66,8 @@ class CausalLM(nn.Module):
             self.draft_head = parameter(c.hidden_size, drafted)
             self.register_buffer("draft_ids", torch.tensor(c.draft_ids), persistent=False)
         self.draft_ids: Tensor
+        for name, shape in c.drafter_weights:
+            hold_parameter(self, name, shape)
         if ranks.parts > 1:
             self.rank = rank_constant()
 
@@ -180,6 +182,16 @@ class CausalLM(nn.Module):
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
         return logits if self.ranks.parts == 1 else join(logits, self.rank, self.ranks.parts)
+
+
+def hold_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    """Add a parameter without values; the parts of its name before the last become submodules."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, parameter(*shape))
 
 
 class UniformLM(CausalLM):

@@ -350,4 +350,5 @@ def whole_table(
         *modules,
         product("lm_head", head),
         *reduced,
+        *(Weight(name, (Stored(name, shape),)) for name, shape in c.drafter_weights),
     ]

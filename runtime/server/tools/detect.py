@@ -23,7 +23,7 @@ def detect_form(templates: ChatTemplates) -> str | None:
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
             text = _rendered(templates, arguments)
-        except MtpbuildError:
+        except MtpbuildError:  # the template wants the other kind of arguments, or no calls
             continue
         found = [name for name, form in FORMS.items() if _reads(form, text)]
         if found:  # several forms match if they differ in line breaks alone

@@ -1,5 +1,6 @@
 """Conversion of arguments in tags, which are plain text, to the types of their schema."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -33,15 +34,11 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
     word = text.strip()
     if word in PYTHON and json_type(PYTHON[word]) in types:
         return PYTHON[word]
-    try:
-        return parse_strictly(text)
-    except ValueError:
-        pass
     may_repair = "string" not in types and types & {"object", "array"}
-    try:
-        return repair_json(text) if may_repair else text
-    except ValueError:
-        return text
+    for parse in (parse_strictly, repair_json) if may_repair else (parse_strictly,):
+        with contextlib.suppress(ValueError):  # a model may write anything: then it is a text
+            return parse(text)
+    return text
 
 
 def find_schema(name: str, root: Any) -> Any:
