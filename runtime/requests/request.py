@@ -5,13 +5,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from mtpbuild.runtime.constraints.grammar import Grammar
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import (
+    DeadlineError,
     EngineError,
     MtpbuildError,
     RankError,
@@ -21,12 +22,13 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.requests.step_controls import acceptance_rates, make_step_controls
+from mtpbuild.runtime.requests.totals import RequestTotals
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import opens_thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]  # the last: of chats
 log = logging.getLogger("mtpbuild")
 
 
@@ -79,33 +81,8 @@ class Result:
     synthetic_acceptance_rates: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChatResult(Result):
-    """The result of a chat; `text` is the whole answer with the thought and its marks."""
-
-    content: str = ""
-    reasoning_content: str = ""  # the thought, if the model marks it
-
-    @classmethod
-    def of(cls, result: Result, spans: Sequence[Span]) -> Self:
-        """Join an answer's spans by kind."""
-        found = {each.name: getattr(result, each.name) for each in fields(Result)}
-        content, thought = (
-            "".join(span.text for span in spans if span.kind == kind)
-            for kind in ("content", "reasoning")
-        )
-        return cls(**found, content=content, reasoning_content=thought)
-
-    @property
-    def message(self) -> dict[str, str]:
-        """The answer as a message of the conversation."""
-        message = {"role": "assistant", "content": self.content}
-        thought = {"reasoning_content": self.reasoning_content}
-        return message | (thought if self.reasoning_content else {})
-
-
 class Observer(Protocol):
-    """An observer of a request's steps; the thread that steps the loop calls it."""
+    """An observer of one or more requests' steps; the thread that steps the loop calls it."""
 
     def step(self, request: "Request", output: StepOutput, slot: int) -> None:
         """Observe a step before the request takes its tokens; the next step reuses the arrays."""
@@ -152,6 +129,8 @@ class Request:
         self.grammar: Grammar | None = None  # the grammar that its tokens must follow
         self.forced = 0  # accepted drafts that a grammar forced
         self.cancelled = False  # the loop ends a cancelled request before its next step
+        self.owner: Any = None  # the driver of the engine that prepared it
+        self.totals: RequestTotals | None = None  # counts it, too
         self.outbox: deque[Chunk] = deque()
         self.acceptance = AcceptanceCounter(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
@@ -175,6 +154,7 @@ class Request:
         self._pieces: list[str] = []
         self.cached_tokens = 0  # tokens of the prompt whose cache rows were reused
         self._submitted = time.perf_counter()
+        self.deadline = None if params.timeout is None else self._submitted + params.timeout
         self.started: float | None = None  # the time at which it got a slot
         self._first = self._last = 0.0
 
@@ -206,8 +186,11 @@ class Request:
         """
         assert tokens, "a step of an active slot emits at least one token"
         accepted, published = len(tokens) - 1, len(self.token_ids)
-        self._last = time.perf_counter()
+        before, self._last = self._last, time.perf_counter()
         self._first = self._first or self._last
+        if self.totals is not None:
+            name = "inter_token_latency_seconds" if before else "time_to_first_token_seconds"
+            self.totals.add(name, self._last - (before or self._submitted))
         reason: FinishReason | None = None
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
@@ -232,6 +215,8 @@ class Request:
     def fail(self, error: MtpbuildError) -> None:
         """End the request with an error, and wake the thread that waits for it."""
         self.error = error
+        if self.totals is not None:
+            self.totals.ended["abort" if isinstance(error, DeadlineError) else "error"] += 1
         with contextlib.suppress(Exception):  # the waiter is gone
             self.listener()
 
@@ -313,6 +298,7 @@ class Request:
         """Add a chunk with the tokens after the first `published` and the text that is final."""
         spans = self._text.take(everything=reason is not None)
         self._pieces += [span.text for span in spans]
+        metrics = self.metrics() if reason else None
         if self.observer and reason:
             self.observer.end(self, reason)
         self.outbox.append(
@@ -322,12 +308,16 @@ class Request:
                 tuple(self.from_draft[published:]),
                 reason,
                 self._stop_reason() if reason == "stop" else None,
-                self.metrics() if reason else None,
+                metrics,
                 None if self.params.logprobs is None else tuple(self.logprobs[published:]),
                 tuple(self.prompt_logprobs) if not published and self.prompt_logprobs else None,
                 tuple(self._starts[published:]),
                 self._reasoning_tokens(),
             )
         )
+        if self.totals is not None and metrics is not None:
+            seconds = time.perf_counter() - self._submitted
+            self.totals.ended["abort" if reason == "cancelled" else str(reason)] += 1
+            self.totals.add_request(metrics, self.params.max_tokens, seconds)
         self.finish_reason = reason  # last: other threads read it without a lock
         self.listener()

@@ -16,7 +16,7 @@ REJECTED = (
     "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
     "MTP only costs time. Likely causes: MTP weights missing, damaged or of another model; a wrong "
     "chat template; text of a kind that the model does not know; too coarse a quantisation. "
-    "Compare with an engine built with --nextn 0."
+    "Compare with an engine built with nextn 0."
 )
 
 log = logging.getLogger("mtpbuild")

@@ -110,6 +110,9 @@ class SamplingParams:
 
     `seed` is -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
 
+    `timeout` is the number of seconds that a request may take, its wait for a slot included. Then
+    it ends with a DeadlineError.
+
     A request reuses the rows of earlier prompts only if these had the same `cache_salt`.
 
     `structured_outputs` constrains the answer to a form. If the prompt has opened a thought, the
@@ -197,6 +200,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
     cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
     shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
+    timeout: float | None = setting(None, check_number(0, 10**9))
 
     def __post_init__(self) -> None:
         for name, declared in SETTINGS.items():

@@ -155,7 +155,9 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
         card()  # raises while the engine is being loaded
-        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(
+            service.engine.metrics(service.model), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -68,7 +68,7 @@ class RequestGate:
         except ValueError:
             raise ApiError(400, "the header Host is no name with a port") from None
         if name and not _is_address(name) and not {name, "*"} & self._names:
-            raise ApiError(403, f"this server is not called {name:.60} (--allowed-hosts)")
+            raise ApiError(403, f"this server is not called {name:.60} (allowed_hosts)")
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse POST from pages of other origins: CORS prevents reading, but not sending."""
@@ -79,7 +79,7 @@ class RequestGate:
             foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
         if foreign and not {origin, "*"} & set(self._settings.allow_origin or ()):
-            raise ApiError(403, "a page of another origin asks (--allow-origin)")
+            raise ApiError(403, "a page of another origin asks (allow_origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
         """Wrap `receive` so that a body's size and time are limited.

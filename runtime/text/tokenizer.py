@@ -173,7 +173,7 @@ def load_tokenizer(
     """
     if TOKENIZER not in manifest.files:
         if chat_template is not None:
-            raise UsageError(f"--chat-template {chat_template}: this engine has no {TOKENIZER}")
+            raise UsageError(f"chat_template {chat_template}: this engine has no {TOKENIZER}")
         return None
     try:
         backend = read_backend(folder / TOKENIZER)
