@@ -60,6 +60,7 @@ class LoadedEngine:
         overlap: bool = True,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
+        self.folder: Path | None = None  # that it was loaded from
         self.manifest = manifest
         self.tokenizer = tokenizer
         self._grammars = Grammars(manifest, tokenizer, programs.features)
@@ -132,7 +133,9 @@ class LoadedEngine:
             limit = prefix_cache_bytes if prefix_cache else 0
             rows_folder = prefix_cache_dir if prefix_cache else None
             cache = open_prefix_cache(programs, limited, folder, limit, rows_folder)
-            return cls(programs, limited, tokenizer, overlap=overlap, prefix_cache=cache)
+            engine = cls(programs, limited, tokenizer, overlap=overlap, prefix_cache=cache)
+            engine.folder = folder
+            return engine
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:

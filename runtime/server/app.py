@@ -18,7 +18,7 @@ from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
 from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
-from mtpbuild.runtime.server.errors import ApiError, JsonResponse
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse, route_path
 from mtpbuild.runtime.server.gate import RequestGate
 from mtpbuild.runtime.server.messages import (
     MessagesBody,
@@ -171,6 +171,6 @@ async def _error(request: Request, error: Exception) -> Response:
         headers, error = error.headers or {}, ApiError(error.status_code, str(error.detail))
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed")
-    response = error.response(request.url.path)
+    response = error.response(route_path(request.scope))
     response.headers.update(headers)
     return response

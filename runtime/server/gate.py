@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ApiError, route_path
 from mtpbuild.runtime.server.options import ServerOptions
 
 FREE = {"/", "/health", "/ping", "/version"}  # without a key
@@ -45,12 +45,12 @@ class RequestGate:
         except ApiError as error:
             refusals = refusals or [error]
         if refusals:
-            await refusals[0].response(scope["path"])(scope, receive, send)
+            await refusals[0].response(route_path(scope))(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.key
-        if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
+        if key is not None and route_path(scope) not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
                 given = headers.get(b"x-api-key", b"")  # Anthropic's clients
