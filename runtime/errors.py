@@ -33,7 +33,7 @@ def install(extras: str) -> str:
 class MtpbuildError(Exception):
     """The base of all errors that a user can cause; `exit_code` is the command line's."""
 
-    exit_code = 1
+    exit_code: int = 1  # of a command that ends with it
 
 
 class UsageError(MtpbuildError):

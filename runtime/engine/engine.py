@@ -22,8 +22,11 @@ SWAPS = threading.Lock()
 class Engine(LoadedEngine):
     """A loaded engine directory, for use by several threads and by asyncio.
 
-    with Engine.load("engines/tiny_n3") as engine:
-        print(engine.generate("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
+    `manifest` says what it is, `tokenizer` turns texts into tokens (None: it has none), `folder` is
+    where it was loaded from, and `totals` has the histograms of `metrics`.
+
+        with Engine.load("engines/tiny_n3") as engine:
+            print(engine.generate("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
     """
 
     def swap(self, path: str | Path, **options: Any) -> None:
@@ -180,11 +183,13 @@ class Engine(LoadedEngine):
         observer: Observer | None = None,
         **options: Unpack[AnswerOptions],
     ) -> ChatResult | AsyncChatStream:
-        """Answer a conversation in asyncio, as `chat` does; a cancelled task ends the request.
+        """Answer a conversation in asyncio, with the options of `chat`.
 
-        answer = await engine.achat(messages)
-        async for chunk in await engine.achat(messages, stream=True):
-            print(chunk.content, end="")
+        A cancelled task ends the request.
+
+            answer = await engine.achat(messages)
+            async for chunk in await engine.achat(messages, stream=True):
+                print(chunk.content, end="")
         """
         import asyncio  # here, because it is slow to import and few programs use it
 

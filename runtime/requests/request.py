@@ -36,8 +36,8 @@ log = logging.getLogger("mtpbuild")
 class TokenLogprobs:
     """The log-probabilities at one position, under the plain softmax of the logits."""
 
-    token_id: int
-    logprob: float
+    token_id: int  # the token at this position
+    logprob: float  # its own
     top: tuple[tuple[int, float], ...]  # the N most probable tokens in descending order
     rank: int = 0  # for a prompt's token; 1: the most probable one
 
@@ -47,11 +47,11 @@ class Chunk:
     """The output of one decode step; the text of a token may come with a later chunk."""
 
     spans: tuple[Span, ...]  # the new text in pieces, each with the origin of its token
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the new tokens
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
     finish_reason: FinishReason | None = None  # like the next two, set in the last chunk alone
     stop_reason: str | int | None = None  # the stop string or stop token that ended the request
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = None  # of the whole request
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if requested
     # In the first chunk, if requested: for the prompt's tokens after its first one.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -62,6 +62,7 @@ class Chunk:
 
     @property
     def text(self) -> str:
+        """The new text, with the marks of thoughts that are shown."""
         return "".join(span.text for span in self.spans)
 
 
@@ -69,13 +70,14 @@ class Chunk:
 class Result:
     """The text, tokens and metrics of a request."""
 
-    text: str
-    token_ids: list[int]
-    from_draft: list[bool] = field(repr=False)
-    finish_reason: FinishReason
-    metrics: RequestMetrics = field(repr=False)
-    seed: int | None
+    text: str  # without a stop string and special tokens
+    token_ids: list[int]  # with the token that ended it
+    from_draft: list[bool] = field(repr=False)  # per token: an accepted draft
+    finish_reason: FinishReason  # "tool_calls": a chat that stopped after calls of tools
+    metrics: RequestMetrics = field(repr=False)  # its sizes, times and acceptance
+    seed: int | None  # that sampling used; None: greedy, and none was given
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if requested
+    # If requested: of the prompt's tokens after its first one.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     # Not empty: drafts were accepted by chance, at these rates, and the text is meaningless.
     synthetic_acceptance_rates: tuple[float, ...] = ()

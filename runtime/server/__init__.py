@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from mtpbuild.runtime.engine.engine import Engine
 
+__all__ = ["make_app"]
+
 
 def make_app(
     engine: "Engine",

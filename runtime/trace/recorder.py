@@ -28,7 +28,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
     So do `chat`, `achat`, `stream` and `astream`. A JSONL file grows line by line and can be read
     at any time; its last line says that it is complete. A page is written when the trace is closed,
     also after an error. Later steps are not recorded. Raises UsageError for a file that cannot be
-    written or has another suffix.
+    written or has another suffix. `manifest` is the engine's.
     """
 
     def __init__(self, engine: Engine, *paths: str | Path) -> None:

@@ -2,16 +2,20 @@
 
 import ast
 import asyncio
+import contextlib
+import inspect
 import json
 import re
+import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpbuild.runtime
@@ -24,14 +28,19 @@ from mtpbuild.runtime import (
     SamplingParams,
     Trace,
 )
+from mtpbuild.runtime.server import make_app
 from tests.support.fakes import fake_engine
 from tests.support.live_server import live, until
+from tests.support.scripts import load_script
 from tests.support.served import SAID, TOOL_TEMPLATE, TOOLS, saying
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 STOP = SamplingParams(max_tokens=100, stop=["｜end｜"])
 CALL = {"name": "weather", "arguments": '{"city": "Ulm"}'}
 RUNTIME = Path(mtpbuild.runtime.__file__).parent
+EXPORTS = mtpbuild.runtime.__all__
+
+reference = load_script(RUNTIME.parent / "tools" / "api_reference.py")
 
 
 @pytest.fixture
@@ -286,10 +295,6 @@ def test_earlier_prompts_are_reused(tiny_engine: Callable[..., Path]) -> None:
 
 def test_an_application_to_mount(talker: Engine) -> None:
     """Its routes, its errors and what needs no key, below any path."""
-    from fastapi import FastAPI
-
-    from mtpbuild.runtime.server import make_app
-
     app = FastAPI()
     app.mount("/llm", make_app(talker, served_model_name="mine", api_key="k"))
 
@@ -332,3 +337,59 @@ def test_messages_have_no_flags() -> None:
             assert not re.search(r"--[a-z]", re.sub("`[^`]*`", "", said)), f"{path}: {said}"
             seen += 1
     assert seen > 150
+
+
+def members_of(module: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the public names on a module's page, with their docstring and that of their class."""
+    page = reference.document(module)
+    for function in page.functions:
+        yield function.name, function.docstring, ""
+    for kind in page.classes:
+        yield kind.name, kind.docstring, ""
+        for member in kind.own_members:
+            if not member.name.startswith("_"):
+                yield f"{kind.name}.{member.name}", member.docstring, kind.docstring
+
+
+def test_every_public_name_is_documented(tmp_path: Path) -> None:
+    """By a docstring, a setting's help, a field's comment, or by its name in its class's one."""
+    pages = [page.read_text(encoding="utf-8") for page in reference.write(tmp_path)]
+    seen = 0
+    for module, page in zip(reference.MODULES, pages, strict=True):
+        for name, docstring, about in members_of(module):
+            own = name.rpartition(".")[2]
+            assert docstring or re.search(rf"\b{own}\b", about), f"{name} has no docstring"
+            assert f'id="{name}"' in page
+            seen += 1
+    assert seen > 150
+    assert all(f'id="{name}"' in pages[0] for name in mtpbuild.runtime.__all__)
+
+
+@pytest.fixture
+def folder(tiny_engine: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
+    """A folder with the engines that docstrings name."""
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "tiny_n3").symlink_to(tiny_engine(3))
+    (tmp_path / "engines" / "tiny_n2").symlink_to(tiny_engine(2))
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def test_examples_of_docstrings_run(folder: Path) -> None:
+    code = re.compile(r"(?:^ {4}.*\n?|^\n(?= {4}))+", re.MULTILINE)
+    seen = 0
+    with Engine.load("engines/tiny_n3", threads=1) as engine:
+        for module in reference.MODULES:
+            page = reference.document(module)
+            for text in [page.docstring, *(docstring for _, docstring, _ in members_of(module))]:
+                text = text.partition("Args:")[0]
+                for example in map(textwrap.dedent, code.findall(text)):
+                    given = {name: getattr(mtpbuild.runtime, name) for name in EXPORTS}
+                    given |= {"engine": engine, "messages": MESSAGES, "FastAPI": FastAPI}
+                    given |= {"make_app": make_app, "__name__": "example"}
+                    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                    result = eval(compile(example, module, "exec", flags), given)
+                    if inspect.iscoroutine(result):
+                        asyncio.run(result)
+                    seen += 1
+    assert seen >= 9
