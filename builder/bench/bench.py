@@ -102,8 +102,8 @@ def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -
     """Return an engine and its verifier; `stack` closes them."""
 
     def opened(folder: Path) -> Engine:
-        options = {"threads": request.threads, "prefix_cache": False, **request.options}
-        return stack.enter_context(Engine.load(folder, **options))
+        loaded = Engine.load(folder, threads=request.threads, prefix_cache=False, **request.options)
+        return stack.enter_context(loaded)
 
     engine = opened(built.folder)
     verifier = None if built.verifier is None else opened(built.verifier)

@@ -37,8 +37,10 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
     check_writable(request.out)
     machine = describe_machine(request.threads)
     watch("loading the engine")
-    options = {"threads": request.threads, "prefix_cache": False, **request.options}
-    with Engine.load(request.engine, **options) as engine:
+    loaded = Engine.load(
+        request.engine, threads=request.threads, prefix_cache=False, **request.options
+    )
+    with loaded as engine:
         if engine.manifest.build.drafter in (None, "none"):
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 

@@ -176,7 +176,7 @@ class Service:
         self.draining = True
         await self._wait_until_answered(timeout)
         if self.open:
-            log.warning("%d requests were cut off after %g s (--drain-timeout)", self.open, timeout)
+            log.warning("%d requests were cut off after %g s (drain_timeout)", self.open, timeout)
             self._cut_off, now = True, asyncio.get_running_loop().time()
             for limit in self._limits:
                 if not limit.expired():
