@@ -64,12 +64,9 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
-        options: dict[str, Any] = {
-            "threads": request.threads,
-            "prefix_cache": False,
-            **request.options,
-        }
-        engine = stack.enter_context(Engine.load(request.engine, **options))
+        options: dict[str, Any] = {"threads": request.threads, **request.options}
+        loaded = Engine.load(request.engine, prefix_cache=False, **options)
+        engine = stack.enter_context(loaded)
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.exact:
             raise UsageError(
