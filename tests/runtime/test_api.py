@@ -144,7 +144,7 @@ def test_wrong_options_of_tools_are_named(talker: Engine) -> None:
         ({"tolls": []}, "unknown option tolls"),
     ):
         with pytest.raises(RequestError, match=says):
-            talker.chat(MESSAGES, **wrong)  # type: ignore[call-overload]
+            talker.chat(MESSAGES, **wrong)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -292,7 +292,7 @@ def test_a_trace_records_all_ways_to_ask(tmp_path: Path) -> None:
 def test_earlier_prompts_are_reused(tiny_engine: Callable[..., Path]) -> None:
     """As in `serve`, and `prefix_cache=False` fills in each prompt from its beginning."""
     prompt, params = [*range(5, 105)], SamplingParams(max_tokens=4)
-    for options, reused in (({}, True), ({"prefix_cache": False}, False)):
+    for options, reused in ((dict[str, Any](), True), ({"prefix_cache": False}, False)):
         with Engine.load(tiny_engine(3), threads=1, **options) as engine:
             engine.generate(prompt, params)
             assert (engine.generate(prompt, params).metrics.cached_tokens > 0) is reused
