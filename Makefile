@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv run check fix test test-full test-tensorrt bench-check dist clean
+.PHONY: venv run check fix test test-full test-tensorrt bench-check api-docs dist clean
 
 venv: .venv/.installed
 
@@ -42,6 +42,9 @@ test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB i
 
 bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on a quiet machine
 	$(BIN)/python benchmarks/check.py
+
+api-docs: venv  ## the reference of the Python API, from its docstrings: build/api/mtpbuild/runtime.html
+	$(BIN)/python tools/api_reference.py build/api
 
 dist: venv  ## a wheel of this machine's kind and a source archive, in dist/
 	rm -rf build dist

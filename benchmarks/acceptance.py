@@ -37,7 +37,7 @@ def acceptance_length(engine: Engine, prompts: list[list[int]], params: Sampling
 def main() -> None:
     arguments = parse_flags(__doc__, "engine", tokens=192, top_p=0.95, requests=20)
     table = Table("kind", "temperature", *METHODS)
-    with Engine.load(arguments.engine) as engine:
+    with Engine.load(arguments.engine, prefix_cache=False) as engine:
         for kind in BUILT_IN:
             prompts = load_prompts(engine, kind, arguments.requests, arguments.tokens)
             greedy = SamplingParams(max_tokens=arguments.tokens)

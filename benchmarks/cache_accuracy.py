@@ -35,7 +35,7 @@ def built(work: Path, weights: str | None, caches: str) -> Path:
 
 def continued(folder: Path, texts: int, tokens: int) -> Texts:
     """Return the first prompts of the built-in sets, alternating, with the engine's answers."""
-    with Engine.load(folder, threads=1) as engine:
+    with Engine.load(folder, threads=1, prefix_cache=False) as engine:
         prompts = load_both(engine, texts, tokens)
         answers = engine.generate(prompts, SamplingParams(tokens, temperature=0.0))
         pairs = zip(prompts, answers, strict=True)
@@ -45,7 +45,7 @@ def continued(folder: Path, texts: int, tokens: int) -> Texts:
 def scored(folder: Path, texts: Texts) -> list[tuple[float, bool]]:
     """Return each answered token's log-probability, and whether it is the first choice."""
     params = SamplingParams(0, prompt_logprobs=1)
-    with Engine.load(folder, threads=1) as engine:
+    with Engine.load(folder, threads=1, prefix_cache=False) as engine:
         results = [engine.generate(ids, params).prompt_logprobs or () for _, ids in texts]
     pairs = zip(texts, results, strict=True)
     tokens = [token for (start, _), found in pairs for token in found[start - 1 :]]

@@ -38,7 +38,7 @@ import time
 start = time.perf_counter()
 import sys
 from mtpbuild.runtime import Engine, SamplingParams
-with Engine.load(sys.argv[1], threads=int(sys.argv[2])) as engine:
+with Engine.load(sys.argv[1], threads=int(sys.argv[2]), prefix_cache=False) as engine:
     engine.generate("def fibonacci(n):", SamplingParams(max_tokens=1))
     print(time.perf_counter() - start)
 """
@@ -94,7 +94,7 @@ def load_seconds(engine: str, threads: int) -> float:
 
 def host_share(engine: str, threads: int) -> float:
     """Measure the percentage of a step that is spent outside the program."""
-    with Engine.load(engine, threads=threads, overlap=False) as loaded:
+    with Engine.load(engine, threads=threads, overlap=False, prefix_cache=False) as loaded:
         measure(loaded, 64)
         inside, outside, _ = measure(loaded, 256)
     program, host = statistics.median(inside), statistics.median(outside)

@@ -42,7 +42,7 @@ def acceptance(work: Path) -> Table:
         out = work / f"tiny_{count or 'all'}"
         build(BuildRequest("deepseek-tiny", (3,), out=out, draft_vocab=asked))
         cells = []
-        with Engine.load(out) as engine:
+        with Engine.load(out, prefix_cache=False) as engine:
             for kind in BUILT_IN:
                 prompts = load_prompts(engine, kind, 20, 192)
                 params = SamplingParams(max_tokens=192)
@@ -89,7 +89,7 @@ def step_times(work: Path, layers: int, rounds: int) -> Table:
 
 def step_time(folder: Path) -> float:
     """Measure a request's mean seconds per step, after a short warm-up request."""
-    with Engine.load(folder, threads=2) as engine:
+    with Engine.load(folder, threads=2, prefix_cache=False) as engine:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         engine.generate(PROMPT, replace(params, max_tokens=4))
         start = time.perf_counter()

@@ -47,7 +47,9 @@ def report(inside: Sequence[float], outside: Sequence[float], per_step: float) -
 
 def main() -> None:
     arguments = parse_flags(__doc__, "engine", tokens=512, rounds=5, threads=None)
-    with Engine.load(arguments.engine, threads=arguments.threads, overlap=False) as engine:
+    with Engine.load(
+        arguments.engine, threads=arguments.threads, overlap=False, prefix_cache=False
+    ) as engine:
         measure(engine, arguments.tokens)  # warm up
         rounds = [measure(engine, arguments.tokens) for _ in range(arguments.rounds)]
     inside = [seconds for steps, _, _ in rounds for seconds in steps]

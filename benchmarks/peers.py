@@ -294,7 +294,7 @@ def main() -> None:
     each, output = (3, 96) if arguments.quick else (10, 256)
     each, output = arguments.requests or each, arguments.output_len or output
     build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"))
-    with Engine.load(FOLDER / "fp32_n0") as engine:
+    with Engine.load(FOLDER / "fp32_n0", prefix_cache=False) as engine:
         groups = load_groups(Dataset(num_requests=2 * each, output_len=output), engine, 1)
     asked = [prompt for group in groups for prompt in group]
     kinds: dict[str, list[int]] = {}

@@ -52,7 +52,7 @@ def first_token(engine: Engine, prompt: list[int], cached: int) -> float:
 
 def loading(folder: Path, threads: int | None) -> float:
     start = time.perf_counter()
-    with Engine.load(folder, threads=threads):
+    with Engine.load(folder, threads=threads, prefix_cache=False):
         return time.perf_counter() - start
 
 
@@ -64,9 +64,9 @@ class Measured:
         self.vocabulary = read_manifest(engine).model.vocab_size
         self.prefix_ids = self.ids(PREFIX)
         copy_with_prefixes(engine, built, [self.prefix_ids], threads)
-        self.cold = Engine.load(engine, threads=threads)
+        self.cold = Engine.load(engine, threads=threads, prefix_cache=False)
         self.cached = Engine.load(engine, threads=threads, prefix_cache=True)
-        self.prefix = Engine.load(built, threads=threads)
+        self.prefix = Engine.load(built, threads=threads, prefix_cache=False)
 
     def ids(self, count: int) -> list[int]:
         return self.random.integers(10, self.vocabulary, count).tolist()

@@ -148,7 +148,7 @@ def write_checkpoint(name: str, source: Path, work: Path) -> Path:
 def compare(source: Path, work: Path, threads: int | None) -> Compared:
     """Let the fp32 engine answer, and read the unquantised model's distributions."""
     (built,) = build(BuildRequest(str(source), nextn=(0,), out=work / "bf16_n0"))
-    with Engine.load(built.folder, threads=threads) as engine:
+    with Engine.load(built.folder, threads=threads, prefix_cache=False) as engine:
         prompts = load_both(engine, TEXTS, ANSWER)
         params = SamplingParams(max_tokens=ANSWER)
         texts = [[*prompt, *engine.generate(prompt, params).token_ids] for prompt in prompts]
@@ -160,7 +160,7 @@ def engine_row(name: str, source: Path, work: Path, a: argparse.Namespace) -> li
     checkpoint = write_checkpoint(name, source, work)
     out = work / f"{checkpoint.name}_{a.target}_n{a.nextn}"
     build(BuildRequest(str(checkpoint), nextn=(a.nextn,), out=out, target=a.target))
-    with Engine.load(out, threads=a.threads) as engine:
+    with Engine.load(out, threads=a.threads, prefix_cache=False) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), a.problems)
         answered: list[GradedAnswer] = answer_problems(engine, asked, {"strict": STRICT})["strict"]
     (found,) = make_rows({"strict": answered})

@@ -94,7 +94,8 @@ def main() -> None:
     arguments = parse_flags(__doc__, "engines", model="deepseek-tiny", **flags)
     torch.set_num_threads(arguments.threads)
     engines = [
-        Engine.load(path, threads=arguments.threads, overlap=False) for path in arguments.engines
+        Engine.load(path, threads=arguments.threads, overlap=False, prefix_cache=False)
+        for path in arguments.engines
     ]
     for path, engine in zip(arguments.engines, engines, strict=True):
         check(path, engine.manifest, arguments.model)

@@ -30,7 +30,7 @@ ENGINES: tuple[tuple[str | None, bool], ...] = (  # weights, and whether the gra
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
     """Return the engine's answers to the first prompts of the built-in sets, alternating."""
-    with Engine.load(folder, threads=1) as engine:
+    with Engine.load(folder, threads=1, prefix_cache=False) as engine:
         prompts = load_both(engine, texts, tokens)
         asked = [
             SamplingParams(tokens, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=0)

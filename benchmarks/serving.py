@@ -118,7 +118,7 @@ async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
 def direct(engine: Path, requests: int, tokens: int) -> float:
     """Measure the tokens per second of `Engine.stream` for one user."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    with Engine.load(engine) as loaded:
+    with Engine.load(engine, prefix_cache=False) as loaded:
         list(loaded.stream(PROMPTS[0], SamplingParams(max_tokens=8)))
         start = time.perf_counter()
         for i in range(requests):

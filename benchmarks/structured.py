@@ -74,7 +74,8 @@ def main() -> None:
     by_engine: list[list[Result]] = [[] for _ in asked.engines]
     with contextlib.ExitStack() as stack:
         engines = [
-            stack.enter_context(Engine.load(path, threads=asked.threads)) for path in asked.engines
+            stack.enter_context(Engine.load(path, threads=asked.threads, prefix_cache=False))
+            for path in asked.engines
         ]
         for number in range(asked.rounds + 1):
             for i, engine in enumerate(engines):

@@ -37,7 +37,7 @@ class Gaps:
 
 def main() -> None:
     arguments = parse_flags(__doc__, "engine", prompts=40, length=1500, threads=None)
-    with Engine.load(arguments.engine, threads=arguments.threads) as engine:
+    with Engine.load(arguments.engine, threads=arguments.threads, prefix_cache=False) as engine:
         build = engine.manifest.build
         timed: Any = TimedPrograms(engine._loop.programs)
         engine._loop.programs = timed

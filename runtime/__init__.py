@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest as Manifest
-    from mtpbuild.runtime.engine.driver import Stream as Stream
     from mtpbuild.runtime.engine.engine import Engine as Engine
+    from mtpbuild.runtime.engine.streams import AsyncChatStream as AsyncChatStream
+    from mtpbuild.runtime.engine.streams import ChatStream as ChatStream
+    from mtpbuild.runtime.engine.streams import Stream as Stream
+    from mtpbuild.runtime.errors import DeadlineError as DeadlineError
     from mtpbuild.runtime.errors import EngineError as EngineError
     from mtpbuild.runtime.errors import MtpbuildError as MtpbuildError
     from mtpbuild.runtime.errors import RequestError as RequestError
-    from mtpbuild.runtime.requests.request import ChatResult as ChatResult
+    from mtpbuild.runtime.requests.answer import ChatChunk as ChatChunk
+    from mtpbuild.runtime.requests.answer import ChatResult as ChatResult
     from mtpbuild.runtime.requests.request import Chunk as Chunk
+    from mtpbuild.runtime.requests.request import Observer as Observer
     from mtpbuild.runtime.requests.request import Result as Result
     from mtpbuild.runtime.requests.request import TokenLogprobs as TokenLogprobs
     from mtpbuild.runtime.requests.stats import EngineStats as EngineStats
@@ -34,13 +39,14 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace as Trace
 
 _MODULES = {
-    "engine.driver": ("Stream",),
-    "engine.engine": ("Engine",),
-    "errors": ("EngineError", "MtpbuildError", "RequestError"),
     "contract.manifest": ("Manifest",),
-    "requests.request": ("ChatResult", "Chunk", "Result", "TokenLogprobs"),
-    "sampling.params": ("SamplingParams",),
+    "engine.engine": ("Engine",),
+    "engine.streams": ("AsyncChatStream", "ChatStream", "Stream"),
+    "errors": ("DeadlineError", "EngineError", "MtpbuildError", "RequestError"),
+    "requests.answer": ("ChatChunk", "ChatResult"),
+    "requests.request": ("Chunk", "Observer", "Result", "TokenLogprobs"),
     "requests.stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
+    "sampling.params": ("SamplingParams",),
     "sampling.structured_outputs": ("StructuredOutputs",),
     "text.tokenizer": ("Tokenizer",),
     "trace.recorder": ("Trace",),

@@ -6,6 +6,7 @@ MtpbuildError
 │   │   ├── ContextLengthError   a prompt that is longer than the engine holds
 │   │   └── TemplateLimitError   a chat template took too much time or memory
 │   └── UnknownRecipeError   a model that is no recipe, folder or repository
+├── DeadlineError            a request that took longer than its timeout
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
 │   ├── MissingWeightsError  a model whose weights are not on this machine
 │   └── DownloadError        a repository that can't be fetched
@@ -32,7 +33,7 @@ def install(extras: str) -> str:
 class MtpbuildError(Exception):
     """The base of all errors that a user can cause; `exit_code` is the command line's."""
 
-    exit_code = 1
+    exit_code: int = 1  # of a command that ends with it
 
 
 class UsageError(MtpbuildError):
@@ -57,9 +58,13 @@ class ContextLengthError(RequestError):
         count = f"more than {limit}" if tokens is None else tokens
         super().__init__(
             f"the prompt has {count} tokens, this engine takes at most {limit - 1} (max_seq_len "
-            f"{limit} holds prompt and output); build, or load, with a larger --max-seq-len"
+            f"{limit} holds prompt and output); build, or load, with a larger max_seq_len"
         )
         self.tokens, self.limit = tokens, limit
+
+
+class DeadlineError(MtpbuildError, TimeoutError):
+    """A request that took longer than its `timeout`; a TimeoutError, too."""
 
 
 class UnknownRecipeError(UsageError):

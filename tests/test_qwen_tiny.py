@@ -27,7 +27,7 @@ def engine(build_engine: EngineBuilder) -> Path:
 
 def prompts(engine: Path) -> list[list[int]]:
     """Returns questions, and code of more than a chunk."""
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:6]]
         code = [token for text in CODE[:6] for token in loaded.encode(text)]
         return [*(loaded.chat_ids(chat) for chat in chats), code]
@@ -43,7 +43,7 @@ def test_text_is_that_of_transformers(engine: Path) -> None:
 
 
 def test_it_answers_and_its_drafts_are_accepted(engine: Path) -> None:
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         results = [loaded.generate(p, SamplingParams(max_tokens=200)) for p in prompts(engine)[:6]]
     assert results[0].text.rsplit("\n", 1)[-1] == "132"
     drafting = [result.metrics.speculative_decoding for result in results]
@@ -74,11 +74,13 @@ def test_warm_starts_say_what_cold_ones_say(engine: Path, tmp_path: Path) -> Non
     Of earlier turns there are the states at the ends of prompts.
     """
     users, longest = Users(5), 24
-    with Engine.load(engine, threads=1) as cold:
+    with Engine.load(engine, threads=1, prefix_cache=False) as cold:
         assert cold.manifest.build.exact
         beginning = cold.encode("You add and sort numbers. " * 12)
         behind = Users(5, beginning=beginning)
-        with Engine.load(with_prefix(engine, tmp_path / "own", beginning), threads=1) as own:
+        with Engine.load(
+            with_prefix(engine, tmp_path / "own", beginning), threads=1, prefix_cache=False
+        ) as own:
             check_found(behind.ask(own), own.manifest.lookahead)
             (cut,) = own.generate([[*beginning[:50], 9, 10]], SamplingParams(max_tokens=1))
             assert cut.metrics.cached_tokens == 32, "the end of a chunk"
@@ -95,7 +97,7 @@ def test_2000_requests_over_8_slots(engine: Path, build_engine: EngineBuilder) -
     """Beside others, behind earlier prompts, and cancelled: each says what it says alone."""
     crowd = build_engine("qwen-tiny", 3, max_batch=8, prefill_chunk=32)
     with (
-        Engine.load(engine, threads=1) as alone,
+        Engine.load(engine, threads=1, prefix_cache=False) as alone,
         Engine.load(crowd, threads=2, prefix_cache=True, prefix_cache_bytes=SOME) as many,
     ):
         begun = [alone.encode(code * 20)[:70] for code in CODE[:4]]

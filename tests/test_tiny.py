@@ -35,7 +35,7 @@ DRAFTED = [
 @pytest.fixture(scope="session")
 def prompts(tiny_engine: TinyEngine) -> list[list[int]]:
     """Code, questions, and lengths 1, 2, 3 and around a chunk's border."""
-    with Engine.load(tiny_engine(0)) as engine:
+    with Engine.load(tiny_engine(0), prefix_cache=False) as engine:
         code = [engine.encode(text) for text in CODE]
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         questions = [engine.chat_ids(chat) for chat in chats]
@@ -105,7 +105,7 @@ def test_drafts_change_nothing_but_speed(
 ) -> None:
     """O2, with drafts that are accepted: tokens per step must show it."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    with Engine.load(tiny_engine(nextn, drafter), threads=1) as engine:
+    with Engine.load(tiny_engine(nextn, drafter), threads=1, prefix_cache=False) as engine:
         results = engine.generate(prompts, params)
     equal_but_ties(prompts, [list(r.token_ids) for r in results], baseline, reference)
     drafting = [r.metrics.speculative_decoding for r in results]
@@ -121,7 +121,7 @@ def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:
     question = [{"role": "user", "content": QUESTIONS[0]}]
     texts = []
     for nextn in (0, 3):
-        with Engine.load(tiny_engine(nextn)) as engine:
+        with Engine.load(tiny_engine(nextn), prefix_cache=False) as engine:
             prompts = [CODE[0], engine.chat_prompt(question)]
             results = engine.generate(prompts, SamplingParams(max_tokens=200))
             texts.append([result.text for result in results])

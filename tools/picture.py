@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/run.svg")
     arguments = parser.parse_args()
     console = Console(record=True, width=100, file=io.StringIO())
-    with Engine.load(arguments.engine) as engine:
+    with Engine.load(arguments.engine, prefix_cache=False) as engine:
         chat = engine.chat_prompt([{"role": "user", "content": QUESTION}])
         engine.generate(chat, SamplingParams(max_tokens=64))  # warm up
         draw(console, engine, f'mtpbuild run --engine {arguments.engine} --chat "{QUESTION}"', chat)

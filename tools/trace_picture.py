@@ -26,7 +26,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "trace.html"
-        with Engine.load(arguments.engine) as engine, Trace(engine, page) as trace:
+        with (
+            Engine.load(arguments.engine, prefix_cache=False) as engine,
+            Trace(engine, page) as trace,
+        ):
             engine.stream(PROMPT, PARAMS, observer=trace.request()).result()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         shot = [f"--window-size={arguments.size}", f"--screenshot={arguments.out.resolve()}"]

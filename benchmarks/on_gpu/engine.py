@@ -113,7 +113,7 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
         wanted: list[int] = []
         first = None
         if machine.device == "cuda":
-            with Engine.load(build(plain)[0].folder) as loaded:
+            with Engine.load(build(plain)[0].folder, prefix_cache=False) as loaded:
                 wanted, each = decode(loaded, machine)
             yield Row("step", f"nextn {manifest.build.nextn}, the CPU's engine", 0, each)
         for name, make, overlap in variants(folder, manifest, machine):

@@ -65,7 +65,7 @@ class Watched:
 class Ours:
     def __init__(self, job: Ask) -> None:
         self.vocabulary = job["vocabulary"]
-        self.engine = Engine.load(job["path"], threads=job["threads"])
+        self.engine = Engine.load(job["path"], threads=job["threads"], prefix_cache=False)
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype == "float32"]
         # This name is not public; `loop_overhead.py` uses it too.

@@ -102,7 +102,7 @@ def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -
     """Return an engine and its verifier; `stack` closes them."""
 
     def opened(folder: Path) -> Engine:
-        loaded = Engine.load(folder, threads=request.threads, **request.options)
+        loaded = Engine.load(folder, threads=request.threads, prefix_cache=False, **request.options)
         return stack.enter_context(loaded)
 
     engine = opened(built.folder)

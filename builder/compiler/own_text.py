@@ -152,7 +152,7 @@ def _write(
     )
     with stages("write texts"):
         build(writer, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
-        with Engine.load(out) as engine:
+        with Engine.load(out, prefix_cache=False) as engine:
             requests = [*_some(_prompts(prompts, engine))]
             texts = Texts()
             for asked, result in generate_all(engine, requests):

@@ -92,7 +92,7 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
     """Return the plan of the engine for each nextn, by the engine's folder."""
     nextns = asked_nextns(config, request)
     target = load_target(request.target)
-    options = make_options(target.name, request.options, build_options)
+    options = make_options(target.name, request.options, build_options, flags=True)
     check_target(target, request, options, nextns)
     style, family = target.style(options, config), family_of(config)
     if style.for_gpu and family.attention not in target.gpu_attention:

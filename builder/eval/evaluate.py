@@ -38,7 +38,10 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
     check_writable(request.out)
     machine = describe_machine(request.threads)
     watch("loading the engine")
-    with Engine.load(request.engine, threads=request.threads, **request.options) as engine:
+    loaded = Engine.load(
+        request.engine, threads=request.threads, prefix_cache=False, **request.options
+    )
+    with loaded as engine:
         if engine.manifest.build.drafter in (None, "none"):
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 

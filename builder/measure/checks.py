@@ -114,7 +114,7 @@ def probe(folder: Path) -> ProbeResult:
     """Run every check that this engine allows; its manifest must be there."""
     checked = list[str]()
     try:
-        with Engine.load(folder, threads=1) as engine:
+        with Engine.load(folder, threads=1, prefix_cache=False) as engine:
             reload = partial(reload_engine, folder, engine, threads=2)
             case = Case(engine, reload, [*make_prompts(engine)], TOKENS)
             for name, check in PROBES.items():

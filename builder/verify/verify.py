@@ -71,7 +71,8 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         options: dict[str, Any] = {"threads": request.threads, **request.options}
-        engine = stack.enter_context(Engine.load(request.engine, **options))
+        loaded = Engine.load(request.engine, prefix_cache=False, **options)
+        engine = stack.enter_context(loaded)
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.exact:
             raise UsageError(
@@ -168,7 +169,8 @@ def load_baseline(folder: Path, request: VerifyRequest, verified: Manifest) -> E
             f"{verified.model.vocab_size}: they are not of one model"
         )
     same = find_target(base.target.name) is find_target(verified.target.name)
-    return Engine.load(folder, threads=request.threads, **(request.options if same else {}))
+    options = request.options if same else {}
+    return Engine.load(folder, threads=request.threads, prefix_cache=False, **options)
 
 
 def make_verify_json(verification: Verification) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from mtpbuild.runtime.cli.terminal import (
     print_dimmed,
     summary,
 )
-from mtpbuild.runtime.engine.driver import Stream
-from mtpbuild.runtime.engine.engine import Engine, Prompt
-from mtpbuild.runtime.requests.request import ChatResult
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.loaded import Prompt
+from mtpbuild.runtime.engine.streams import ChatStream
+from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions
 from mtpbuild.runtime.text.detokenizer import Span
@@ -112,17 +113,16 @@ def open_history(path: Path) -> History:
 
 def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatResult:
     """Stream an answer to standard output, then print its summary to standard error."""
-    spans, screen = list[Span](), AnswerScreen(sys.stdout)
+    screen = AnswerScreen(sys.stdout)
     with (
-        engine.stream(prompt, engine.split_thought(params)) as stream,
+        engine.chat(prompt, params, stream=True) as stream,
         ended_by_ctrl_c(stream),
         without_echo(sys.stdin),
     ):
-        for chunk in stream:
-            screen.show(chunk.spans, chunk.reasoning_tokens)
-            spans += chunk.spans
+        for part in stream:
+            screen.show(part.chunk.spans, part.chunk.reasoning_tokens)
         screen.end()
-        result = ChatResult.of(stream.result(), spans)
+        result = stream.result()
     print_dimmed(summary(result, brief=True))
     return result
 
@@ -147,7 +147,7 @@ def without_echo(typed: TextIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
+def ended_by_ctrl_c(stream: ChatStream) -> Iterator[None]:
     """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
 
     def end(*signal_and_frame: object) -> None:

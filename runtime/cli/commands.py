@@ -26,7 +26,7 @@ from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, grouped
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.engine.engine import Prompt
+    from mtpbuild.runtime.engine.loaded import Prompt
     from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
     from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.cli.input_file import InputLine, read_lines
 from mtpbuild.runtime.cli.terminal import summary
-from mtpbuild.runtime.engine.engine import Engine, Prompt
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError, UsageError
 from mtpbuild.runtime.files import read_text
-from mtpbuild.runtime.requests.request import ChatResult
+from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams, http_settings
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 

@@ -17,7 +17,8 @@ from mtpbuild.runtime.cli.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, ranks_here
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.engine.engine import Engine, Prompt
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.prefix_cache.cache import saved_sizes
 from mtpbuild.runtime.prefix_cache.files import prefix_names
 from mtpbuild.runtime.requests.request import Chunk, Observer, Result
@@ -61,11 +62,10 @@ def answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
     """Answer a prompt with one JSON object, or with streamed text and a summary."""
-    observer = trace.request() if trace else None
     if json:
-        print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
+        print(json_line(0, engine.generate(prompt, params, observer=trace)))
     else:
-        stream_answer(engine, prompt, params, echo=True, observer=observer)
+        stream_answer(engine, prompt, params, echo=True, observer=trace)
 
 
 def answer_file(

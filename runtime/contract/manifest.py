@@ -163,7 +163,11 @@ class TargetInfo(_Record):
 
 
 class Manifest(_Record):
-    """The contents of `engine.json`; docs/engine-format.md explains each field."""
+    """The contents of `engine.json`; docs/engine-format.md explains each field.
+
+    The fields: `format_version`, `mtpbuild` (the version that built it), `model`, `build`,
+    `target`, `capabilities`, `lookahead`, `programs`, `state`, `files`, `rank`.
+    """
 
     format_version: Literal[4] = FORMAT_VERSION
     mtpbuild: str
@@ -208,6 +212,7 @@ class Manifest(_Record):
         return frozenset(feature for feature, there in has.items() if there)
 
     def to_json(self) -> str:
+        """Return the text of `engine.json`."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -44,8 +44,13 @@ def changed(flags: Any) -> dict[str, Any]:
     return {option.name: value for option, value in pairs if value != option.default}
 
 
-def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -> Any:
-    """Return a target's options; raise UsageError for an option that the target does not have."""
+def make_options(
+    target: str, given: Mapping[str, Any], options_of: OptionsOf, *, flags: bool = False
+) -> Any:
+    """Return a target's options; raise UsageError for an option that the target does not have.
+
+    flags: whether the caller gave them as flags of a command.
+    """
 
     def has(other: str, option: str) -> bool:
         return option in {each.name for each in fields(options_of(other))}
@@ -53,7 +58,8 @@ def make_options(target: str, given: Mapping[str, Any], options_of: OptionsOf) -
     for option, value in given.items():
         if not has(target, option):
             owners = ", ".join(other for other in names() if has(other, option))
-            option_text = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
+            name = f"--{option.replace('_', '-')}" if flags else option
+            option_text = name + ("" if value is True else f" {value}")
             if not owners:
                 raise UsageError(f"{option_text}: no target has this option")
             raise UsageError(f"{option_text} is for target {owners}, not {target}")

@@ -5,13 +5,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Self, cast
+from typing import cast
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Shared
 from mtpbuild.runtime.engine.loop import Loop, step_failure
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.requests.request import Chunk, Request, Result, first_line
+from mtpbuild.runtime.requests.request import Request, first_line
 
 log = logging.getLogger("mtpbuild")
 FORKED = "this engine was loaded before os.fork(): load it in the process that uses it"
@@ -35,6 +35,7 @@ class Driver:
         self._stepper: int | None = None  # id of the thread that steps
         self._closed = self._ended = False
         self._awaited: set[Request] = set()  # requests of asyncio
+        self._holds = 0  # blocks of `hold` that run
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._failure: str | None = None  # why asyncio's thread has ended
@@ -43,6 +44,10 @@ class Driver:
     def failure(self) -> str | None:
         """The driver's reason why the engine cannot continue; None if it has none."""
         return FORKED if os.getpid() != self._process else self._failure
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def submit(self, request: Request, *, for_asyncio: bool = False) -> None:
         """Queue a request; raise EngineError after `close` or if the engine cannot continue."""
@@ -79,6 +84,27 @@ class Driver:
             self._turn.wait_for(lambda: self._stepper is None)
             if not self._closed:
                 act()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let `finish` wait for the end of the block, which prepares requests."""
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+        with self._turn:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._holds -= 1
+                self._turn.notify_all()
+
+    def finish(self) -> None:
+        """Step until all requests have ended, then close; nobody adds requests any more."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._holds == 0)
+        self.step_until(lambda: self._stepper is None and self._loop.scheduler.idle)
+        self.close()
 
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the loop, or sleep while another thread does, until `done()`.
@@ -157,6 +183,7 @@ class Driver:
                 self.step_until(idle)
                 self.between_steps(self._loop.release)
                 with self._turn:
+                    self._awaited = {request for request in self._awaited if not request.ended}
                     self._turn.wait_for(lambda: self._closed or not idle())
         except BaseException as error:
             log.critical("the thread that steps has ended", exc_info=error)
@@ -165,48 +192,3 @@ class Driver:
                 self._turn.wait_for(lambda: self._stepper is None)
                 self._loop.fail(EngineError(self._failure))
                 self._turn.notify_all()
-
-
-class Stream(Iterator[Chunk]):
-    """A running request: iterate over its chunks, `cancel` it from any thread.
-
-    Closing the stream, leaving its `with` block or dropping it also ends the request and frees its
-    slot.
-    """
-
-    def __init__(self, driver: Driver, request: Request) -> None:
-        self._driver, self._request = driver, request
-        driver.submit(request)
-
-    def __next__(self) -> Chunk:
-        request = self._request
-        if not (request.outbox or request.ended):
-            self._driver.step_until(lambda: bool(request.outbox) or request.ended)
-        if request.outbox:
-            return request.outbox.popleft()
-        if request.error:
-            raise request.error
-        raise StopIteration
-
-    def result(self) -> Result:
-        """Wait for the end; return the whole result, with the chunks that were already taken."""
-        self._driver.step_until(lambda: self._request.ended)
-        if self._request.error:
-            raise self._request.error
-        return self._request.result()
-
-    def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
-        self._driver.cancel(self._request)
-
-    close = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # raised at the interpreter's exit
-            self._driver.drop(self._request)

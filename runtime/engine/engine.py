@@ -1,178 +1,205 @@
-"""The engine for users: load a directory, then generate or stream."""
+"""The engine for users: load a directory, then generate, chat or stream."""
 
 import contextlib
-import logging
-import operator
-import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from copy import copy
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, TypeAlias, Unpack, cast, overload
+from typing import Any, Literal, Self, Unpack, overload
 
-import numpy as np
-
-from mtpbuild.runtime.checks import format_value
-from mtpbuild.runtime.constraints.grammar import Grammars
-from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
-from mtpbuild.runtime.contract.programs import Adaptive, Programs, Shared
-from mtpbuild.runtime.engine.driver import Driver, Stream
-from mtpbuild.runtime.engine.loop import Loop
-from mtpbuild.runtime.errors import (
-    ContextLengthError,
-    EngineError,
-    EngineFileError,
-    MtpbuildError,
-    RequestError,
-)
-from mtpbuild.runtime.group.start import own_folders
-from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
-from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.requests.request import ChatResult, Chunk, Observer, Request, Result
-from mtpbuild.runtime.requests.stats import EngineStats
-from mtpbuild.runtime.requests.step_controls import make_step_controls
+from mtpbuild.runtime.engine.loaded import Chat, LoadedEngine, Prompt
+from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatStream, Stream
+from mtpbuild.runtime.errors import EngineError, RequestError, needing
+from mtpbuild.runtime.requests.answer import ChatResult
+from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
-from mtpbuild.runtime.text.chat_template import ChatOptions, Message
-from mtpbuild.runtime.text.reasoning import BEGIN, END
-from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from mtpbuild.runtime.tool_calls import AnswerOptions
 
-Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are used unchanged
-
-WARM_UP = 8  # tokens of the prompt that is filled in before the first request
-log = logging.getLogger("mtpbuild")
+SWAPS = threading.Lock()
 
 
-class Engine:
-    """A loaded engine directory, for use by several threads and by asyncio."""
+class Engine(LoadedEngine):
+    """A loaded engine directory, for use by several threads and by asyncio.
 
-    def __init__(
-        self,
-        programs: Programs,
-        manifest: Manifest,
-        tokenizer: Tokenizer | None = None,
-        *,
-        overlap: bool = True,
-        prefix_cache: PrefixCache | None = None,
-    ) -> None:
-        self.manifest = manifest
-        self.tokenizer = tokenizer
-        self._grammars = Grammars(manifest, tokenizer, programs.features)
-        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
-        self._driver = Driver(self._loop)
+    `manifest` says what it is, `tokenizer` turns texts into tokens (None: it has none), `folder` is
+    where it was loaded from, and `totals` has the histograms of `metrics`.
 
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        threads: int | None = None,
-        max_seq_len: int | None = None,
-        verify_hashes: bool = False,
-        overlap: bool = True,
-        prefix_cache: bool = False,
-        prefix_cache_bytes: int | None = None,
-        prefix_cache_dir: str | Path | None = None,
-        warm: Sequence[SamplingParams] = (),
-        chat_template: str | Path | None = None,
-        **options: Any,
-    ) -> Self:
-        """Check an engine directory and load it.
+        with Engine.load("engines/tiny_n3") as engine:
+            print(engine.generate("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
+    """
 
-        threads: CPU threads of the target; None lets it choose. max_seq_len: prompt and output
-        tokens of a request together, at most as many as the engine was built for; None: as many.
-        verify_hashes: hash all files, whatever their size. overlap: launch a step before the tokens
-        of the step before it are read, if the target can; False is for measurements. prefix_cache:
-        reuse the rows of earlier prompts with the same beginning, if the target can. Tokens stay
-        the same (except at near-ties if the engine is not exact), but the time to the first token
-        depends on earlier requests. prefix_cache_bytes: memory of the host for these rows; None: an
-        eighth of the free memory, or enough for one conversation of max_seq_len tokens, but at most
-        half of it. prefix_cache_dir: a folder that keeps these rows for later processes, up to the
-        same number of bytes. Prefixes that were added to the engine are always used. warm: settings
-        of later requests, whose programs are loaded and run once now; statistics ignore these runs.
-        chat_template: a Jinja file in place of the engine's chat templates.
-        options: those of the engine's target, such as provider="cuda" (target onnxruntime) or
-        no_cuda_graphs=True (target inductor: slower, easier to debug); docs/targets.md lists them.
+    def swap(self, path: str | Path, **options: Any) -> None:
+        """Load another engine directory in this one's place; `options` are those of `load`.
 
-        Raises UsageError, EngineError or one of its subclasses, with what to do.
+        Requests that come after it is loaded run on the new engine. Earlier ones end on the old
+        one, and `swap` returns when they have. Until then both are in memory. If the new engine
+        can't be loaded, the old one stays, and the error is raised. The totals of `metrics` go on.
+
+            engine.swap("engines/tiny_n2")
         """
-        if threads is not None and threads < 1:
-            raise RequestError(f"threads must be a number from 1, not {threads}")
-        if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
-            raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
-        folder = Path(path)
-        manifest = read_manifest(folder)
-        limited = _with_context(manifest, max_seq_len)
-        try:
-            for place, own in own_folders(folder, manifest):
-                check_files(place, own, verify_hashes=verify_hashes)
-            template = None if chat_template is None else Path(chat_template)
-            tokenizer = load_tokenizer(folder, manifest, template)
-            programs = load_programs(folder, manifest, threads=threads, **options)
-            warm_up(programs, manifest, warm)
-            with contextlib.suppress(OSError):  # an engine that others own
-                os.utime(folder)  # the time of its last use, for `mtpbuild list`
-            log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
-            limit = prefix_cache_bytes if prefix_cache else 0
-            rows_folder = prefix_cache_dir if prefix_cache else None
-            cache = open_prefix_cache(programs, limited, folder, limit, rows_folder)
-            return cls(programs, limited, tokenizer, overlap=overlap, prefix_cache=cache)
-        except OSError as error:
-            raise EngineFileError(f"{folder}: can't be read ({error})") from None
-        except MtpbuildError:
-            raise
-        except Exception as error:  # e.g. a valid manifest that does not fit its programs
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
+        new = type(self).load(path, **options)
+        with SWAPS:
+            old = copy(self)
+            if old._driver.closed:
+                new.close()
+                raise EngineError("the engine is closed")
+            new.totals = old.totals
+            self.__dict__ = vars(new)
+        old._driver.finish()
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[Self]:
+        """Yield the engine as it is now: a `swap` in the block does not change it.
+
+        What prepares a request in several calls does so in one such block.
+        """
+        while True:
+            engine = copy(self)
+            with engine._driver.hold():
+                if engine._driver is self._driver:  # else a swap came first, and does not wait
+                    yield engine
+                    return
 
     @overload  # a text is one prompt, although its type is also a sequence of texts
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...  # type: ignore[overload-overlap]
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Result: ...
     @overload
     def generate(
         self,
         prompt: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        observer: Observer | None = None,
     ) -> list[Result]: ...
 
-    def generate(self, prompt: Any, params: Any = None) -> Result | list[Result]:
+    def generate(
+        self, prompt: Any, params: Any = None, *, observer: Observer | None = None
+    ) -> Result | list[Result]:
         """Continue a prompt, or a list of prompts (then `params` may be a list of the same length).
 
-        Raises RequestError before any step has run, EngineError if the programs fail.
+            result = engine.generate("def f(x):", SamplingParams(max_tokens=8))
+            one, other = engine.generate(["def f(x):", "def g(x):"])
+
+        observer: sees each step, such as a `Trace`. Raises RequestError before any step has run,
+        DeadlineError if a request takes longer than its `timeout`, EngineError if the programs
+        fail; the other requests of a list then end, too.
         """
         several = isinstance(prompt, list | tuple)
         if not several or (prompt and isinstance(prompt[0], Integral)):
-            return self.stream(prompt, params).result()
+            return self.stream(prompt, params, observer=observer).result()
         settings = params if isinstance(params, Sequence) else [params] * len(prompt)
         if len(settings) != len(prompt):
             raise RequestError(f"{len(prompt)} prompts, but {len(settings)} sampling parameters")
-        requests = [self.prepare(*pair) for pair in zip(prompt, settings, strict=True)]
         with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
+            with self.pinned() as engine:
+                pairs = zip(prompt, settings, strict=True)
+                requests = [engine.prepare(*pair, observer=observer) for pair in pairs]
+                streams = [stack.enter_context(Stream(engine._driver, each)) for each in requests]
             return [stream.result() for stream in streams]
+
+    @overload
+    def chat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> ChatResult: ...
+    @overload
+    def chat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> ChatStream: ...
 
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> ChatResult:
-        """Answer a conversation, and split the thought from the content.
+        *,
+        stream: bool = False,
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> ChatResult | ChatStream:
+        """Answer a conversation, with thought, text and calls of tools apart, as the server does.
 
-        options: as for `chat_prompt`. To continue the conversation, append the result's `message`
-        to `messages`.
+            messages = [{"role": "user", "content": "What is 47 + 85?"}]
+            for chunk in engine.chat(messages, SamplingParams(max_tokens=64), stream=True):
+                print(chunk.content, end="")
+
+        stream: return at once; the answer's chunks come as they are generated. messages: as in
+        OpenAI's API, or the prompt that `chat_ids` made of them. options: as for `chat_prompt`, and
+        tool_choice ("auto", "none", "required" or a function), parallel_tool_calls=False for one
+        call at most, and tool_call_parser, the form of the model's calls if its chat template does
+        not show it. To continue the conversation, append the result's `message` to `messages`.
         """
-        ids, params = self.chat_ids(messages, **options), _params_or_default(params)
-        with self.stream(ids, self.split_thought(params)) as stream:
-            spans = [span for chunk in stream for span in chunk.spans]
-            return ChatResult.of(stream.result(), spans)
+        with self.pinned() as engine:
+            request, parser = engine.prepare_chat(messages, params, observer, **options)
+            answer = ChatStream(Stream(engine._driver, request), parser)
+        if stream:
+            return answer
+        with answer:
+            return answer.result()
 
-    def split_thought(self, params: SamplingParams) -> SamplingParams:
-        """Return the settings for an answer whose thought, if the model marks it, has own spans."""
-        if self.manifest.model.thinking_token_ids is None:
-            return params
-        special = self.special_ids
-        marks = [special[mark] for mark in (BEGIN, END) if mark in special]
-        return replace(params, shown_tokens=[*params.shown_tokens, *marks], split_thought=True)
+    @overload
+    async def achat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> ChatResult: ...
+    @overload
+    async def achat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> AsyncChatStream: ...
+
+    async def achat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        observer: Observer | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> ChatResult | AsyncChatStream:
+        """Answer a conversation in asyncio, with the options of `chat`.
+
+        A cancelled task ends the request.
+
+            answer = await engine.achat(messages)
+            async for chunk in await engine.achat(messages, stream=True):
+                print(chunk.content, end="")
+        """
+        import asyncio  # here, because it is slow to import and few programs use it
+
+        with self.pinned() as engine:
+            prepare = engine.prepare_chat
+            request, parser = await asyncio.to_thread(
+                prepare, messages, params, observer, **options
+            )
+            answer = AsyncChatStream(AsyncStream(engine._driver, request), parser)
+        return answer if stream else await answer.result()
 
     def stream(
         self,
@@ -183,207 +210,41 @@ class Engine:
     ) -> Stream:
         """Queue a prompt; iterate over the returned Stream for its chunks.
 
-        observer: gets each step of the request; `Trace.request` makes a recording observer.
+        observer: sees each step of the request, such as a `Trace`.
         """
-        return Stream(self._driver, self.prepare(prompt, params, observer=observer))
+        with self.pinned() as engine:
+            return Stream(engine._driver, engine.prepare(prompt, params, observer=observer))
 
     async def astream(
-        self, prompt: Prompt | Request, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Request,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream a prompt in asyncio; a cancelled task or closed generator ends the request.
 
         prompt: a prompt, or the request that `prepare` made from a prompt.
         """
-        import asyncio  # here, because it is slow to import and few programs use it
-
-        loop, new_chunk = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(new_chunk.set)
-
-        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
-        request.listener = listener
-        self._driver.submit(request, for_asyncio=True)
-        try:
-            while not request.ended or request.outbox:
-                await new_chunk.wait()
-                new_chunk.clear()
-                while request.outbox:
-                    yield request.outbox.popleft()
-            if request.error:
-                raise request.error
-        finally:
-            self._driver.cancel(request)
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        observer: Observer | None = None,
-    ) -> Request:
-        """Check a prompt and its settings in any thread, for one call of `astream`.
-
-        It waits for no step; its time depends on the lengths of prompt and grammar.
-        """
-        ids, params = self.token_ids(prompt), _params_or_default(params)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-        request = Request(ids, params, self.manifest, self.tokenizer, observer)
-        request.grammar = self._grammars.make_grammar(params, request.controls)
-        return request
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
-        return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
-
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """The special tokens that the model can emit, by name."""
-        named = self.tokenizer.special_ids if self.tokenizer else {}
-        return {name: id for name, id in named.items() if id < self.manifest.model.vocab_size}
-
-    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's ids; raise RequestError if they exceed vocabulary or capacity.
-
-        add_special_tokens: whether to add the tokenizer's own, such as the BOS, to a text.
-        """
-        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
-        if not isinstance(prompt, str):
-            ids = _plain_ids(prompt)
-        elif prompt and self._text_tokenizer().exceeds(prompt, capacity):
-            raise ContextLengthError(None, capacity)
+        if isinstance(prompt, Request):
+            chunks = AsyncStream(prompt.owner, prompt)
         else:
-            ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
-        if not ids:
-            raise RequestError("the prompt is empty")
-        for id in (min(ids), max(ids)):
-            if not 0 <= id < vocabulary:
-                wrong = f"token id {format_value(id)} is outside the vocabulary"
-                raise RequestError(f"{wrong} 0..{vocabulary - 1}")
-        if len(ids) >= capacity:
-            raise ContextLengthError(len(ids), capacity)
-        return ids
+            with self.pinned() as engine:
+                request = engine.prepare(prompt, params, observer=observer)
+                chunks = AsyncStream(engine._driver, request)
+        try:
+            async for chunk in chunks:
+                yield chunk
+        finally:
+            chunks.cancel()
 
-    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Return the prompt for the next answer in a conversation, by the model's template.
+    def metrics(self, model_name: str | None = None) -> str:
+        """Return the totals of all requests as Prometheus' text, under vLLM's names.
 
-        options: tools, documents, add_generation_prompt, continue_final_message and
-        chat_template_kwargs, as in `apply_chat_template` of transformers. The prompt contains its
-        special tokens; `generate` and `stream` do not add a second BOS.
+        model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
-        return self._text_tokenizer().chat_prompt(messages, **options)
-
-    def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
-        """Return `chat_prompt` as checked token ids; the tokenizer adds no special tokens."""
-        return self.token_ids(self.chat_prompt(messages, **options), add_special_tokens=False)
-
-    def check(self, params: SamplingParams, *, form: bool = True) -> None:
-        """Raise RequestError for settings that this engine does not support, whatever the prompt.
-
-        Raises MissingDependencyError for a grammar if llguidance is not installed. form: whether to
-        compile the grammar, which may take a second.
-        """
-        controls = make_step_controls([0], params, self.manifest)
-        if form:
-            self._grammars.make_grammar(params, controls)
-
-    @property
-    def stats(self) -> EngineStats:
-        """Totals of all requests so far."""
-        admitted, build = self._loop.scheduler.admitted, self.manifest.build
-        running = sum(not request.cancelled for request in admitted)
-        rows = build.slots * build.max_seq_len
-        acceptance, prefixes = self._loop.acceptance, self._loop.prefix_cache
-        return EngineStats(
-            requests_running=running,
-            requests_waiting=len(self._loop.scheduler.waiting),
-            requests_ended=self._loop.requests - running,
-            prompt_tokens=self._loop.prompt_tokens,
-            output_tokens=acceptance.tokens,
-            speculative_decoding=acceptance.report(),
-            prefix_queries=prefixes.queries if prefixes else 0,
-            prefix_hits=prefixes.hits if prefixes else 0,
-            prefix_bytes=prefixes.tree.used if prefixes else 0,
-            prefix_limit=prefixes.tree.limit if prefixes else 0,
-            num_drafts=acceptance.drafts,
-            cache_usage=sum(request.length for request in admitted) / rows,
-            step_tokens=dict(self._loop.step_tokens),
-        )
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why the engine cannot continue; None as long as none is known.
-
-        A rank has ended, the thread that steps for asyncio has ended, or the process was forked.
-        """
-        programs = self._loop.programs
-        shared = Feature.SHARE in programs.features
-        return self._driver.failure or (cast(Shared, programs).failure if shared else None)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the rows of earlier prompts; the next prompts are filled in completely."""
-        self._driver.between_steps(self._loop.forget)
-
-    def close(self) -> None:
-        """End all requests, whose waiters get an EngineError; drop programs and weights."""
-        self._driver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
-
-    def _text_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: give token ids")
-        return self.tokenizer
-
-
-def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingParams]) -> None:
-    """Fill in a short prompt and run a step, once for each of these settings.
-
-    An adaptive engine runs a step with each nextn, which is a program of its own. The slot stays
-    free.
-    """
-    build = manifest.build
-    length = min(WARM_UP, build.prefill_chunk, build.max_seq_len - 1)
-    active = np.arange(build.slots) == 0
-    for params in settings:
-        programs.prefill(0, 0, np.zeros(length + programs.lookahead, np.int64))
-        for nextn in range(build.nextn + 1) if build.adaptive else (None,):
-            if nextn is not None:
-                cast(Adaptive, programs).draft(nextn)
-            programs.begin(0, length, 0, make_step_controls([0], params, manifest))
-            programs.step(active, length + manifest.window)
-
-
-def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
-    """Return the manifest with another limit of a request's tokens, if one is given."""
-    least, most = manifest.window + 3, manifest.build.max_seq_len
-    if max_seq_len is None:
-        return manifest
-    if not least <= max_seq_len <= most:
-        raise RequestError(
-            f"max_seq_len must be from {least} to {most}, for which this engine was built, not "
-            f"{format_value(max_seq_len)}"
-        )
-    build = manifest.build.model_copy(update={"max_seq_len": max_seq_len})
-    return manifest.model_copy(update={"build": build})
-
-
-def _params_or_default(params: SamplingParams | None) -> SamplingParams:
-    """Return the settings, or the defaults for None; raise RequestError for another type."""
-    if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
-    return SamplingParams() if params is None else params
-
-
-def _plain_ids(prompt: Sequence[int]) -> list[int]:
-    with contextlib.suppress(TypeError):
-        ids = list(prompt)
-        if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):
-            return list(map(operator.index, ids))
-    raise RequestError(f"a prompt is a text or a list of token ids, not {format_value(prompt)}")
+        with needing("engine.metrics() needs", "serve"):
+            from mtpbuild.runtime.engine.metrics import MeteredModel, metrics_text
+        engine = copy(self)  # a swap may come
+        name, build = model_name or engine.manifest.model.name, engine.manifest.build
+        return metrics_text([MeteredModel(name, build, engine.stats, engine.totals)])

@@ -19,7 +19,7 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
 
 FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
-ADVICE = "build it with --allreduce-strategy nccl"
+ADVICE = "build it with allreduce_strategy nccl"
 
 
 def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:

@@ -201,16 +201,16 @@ def open_prefix_cache(
     limit is 0 and there are neither prefixes nor a folder. Raises UsageError for a wrong folder.
     """
     if rows_folder is not None and Feature.SHARE in programs.features:
-        raise UsageError("--prefix-cache-dir: not for engines of several ranks; leave it out")
+        raise UsageError("prefix_cache_dir: not for engines of several ranks; leave it out")
     if Feature.PREFIX_CACHE not in programs.features:
         if rows_folder is not None:
             having = targets_with(Feature.PREFIX_CACHE)
-            raise UsageError(f"--prefix-cache-dir is for engines of {having}")
+            raise UsageError(f"prefix_cache_dir is for engines of {having}")
         return None
     if limit == 0 and rows_folder is None and not prefix_names(manifest):
         return None
     limit = default_limit(manifest) if limit is None else limit
-    log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", limit / 1e6)
+    log.info("prefixes may take %.1f MB of memory (prefix_cache_bytes)", limit / 1e6)
     opened = None if rows_folder is None else PrefixFolder(Path(rows_folder), manifest)
     cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, opened)
     try:

@@ -125,7 +125,7 @@ class PrefixFolder:
 
 def _locked(folder: Path) -> "BaseFileLock":
     """Lock a folder for this process; raise UsageError if another process has it."""
-    with needing("--prefix-cache-dir needs", "serve"):
+    with needing("prefix_cache_dir needs", "serve"):
         from filelock import FileLock, Timeout
     lock = FileLock(folder / "lock", timeout=0.2)
     try:

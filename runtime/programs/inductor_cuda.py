@@ -165,12 +165,12 @@ def load(
 ) -> CudaPrograms:
     """Load an engine's programs; raise EngineError for a wrong GPU or too little memory."""
     size = manifest.files[WEIGHTS].size
-    check_gpu(folder, manifest, gpu, "build it on this machine (--force)", "weights", size)
+    check_gpu(folder, manifest, gpu, "build it on this machine", "weights", size)
     try:
         return make(manifest, gpu, opener)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
         raise EngineError(
-            f"{folder}: the GPU's memory is too small ({reason}); build with a smaller --max-batch "
-            "or --max-seq-len"
+            f"{folder}: the GPU's memory is too small ({reason}); build with a smaller max_batch "
+            "or max_seq_len"
         ) from None

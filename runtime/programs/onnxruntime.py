@@ -50,7 +50,7 @@ class DeviceCaches(PackedCaches):
             reason = str(error).splitlines()[0]
             raise EngineError(
                 f"onnxruntime can't hold the caches, {size:,.0f} MB, on {device} ({reason}): "
-                f"--provider {device} needs a GPU with its driver, and that much of its memory free"
+                f"provider {device} needs a GPU with its driver, and that much of its memory free"
             ) from None
 
     def pointers(self) -> dict[str, int]:
@@ -199,7 +199,7 @@ class OnnxPrograms(HostSlots):
             ) from None
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
             raise EngineError(
-                f"onnxruntime finds no GPU that it can use: --provider {self._provider} needs the "
+                f"onnxruntime finds no GPU that it can use: provider {self._provider} needs the "
                 "NVIDIA driver, CUDA and cuDNN that its release names"
             )
         return session
@@ -221,14 +221,13 @@ def load(
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")
     if PROVIDERS[provider] not in ort.get_available_providers():
         raise MissingDependencyError(
-            f"--provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
+            f"provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
             f"pip uninstall onnxruntime; {install('onnxruntime-gpu')}"
         )
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:
         raise EngineError(
-            f"{folder}: its operators are for CPUs: build it with --portable "
-            f"for --provider {provider}"
+            f"{folder}: its operators are for CPUs: build it as portable for provider {provider}"
         )
     if build.cpu_layout is None and build.block_size is not None:
         raise EngineError(

@@ -5,13 +5,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from mtpbuild.runtime.constraints.grammar import Grammar
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import (
+    DeadlineError,
     EngineError,
     MtpbuildError,
     RankError,
@@ -21,12 +22,13 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.requests.step_controls import acceptance_rates, make_step_controls
+from mtpbuild.runtime.requests.totals import RequestTotals
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import opens_thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]  # the last: of chats
 log = logging.getLogger("mtpbuild")
 
 
@@ -34,8 +36,8 @@ log = logging.getLogger("mtpbuild")
 class TokenLogprobs:
     """The log-probabilities at one position, under the plain softmax of the logits."""
 
-    token_id: int
-    logprob: float
+    token_id: int  # the token at this position
+    logprob: float  # its own
     top: tuple[tuple[int, float], ...]  # the N most probable tokens in descending order
     rank: int = 0  # for a prompt's token; 1: the most probable one
 
@@ -45,11 +47,11 @@ class Chunk:
     """The output of one decode step; the text of a token may come with a later chunk."""
 
     spans: tuple[Span, ...]  # the new text in pieces, each with the origin of its token
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the new tokens
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
     finish_reason: FinishReason | None = None  # like the next two, set in the last chunk alone
     stop_reason: str | int | None = None  # the stop string or stop token that ended the request
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = None  # of the whole request
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if requested
     # In the first chunk, if requested: for the prompt's tokens after its first one.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -60,6 +62,7 @@ class Chunk:
 
     @property
     def text(self) -> str:
+        """The new text, with the marks of thoughts that are shown."""
         return "".join(span.text for span in self.spans)
 
 
@@ -67,45 +70,21 @@ class Chunk:
 class Result:
     """The text, tokens and metrics of a request."""
 
-    text: str
-    token_ids: list[int]
-    from_draft: list[bool] = field(repr=False)
-    finish_reason: FinishReason
-    metrics: RequestMetrics = field(repr=False)
-    seed: int | None
+    text: str  # without a stop string and special tokens
+    token_ids: list[int]  # with the token that ended it
+    from_draft: list[bool] = field(repr=False)  # per token: an accepted draft
+    finish_reason: FinishReason  # "tool_calls": a chat that stopped after calls of tools
+    metrics: RequestMetrics = field(repr=False)  # its sizes, times and acceptance
+    seed: int | None  # that sampling used; None: greedy, and none was given
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if requested
+    # If requested: of the prompt's tokens after its first one.
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     # Not empty: drafts were accepted by chance, at these rates, and the text is meaningless.
     synthetic_acceptance_rates: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChatResult(Result):
-    """The result of a chat; `text` is the whole answer with the thought and its marks."""
-
-    content: str = ""
-    reasoning_content: str = ""  # the thought, if the model marks it
-
-    @classmethod
-    def of(cls, result: Result, spans: Sequence[Span]) -> Self:
-        """Join an answer's spans by kind."""
-        found = {each.name: getattr(result, each.name) for each in fields(Result)}
-        content, thought = (
-            "".join(span.text for span in spans if span.kind == kind)
-            for kind in ("content", "reasoning")
-        )
-        return cls(**found, content=content, reasoning_content=thought)
-
-    @property
-    def message(self) -> dict[str, str]:
-        """The answer as a message of the conversation."""
-        message = {"role": "assistant", "content": self.content}
-        thought = {"reasoning_content": self.reasoning_content}
-        return message | (thought if self.reasoning_content else {})
-
-
 class Observer(Protocol):
-    """An observer of a request's steps; the thread that steps the loop calls it."""
+    """An observer of one or more requests' steps; the thread that steps the loop calls it."""
 
     def step(self, request: "Request", output: StepOutput, slot: int) -> None:
         """Observe a step before the request takes its tokens; the next step reuses the arrays."""
@@ -152,6 +131,8 @@ class Request:
         self.grammar: Grammar | None = None  # the grammar that its tokens must follow
         self.forced = 0  # accepted drafts that a grammar forced
         self.cancelled = False  # the loop ends a cancelled request before its next step
+        self.owner: Any = None  # the driver of the engine that prepared it
+        self.totals: RequestTotals | None = None  # counts it, too
         self.outbox: deque[Chunk] = deque()
         self.acceptance = AcceptanceCounter(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
@@ -175,6 +156,7 @@ class Request:
         self._pieces: list[str] = []
         self.cached_tokens = 0  # tokens of the prompt whose cache rows were reused
         self._submitted = time.perf_counter()
+        self.deadline = None if params.timeout is None else self._submitted + params.timeout
         self.started: float | None = None  # the time at which it got a slot
         self._first = self._last = 0.0
 
@@ -206,8 +188,11 @@ class Request:
         """
         assert tokens, "a step of an active slot emits at least one token"
         accepted, published = len(tokens) - 1, len(self.token_ids)
-        self._last = time.perf_counter()
+        before, self._last = self._last, time.perf_counter()
         self._first = self._first or self._last
+        if self.totals is not None:
+            name = "inter_token_latency_seconds" if before else "time_to_first_token_seconds"
+            self.totals.add(name, self._last - (before or self._submitted))
         reason: FinishReason | None = None
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
@@ -232,6 +217,8 @@ class Request:
     def fail(self, error: MtpbuildError) -> None:
         """End the request with an error, and wake the thread that waits for it."""
         self.error = error
+        if self.totals is not None:
+            self.totals.ended["abort" if isinstance(error, DeadlineError) else "error"] += 1
         with contextlib.suppress(Exception):  # the waiter is gone
             self.listener()
 
@@ -313,6 +300,7 @@ class Request:
         """Add a chunk with the tokens after the first `published` and the text that is final."""
         spans = self._text.take(everything=reason is not None)
         self._pieces += [span.text for span in spans]
+        metrics = self.metrics() if reason else None
         if self.observer and reason:
             self.observer.end(self, reason)
         self.outbox.append(
@@ -322,12 +310,16 @@ class Request:
                 tuple(self.from_draft[published:]),
                 reason,
                 self._stop_reason() if reason == "stop" else None,
-                self.metrics() if reason else None,
+                metrics,
                 None if self.params.logprobs is None else tuple(self.logprobs[published:]),
                 tuple(self.prompt_logprobs) if not published and self.prompt_logprobs else None,
                 tuple(self._starts[published:]),
                 self._reasoning_tokens(),
             )
         )
+        if self.totals is not None and metrics is not None:
+            seconds = time.perf_counter() - self._submitted
+            self.totals.ended["abort" if reason == "cancelled" else str(reason)] += 1
+            self.totals.add_request(metrics, self.params.max_tokens, seconds)
         self.finish_reason = reason  # last: other threads read it without a lock
         self.listener()

@@ -1,6 +1,7 @@
 """The scheduler: it gives slots to requests and decides whose prompt is filled in next."""
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtpbuild.runtime.contract.programs import Bools
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import DeadlineError, EngineError
 from mtpbuild.runtime.requests.request import Request
 
 
@@ -47,9 +48,12 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that steps advance
         self._cancelled: deque[Request] = deque()
+        self._timed: deque[Request] = deque()  # those with a deadline
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        if request.deadline is not None:
+            self._timed.append(request)
 
     def cancel(self, request: Request) -> None:
         """Ask for the end of a request; it ends before the next step."""
@@ -63,6 +67,11 @@ class Scheduler:
         return [r for r in self.slots if r is not None and not r.ended]
 
     @property
+    def idle(self) -> bool:
+        """Whether no request waits or has a slot; between steps."""
+        return not self.waiting and not self.admitted
+
+    @property
     def running(self) -> list[tuple[int, Request]]:
         """The requests that steps advance, with their slots."""
         found = ((s, r) for s, r in enumerate(self.slots) if self.active[s])
@@ -71,6 +80,7 @@ class Scheduler:
     def release(self) -> list[tuple[int, Request, int]]:
         """Free the slots of ended requests; return slot, request and number of rows of each."""
         self.end_cancelled()
+        self._end_overdue()
         filled = {f.slot: f.at for f in self._filling if f}
         ended = [(s, r) for s, r in enumerate(self.slots) if r is not None and r.ended]
         for slot, _ in ended:
@@ -149,3 +159,17 @@ class Scheduler:
                     self.waiting.remove(request)
                 with request.contain():
                     request.end("cancelled")
+
+    def _end_overdue(self) -> None:
+        """Fail the requests whose time is over."""
+        for _ in range(len(self._timed)):
+            request = self._timed.popleft()
+            if request.ended:
+                continue
+            if request.deadline is not None and time.perf_counter() < request.deadline:
+                self._timed.append(request)
+                continue
+            with contextlib.suppress(ValueError):  # it is running
+                self.waiting.remove(request)
+            late = f"the request took longer than its timeout of {request.params.timeout:g} s"
+            request.fail(DeadlineError(late))

@@ -16,7 +16,7 @@ REJECTED = (
     "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
     "MTP only costs time. Likely causes: MTP weights missing, damaged or of another model; a wrong "
     "chat template; text of a kind that the model does not know; too coarse a quantisation. "
-    "Compare with an engine built with --nextn 0."
+    "Compare with an engine built with nextn 0."
 )
 
 log = logging.getLogger("mtpbuild")
@@ -30,9 +30,9 @@ class SpeculativeDecoding:
     draft_acceptance_rate: float | None  # accepted / drafted; None when nothing was drafted
     per_position_acceptance_rates: list[float]  # [nextn] accepted at position i / all steps
     acceptance_histogram: list[int]  # [nextn + 1] entry j: steps that accepted exactly j drafts
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
+    num_spec_steps: int  # decode steps
+    num_accepted_draft_tokens: int  # by all steps
+    num_draft_tokens: int  # of all steps
     num_spec_tokens: int  # nextn: the largest number of drafts of a step
 
 
@@ -40,12 +40,12 @@ class SpeculativeDecoding:
 class RequestMetrics:
     """The metrics of a request; its seconds start at submission, before the wait for a slot."""
 
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int  # cached ones, too
+    output_tokens: int  # with the token that ended it
     ttft_s: float | None  # time to first token; None if there was none
     tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
     tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
-    speculative_decoding: SpeculativeDecoding
+    speculative_decoding: SpeculativeDecoding  # the acceptance of its drafts
     cached_tokens: int = 0  # of the prompt; their rows were reused from an earlier prompt
     queue_s: float | None = None  # until it got a slot; None if it never got a slot
     # Accepted drafts that a grammar forced, in place of the MTP modules' drafts.
@@ -56,12 +56,12 @@ class RequestMetrics:
 class EngineStats:
     """The totals of all requests since the engine was loaded."""
 
-    requests_running: int
-    requests_waiting: int
-    requests_ended: int
+    requests_running: int  # in slots
+    requests_waiting: int  # for a slot
+    requests_ended: int  # after they got a slot
     prompt_tokens: int  # of the admitted requests
     output_tokens: int  # that requests received
-    speculative_decoding: SpeculativeDecoding
+    speculative_decoding: SpeculativeDecoding  # the acceptance of all drafts
     prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
     prefix_hits: int = 0  # how many of these tokens were found
     prefix_bytes: int = 0  # memory of the prefix cache's entries, outside the slots

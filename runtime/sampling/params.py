@@ -100,16 +100,20 @@ class SamplingParams:
     sequence. `bad_words` are texts that an answer may not contain, in vLLM's spellings: at the
     start of a text and after a space.
 
-    A stop token or end of sequence is part of the result's token ids but not of its text. A stop
-    string is cut off the text, unless `include_stop_str_in_output`. With `split_thought`, which
-    chats set, stop strings count only after the thought, unless `stop_in_thought`. Before
-    `min_tokens` tokens, stop tokens are not emitted and stop strings do not end the request.
-    `logprobs` N reports each token's log-probability, before temperature and filters, and the N
-    most probable tokens (0: none of them). `prompt_logprobs` N does the same for the prompt's
-    tokens after the first, if the engine was built with `--score`; `max_tokens` may then be 0. A
-    special token adds no text, unless it is one of `shown_tokens`: then its name is added.
+    A stop token (one of `stop_token_ids`) or end of sequence is part of the result's token ids but
+    not of its text. A stop string is cut off the text, unless `include_stop_str_in_output`. With
+    `split_thought`, which chats set, stop strings count only after the thought, unless
+    `stop_in_thought`. Before `min_tokens` tokens, stop tokens are not emitted and stop strings do
+    not end the request. `logprobs` N reports each token's log-probability, before temperature and
+    filters, and the N most probable tokens (0: none of them). `prompt_logprobs` N does the same for
+    the prompt's tokens after the first, if the engine was built with `--score`; `max_tokens` may
+    then be 0. A special token adds no text, unless it is one of `shown_tokens`: then its name is
+    added.
 
     `seed` is -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
+
+    `timeout` is the number of seconds that a request may take, its wait for a slot included. Then
+    it ends with a DeadlineError.
 
     A request reuses the rows of earlier prompts only if these had the same `cache_salt`.
 
@@ -198,6 +202,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
     cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
     shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
+    timeout: float | None = setting(None, check_number(0, 10**9))
 
     def __post_init__(self) -> None:
         for name, declared in SETTINGS.items():

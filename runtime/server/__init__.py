@@ -1,1 +1,74 @@
-"""An OpenAI-compatible server over an engine: `mtpbuild serve`, the dependency group `serve`."""
+"""OpenAI's and Anthropic's APIs over an engine: `mtpbuild serve`, and `make_app` for one's own."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mtpbuild.runtime.errors import needing
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from mtpbuild.runtime.engine.engine import Engine
+
+__all__ = ["make_app"]
+
+
+def make_app(
+    engine: "Engine",
+    *,
+    served_model_name: str | None = None,
+    api_key: str | None = None,
+    max_queue: int = 256,
+    request_timeout: float | None = None,
+    max_body: int = 8 * 1024 * 1024,
+    allow_origin: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = ("*",),
+    tool_call_parser: str | None = None,
+    split_thought: bool = True,
+    defaults: Mapping[str, float | int] | None = None,
+) -> "FastAPI":
+    """Return an ASGI application with the routes of `mtpbuild serve`, to run or to mount.
+
+        app = FastAPI()
+        app.mount("/llm", make_app(engine))
+
+    The caller keeps the engine, and closes it after the application has ended. `engine.swap` is
+    allowed. Raises MissingDependencyError without the packages of the extra `serve`.
+
+    Args:
+        engine: answers all requests.
+        served_model_name: the model's name to clients; None: its own.
+        api_key: what clients must give; None: nothing.
+        max_queue: requests that may wait; more get status 429.
+        request_timeout: seconds that a request may take.
+        max_body: bytes that a request's body may have.
+        allow_origin: origins of pages that may ask (CORS).
+        allowed_hosts: names by which clients may call; "*": any, as the application around it
+            decides.
+        tool_call_parser: the form of tool calls; None: as the chat template shows; "none": they
+            stay in the text.
+        split_thought: whether thoughts are apart from the text.
+        defaults: sampling where a request says nothing; None: the model's own, else temperature 1.
+    """
+    with needing("make_app needs", "serve"):
+        from mtpbuild.runtime.server import app, service
+    from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, sampling_defaults
+    from mtpbuild.runtime.server.options import ServerOptions
+
+    if defaults is None and engine.folder is not None:
+        defaults = sampling_defaults(engine.folder, engine.manifest)
+    settings = ServerOptions(
+        served_model_name=served_model_name,
+        key=api_key,
+        max_queue=max_queue,
+        request_timeout=request_timeout,
+        max_body=max_body,
+        allow_origin=[*allow_origin],
+        allowed_hosts=[*allowed_hosts],
+        tool_call_parser=tool_call_parser,
+        no_thinking_split=not split_thought,
+        defaults={**(VLLM_DEFAULTS if defaults is None else defaults)},
+    )
+    served = service.Service(settings)
+    served.start(engine)
+    return app.make_app(served)

@@ -45,33 +45,37 @@ class AnswerResponse(Response):
         Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
         another request's grammar.
         """
-        service = self._service
+        with self._service.pinned() as service:
+            await self._answer_with(service, scope, receive, send)
+
+    async def _answer_with(
+        self, service: Service, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if self._long or self._body.count > FEW:
-            answer = await service.reading.run(object(), self._read_body)
+            answer = await service.reading.run(object(), self._read_body, service)
         else:
-            answer = self._read_body()
+            answer = self._read_body(service)
         if form := answer.choices[0].params.structured_outputs:
-            await service.compiling.run(form, self._prepare, answer)
-        for choice in answer.choices:
-            service.metrics.observe("request_params_max_tokens", choice.params.max_tokens)
-        service.metrics.observe("request_params_n", answer.body.n or 1)
+            await service.compiling.run(form, self._prepare, service, answer)
+        service.engine.totals.add("request_params_n", answer.body.n or 1)
         self._answer = answer
-        self._chunks = merge_streams([service.stream(request) for request in answer.requests])
+        streams = [self._service.stream(request) for request in answer.requests]
+        self._chunks = merge_streams(streams)
         await self._send(scope, receive, send)
 
-    def _read_body(self) -> Answer:
+    def _read_body(self, service: Service) -> Answer:
         """Read prompts and settings, but leave a grammar to be compiled later; raise ApiError."""
-        answer = self._read(self._service, self._body)
+        answer = self._read(service, self._body)
         if self._service.settings.log_requests:
             given = self._body.model_dump(exclude_none=True)
             log.info("%s", json.dumps({"id": answer.id} | given))
         if answer.choices[0].params.structured_outputs is None:
-            self._prepare(answer)
+            self._prepare(service, answer)
         return answer
 
-    def _prepare(self, answer: Answer) -> None:
+    def _prepare(self, service: Service, answer: Answer) -> None:
         """Create the engine requests of an answer."""
-        prepare = self._service.engine.prepare
+        prepare = service.engine.prepare
         try:
             answer.requests = [prepare(each.ids, each.params) for each in answer.choices]
         except (RequestError, MissingDependencyError) as error:

@@ -8,58 +8,32 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from mtpbuild.runtime.requests.answer import AnswerParser
 from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
-from mtpbuild.runtime.requests.stats import RequestMetrics
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import GenerationBody
-from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.text.reasoning import AnswerPiece
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 Json: TypeAlias = dict[str, Any]
 Pieces: TypeAlias = Sequence[AnswerPiece]
-CALL = {"name": "call", "arguments": "call"}  # kind of a piece -> kind of its block
 
 
 @dataclass(eq=False)
-class AnswerBlock:
-    """A part of an answer received so far: reasoning, text, or a tool call."""
-
-    kind: str  # reasoning, content or call
-    id: str  # of a call
-    name: str = ""  # of the tool
-    _parts: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """The text so far; for a call, its arguments."""
-        self._parts[:] = ["".join(self._parts)]
-        return self._parts[0]
-
-    def add(self, text: str) -> None:
-        self._parts.append(text)
-
-
-@dataclass(eq=False)
-class AnswerChoice:
+class AnswerChoice(AnswerParser):
     """One of the choices of an answer, received so far."""
 
     index: int
     ids: list[int]  # the prompt
     params: SamplingParams
-    calls: ToolCalls | None = None
     echo: str = ""  # the prompt, if the answer repeats it
-    blocks: list[AnswerBlock] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # offset of each token's text
     chars: int = 0  # of the content
     sent_logprobs: int = 0  # number of log-probabilities that a stream has sent
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    metrics: RequestMetrics | None = None
-    reason: str | None = None
-    stop_reason: str | int | None = None
     reasoning_tokens: int = 0
 
     def take(self, chunk: Chunk) -> list[AnswerPiece]:
@@ -69,48 +43,14 @@ class AnswerChoice:
         self.starts += chunk.starts or (self.chars,) * len(chunk.token_ids)
         self.logprobs += chunk.logprobs or ()
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
-        last = chunk.finish_reason is not None
-        pieces = [
-            AnswerPiece(span.kind, span.text, from_draft=span.from_draft)
-            for span in chunk.spans
-            if span.kind in ("reasoning", "content")
-        ]
-        if self.calls is not None:
-            text = "".join(p.text for p in pieces if p.kind == "content")
-            pieces = [p for p in pieces if p.kind != "content"]
-            pieces += self.calls.feed(text, last=last)
-        pieces = [self._add_to_block(piece) for piece in pieces if piece.text]
-        if last:
-            self.metrics, self.reason = chunk.metrics, chunk.finish_reason
-            self.stop_reason = chunk.stop_reason
-            if self.reason == "stop" and self.call_blocks:
-                self.reason = "tool_calls"
+        pieces = super().take(chunk)
+        self.chars += sum(len(piece.text) for piece in pieces if piece.kind == "content")
         return pieces
-
-    def join_text(self, kind: str) -> str:
-        """Join the texts of the blocks of one kind."""
-        return "".join(block.text for block in self.blocks if block.kind == kind)
-
-    @property
-    def call_blocks(self) -> list[AnswerBlock]:
-        return [block for block in self.blocks if block.kind == "call"]
 
     @property
     def finish_fields(self) -> Json:
         """The fields with the reason why the choice ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
-
-    def _add_to_block(self, piece: AnswerPiece) -> AnswerPiece:
-        """Add a piece to the last block or a new block; return it with the block's index."""
-        kind = CALL.get(piece.kind, piece.kind)
-        if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
-            self.blocks.append(AnswerBlock(kind, f"call_{uuid.uuid4().hex[:24]}"))
-        if piece.kind == "name":
-            self.blocks[-1].name = piece.text
-        else:
-            self.blocks[-1].add(piece.text)
-        self.chars += len(piece.text) if kind == "content" else 0
-        return piece._replace(block=len(self.blocks) - 1)
 
 
 def clamp_logprob(logprob: float) -> float:

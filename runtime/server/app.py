@@ -17,7 +17,7 @@ from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
 from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
-from mtpbuild.runtime.server.errors import ApiError, JsonResponse
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse, route_path
 from mtpbuild.runtime.server.gate import RequestGate
 from mtpbuild.runtime.server.messages import (
     MessagesBody,
@@ -155,7 +155,9 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
         card()  # raises while the engine is being loaded
-        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(
+            service.engine.metrics(service.model), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     for path in FILES:
         app.get(path, include_in_schema=False)(partial(read_page, path))
@@ -168,6 +170,6 @@ async def _error(request: Request, error: Exception) -> Response:
         headers, error = error.headers or {}, ApiError(error.status_code, str(error.detail))
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed")
-    response = error.response(request.url.path)
+    response = error.response(route_path(request.scope))
     response.headers.update(headers)
     return response

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
+from mtpbuild.runtime.requests.answer import AnswerBlock
 from mtpbuild.runtime.requests.request import Chunk
-from mtpbuild.runtime.server.answers import Answer, AnswerBlock, AnswerChoice, Json, Pieces
+from mtpbuild.runtime.server.answers import Answer, AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.bodies import invalid_body
 from mtpbuild.runtime.server.chat import read_chat_as
 from mtpbuild.runtime.server.errors import ApiError

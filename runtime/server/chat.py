@@ -1,17 +1,10 @@
 """POST /v1/chat/completions: messages become a prompt, chunks become messages."""
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.errors import (
-    ContextLengthError,
-    MtpbuildError,
-    RequestError,
-    TemplateLimitError,
-)
+from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import (
     Answer,
@@ -22,17 +15,18 @@ from mtpbuild.runtime.server.answers import (
     seed_choices,
 )
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.params import check_refused, leading_field, read_params
+from mtpbuild.runtime.server.params import (
+    check_refused,
+    field_error,
+    leading_field,
+    read_params,
+)
 from mtpbuild.runtime.server.protocol import ChatBody
 from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, detect_form
-from mtpbuild.runtime.server.tools.grammar import forced_calls
-from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates
-from mtpbuild.runtime.text.reasoning import BEGIN, END, AnswerPiece
+from mtpbuild.runtime.text.chat_template import ChatOptions
+from mtpbuild.runtime.tool_calls import read_tool_use
 
-Render = Callable[[Sequence[Json]], str]
 T = TypeVar("T", bound=Answer)
-MARK = "<instruction-{}-9e3b>"  # replaces an instruction's text in a trial rendering
 
 
 def read_chat(service: Service, body: ChatBody) -> "ChatAnswer":
@@ -43,51 +37,37 @@ def read_chat(service: Service, body: ChatBody) -> "ChatAnswer":
 def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
     """Create an answer of class `kind` for a chat's body; ApiError names the wrong field."""
     engine = service.engine
-    form = _form(service, body)
+    try:
+        tool_use = read_tool_use(
+            engine.tokenizer,
+            tools=_tools(body),
+            tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
+            tool_call_parser=service.settings.tool_call_parser,
+        )
+    except RequestError as error:
+        raise field_error(error, {}) from None
     ids = encode_prompt(engine, body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    split = not service.settings.no_thinking_split
-    marks = engine.manifest.model.thinking_token_ids if split else None
     params = read_params(
         service,
         body,
         len(ids),
-        calls=forced_calls(body, form, engine.tokenizer),
-        markers=(*((BEGIN, END) if marks else ()), *(form.tokens if form else ())),
-        split_thought=marks is not None,
+        calls=tool_use.forced if tool_use else None,
         stop_in_thought=bool(body.stop_in_thought),
     )
-    single = body.parallel_tool_calls is False
-    schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+    split = not service.settings.no_thinking_split
+    params = engine.answer_params(params, tool_use, split_thought=split)
     choices = []
     for index, own in enumerate(seed_choices(params, body.n or 1)):
-        choices.append(choice := AnswerChoice(index, ids, own))
-        choice.calls = ToolCalls(form, schemas, single=single) if form else None
+        choices.append(AnswerChoice(index, ids, own))
+        choices[-1].calls = tool_use.make_parser() if tool_use else None
     return kind(service.model, body, choices, engine.tokenizer)
 
 
-def _form(service: Service, body: ChatBody) -> Form | None:
-    """Return the form of the model's tool calls; None if the request allows none."""
-    if not body.tools:
-        if body.tool_choice == "auto" and body.tools is not None:
-            raise ApiError(400, "tool_choice needs tools", "tool_choice")
-        return None
-    if body.tool_choice == "none" or service.settings.tool_call_parser == "none":
-        return None
-    templates = _templates(service.engine)
-    name = service.settings.tool_call_parser or (detect_form(templates) if templates else None)
-    if name is None:
-        message = (
-            "this model's chat template writes no calls of tools, or in a form that is not known: "
-            f"start the server with --tool-call-parser and one of {', '.join(FORMS)}"
-        )
-        raise ApiError(400, message, "tools")
-    return FORMS[name]
-
-
-def _templates(engine: Engine) -> ChatTemplates | None:
-    return engine.tokenizer.chat_template if engine.tokenizer else None
+def _tools(body: ChatBody) -> list[Json] | None:
+    return None if body.tools is None else [t.model_dump(exclude_none=True) for t in body.tools]
 
 
 def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
@@ -100,113 +80,22 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     if body.reasoning_effort is not None:
-        templates = _templates(engine)
+        templates = engine.tokenizer.chat_template if engine.tokenizer else None
         if templates is None or "reasoning_effort" not in templates.text:
             message = "reasoning_effort is not supported: this model's chat template does not ask"
             raise ApiError(400, message, "reasoning_effort")
         kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
         options["chat_template_kwargs"] = kwargs
     if body.tools and body.tool_choice != "none":
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    messages = [_join_content(number, message) for number, message in enumerate(body.messages)]
-
-    def render(messages: Sequence[Json]) -> str:
-        try:
-            return engine.chat_prompt([_parse_arguments(m) for m in messages], **options)
-        except RequestError as error:
-            limited = isinstance(error, TemplateLimitError)
-            if limited or not any("tool_calls" in message for message in messages):
-                raise
-            return engine.chat_prompt(messages, **options)  # templates that want JSON text
-
+        options["tools"] = _tools(body)
     special = bool(body.add_special_tokens)
     try:
-        prompt = render(adapt_roles(messages, render))
+        prompt = engine.chat_prompt(body.messages, **options)
         return engine.token_ids(prompt, add_special_tokens=special)
     except ContextLengthError as error:
         raise TooLongError("messages", error.limit, error.tokens) from None
     except MtpbuildError as error:
         raise ApiError(400, str(error), leading_field(str(error)) or "messages") from None
-
-
-def _join_content(number: int, message: Json) -> Json:
-    """Return the message with its content as one string, as vLLM passes it to templates."""
-    content = message.get("content")
-    if content is None:
-        return message | {"content": ""}
-    if isinstance(content, str):
-        return message
-    where = f"messages.{number}.content"
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where} is a text or a list of parts", where)
-    texts = []
-    for part in content:
-        match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise ApiError(400, f"{where}: only parts of text are supported", where)
-    return message | {"content": "\n".join(texts)}
-
-
-def _parse_arguments(message: Json) -> Json:
-    """Return the message with its calls' arguments as objects, which most templates want."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return message | {"tool_calls": [_parse_call(call) for call in calls]}
-
-
-def _parse_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    text = function.get("arguments") or "{}"
-    if isinstance(text, str):
-        with contextlib.suppress(ValueError, RecursionError):  # the template gets the text
-            return call | {"function": function | {"arguments": json.loads(text)}}
-    return call
-
-
-def adapt_roles(messages: list[Json], render: Render) -> list[Json]:
-    """Return the first variant of the messages whose instructions the template shows completely.
-
-    The variants: role `developer` stays; it becomes `system`; the leading system messages are also
-    joined into one message. If no variant fits, the second is returned.
-    """
-    if not any(message.get("role") == "developer" for message in messages):
-        return messages
-    tried = [messages, *_role_variants(messages)]
-    return next((each for each in tried if _shows_instructions(each, render)), tried[1])
-
-
-def _role_variants(messages: list[Json]) -> Iterator[list[Json]]:
-    system = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
-    yield system
-    first = next((i for i, m in enumerate(system) if m.get("role") != "system"), len(system))
-    if first > 1:
-        text = "\n\n".join(str(message.get("content", "")) for message in system[:first])
-        yield [system[0] | {"content": text}, *system[first:]]
-
-
-def _shows_instructions(messages: list[Json], render: Render) -> bool:
-    """Return whether the rendered template contains the texts of all instructions."""
-    marked, marks = [], []
-    for number, message in enumerate(messages):
-        if message.get("role") in ("system", "developer") and message.get("content"):
-            marks.append(MARK.format(number))
-            message = message | {"content": marks[-1]}
-        marked.append(message)
-    try:
-        text = render(marked)
-    except RequestError:
-        return False
-    return all(mark in text for mark in marks)
-
-
-def make_tool_call(id: str, name: str, arguments: str) -> Json:
-    """Return a tool call in the form that messages have."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatAnswer(Answer):
@@ -233,9 +122,7 @@ class ChatAnswer(Answer):
         if thought and self.body.include_reasoning is not False:
             message |= {"reasoning_content": thought, "reasoning": thought}
         if choice.call_blocks:
-            message["tool_calls"] = [
-                make_tool_call(block.id, block.name, block.text) for block in choice.call_blocks
-            ]
+            message["tool_calls"] = choice.tool_calls
         return {
             "index": choice.index,
             "message": message,
@@ -249,12 +136,12 @@ class ChatAnswer(Answer):
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         delta: Json = {}
+        if calls := choice.call_deltas(pieces):
+            delta["tool_calls"] = calls
         for piece in pieces:
-            if piece.kind in ("name", "arguments"):
-                self._add_call(delta.setdefault("tool_calls", []), choice, piece)
-            elif piece.kind == "content":
+            if piece.kind == "content":
                 delta["content"] = delta.get("content", "") + piece.text
-            elif self.body.include_reasoning is not False:
+            elif piece.kind == "reasoning" and self.body.include_reasoning is not False:
                 for name in ("reasoning_content", "reasoning"):
                     delta[name] = delta.get(name, "") + piece.text
         logprobs = self._logprobs(chunk.logprobs or ()) if self.body.logprobs else None
@@ -273,16 +160,6 @@ class ChatAnswer(Answer):
     def _event(self, choice: AnswerChoice, delta: Json) -> Json:
         fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.openai_object(self.event_kind, [fields])
-
-    def _add_call(self, calls: list[Json], choice: AnswerChoice, piece: AnswerPiece) -> None:
-        """Add a piece of a call; clients join pieces, so only the first has id, type and name."""
-        if piece.kind == "name":
-            id = choice.blocks[piece.block].id
-            calls.append({"index": piece.call} | make_tool_call(id, piece.text, ""))
-        elif calls and calls[-1]["index"] == piece.call:
-            calls[-1]["function"]["arguments"] += piece.text
-        else:
-            calls.append({"index": piece.call, "function": {"arguments": piece.text}})
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:

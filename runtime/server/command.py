@@ -35,7 +35,7 @@ def serve(
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.programs.follow import follow
     from mtpbuild.runtime.sampling.defaults import sampling_defaults
-    from mtpbuild.runtime.server.tools import FORMS
+    from mtpbuild.runtime.tool_calls import FORMS
 
     forms = [*FORMS, "none"]
     if own.tool_call_parser not in (None, *forms):

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 INTERNAL = ("InternalServerError", "api_error")
 TYPES = {  # status: OpenAI's and Anthropic's type of an error
@@ -24,6 +25,12 @@ def encode_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8; a lone surrogate, which a client may have sent, is escaped."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def route_path(scope: Scope) -> str:
+    """Return a request's path below the place where the application is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class JsonResponse(JSONResponse):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ApiError, route_path
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.page import FILES
 
@@ -46,12 +46,12 @@ class RequestGate:
         except ApiError as error:
             refusals = refusals or [error]
         if refusals:
-            await refusals[0].response(scope["path"])(scope, receive, send)
+            await refusals[0].response(route_path(scope))(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.key
-        if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
+        if key is not None and route_path(scope) not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
                 given = headers.get(b"x-api-key", b"")  # Anthropic's clients
@@ -69,7 +69,7 @@ class RequestGate:
         except ValueError:
             raise ApiError(400, "the header Host is no name with a port") from None
         if name and not _is_address(name) and not {name, "*"} & self._names:
-            raise ApiError(403, f"this server is not called {name:.60} (--allowed-hosts)")
+            raise ApiError(403, f"this server is not called {name:.60} (allowed_hosts)")
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse POST from pages of other origins: CORS prevents reading, but not sending."""
@@ -80,7 +80,7 @@ class RequestGate:
             foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
         if foreign and not {origin, "*"} & set(self._settings.allow_origin or ()):
-            raise ApiError(403, "a page of another origin asks (--allow-origin)")
+            raise ApiError(403, "a page of another origin asks (allow_origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
         """Wrap `receive` so that a body's size and time are limited.

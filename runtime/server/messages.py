@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mtpbuild.runtime.server.answers import AnswerBlock, Json
+from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
+from mtpbuild.runtime.server.answers import Json
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
-from mtpbuild.runtime.server.chat import encode_prompt, make_tool_call
+from mtpbuild.runtime.server.chat import encode_prompt
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
 from mtpbuild.runtime.server.service import Service

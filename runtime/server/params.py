@@ -1,6 +1,6 @@
 """SamplingParams from a request's body, with the server's defaults."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
@@ -18,14 +18,12 @@ def read_params(
     body: GenerationBody,
     prompt: int,
     calls: StructuredOutputs | None = None,
-    markers: Sequence[str] = (),
     **own: Any,
 ) -> SamplingParams:
     """Return the SamplingParams of a request; raise ApiError if the engine can't serve them.
 
     prompt: the prompt's number of tokens. calls: the grammar of an answer that must be tool calls.
-    markers: texts that the answer must show even if they are special tokens. own: further fields of
-    SamplingParams, which clients can't set.
+    own: further fields of SamplingParams, which clients can't set.
     """
     engine = service.engine
     service.check_model(body.model)
@@ -52,9 +50,8 @@ def read_params(
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
     named["structured_outputs"], settings["structured_outputs"] = form or ("tool_choice", calls)
-    show_all = body.skip_special_tokens is False
-    special = engine.special_ids.items()
-    settings["shown_tokens"] = [id for name, id in special if show_all or name in markers]
+    if body.skip_special_tokens is False:
+        settings["shown_tokens"] = [*engine.special_ids.values()]
     if settings.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     try:

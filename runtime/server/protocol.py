@@ -58,7 +58,7 @@ REASONS = {  # reason why fields are refused, or advice -> the fields
     "use structured_outputs, whose JSON is without white space": "guided_whitespace_pattern",
     "use tools and tool_choice": "function_call functions",
     "use top_logprobs for the most probable tokens": "logprob_token_ids",
-    "start the server with --no-thinking-split to leave thoughts in the text": "separate_reasoning",
+    "an option of the server, no_thinking_split, leaves thoughts in the text": "separate_reasoning",
 }
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 SAME: tuple[tuple[Any, str], ...] = (  # values of refused fields that change nothing

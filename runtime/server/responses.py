@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from mtpbuild.runtime.server.answers import AnswerBlock, Json
+from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
+from mtpbuild.runtime.server.answers import Json
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
-from mtpbuild.runtime.server.chat import make_tool_call
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
 from mtpbuild.runtime.server.service import Service

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from copy import copy
+from typing import Any, ParamSpec, Self, TypeVar
 
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import (
+    DeadlineError,
     EngineError,
     NotFiniteError,
     RankError,
@@ -20,7 +22,6 @@ from mtpbuild.runtime.errors import (
 from mtpbuild.runtime.requests.request import Chunk, Request
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.metrics import Metrics
 from mtpbuild.runtime.server.options import ServerOptions
 
 P = ParamSpec("P")
@@ -29,7 +30,7 @@ log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
 READERS, COMPILERS = 4, 2  # threads
 FORMS = 32  # grammars of answers that are compiled at once or wait for it
-READ_BUSY = "too many long bodies are being read already (--max-queue)"
+READ_BUSY = "too many long bodies are being read already (max_queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
 CUT_OFF_SECONDS = 0.5  # time for clients to read the error after their requests were cut off
 
@@ -80,7 +81,6 @@ class Service:
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
         self.model = self.settings.served_model_name or engine.manifest.model.name
-        self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
         self._engine = engine
 
     @property
@@ -103,11 +103,11 @@ class Service:
             raise ApiError(503, SHUTTING_DOWN)
         slots = engine.manifest.build.slots
         if count > (most := slots + self.settings.max_queue):
-            much = f"the request has {count} choices, {most} may run and wait (--max-queue)"
+            much = f"the request has {count} choices, {most} may run and wait (max_queue)"
             raise ApiError(429, much, retry=False)
         if self.open + count > most:
             waiting = max(0, self.open - slots)
-            raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
+            raise ApiError(429, f"{waiting} requests wait already (max_queue)")
         return engine
 
     def check_model(self, name: str | None) -> None:
@@ -125,40 +125,36 @@ class Service:
         finally:
             self.open -= count
 
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[Self]:
+        """Yield this service with its engine as it is now: a swap in the block changes nothing."""
+        with self.engine.pinned() as engine:
+            service = copy(self)
+            service._engine = engine
+            yield service
+
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks; closing the stream aborts the request. Raises ApiError."""
-        began, last = time.perf_counter(), 0.0
-        reason, observe = "abort", self.metrics.observe
+        began = time.perf_counter()
         try:
             async with contextlib.aclosing(self.engine.astream(request)) as chunks:
                 while (chunk := await self._next(chunks, began)) is not None:
-                    now = time.perf_counter()
-                    if chunk.token_ids:
-                        what = "inter_token_latency" if last else "time_to_first_token"
-                        observe(f"{what}_seconds", now - (last or began))
-                        last = now
-                    if chunk.metrics is not None:
-                        reason = chunk.finish_reason or reason
-                        observe("e2e_request_latency_seconds", now - began)
-                        self.metrics.observe_request(chunk.metrics)
                     yield chunk
+        except DeadlineError as error:
+            raise ApiError(408, str(error), retry=False) from None
         except TimeoutError:
             if self._cut_off:
                 raise ApiError(503, SHUTTING_DOWN) from None
-            message = "the request took too long (--request-timeout)"
+            message = "the request took too long (request_timeout)"
             raise ApiError(408, message, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         except (NotFiniteError, RequestFailedError) as error:  # only this request failed
-            reason = "error"
             raise ApiError(500, str(error)) from None
         except EngineError as error:
-            reason = "error"
             if self.failed is None and (self._trial is None or self._trial.done()):
                 self._trial = asyncio.create_task(self._try_engine(error))
             raise ApiError(500, f"the engine failed: {error}") from None
-        finally:
-            self.metrics.count_finished("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
         """Return the next chunk, or None after the last; TimeoutError if the time is over."""
@@ -180,7 +176,7 @@ class Service:
         self.draining = True
         await self._wait_until_answered(timeout)
         if self.open:
-            log.warning("%d requests were cut off after %g s (--drain-timeout)", self.open, timeout)
+            log.warning("%d requests were cut off after %g s (drain_timeout)", self.open, timeout)
             self._cut_off, now = True, asyncio.get_running_loop().time()
             for limit in self._limits:
                 if not limit.expired():

@@ -22,7 +22,10 @@ SPARSE = 8  # characters per allowed token, above which a text is checked piece 
 
 
 class Tokenizer:
-    """A byte-level tokenizer, as in all DeepSeek models: each token stands for bytes."""
+    """A byte-level tokenizer, as in all DeepSeek models: each token stands for bytes.
+
+    `chat_template` is the model's, if it has one; `bos_token` the text of its BOS.
+    """
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ def load_tokenizer(
     """
     if TOKENIZER not in manifest.files:
         if chat_template is not None:
-            raise UsageError(f"--chat-template {chat_template}: this engine has no {TOKENIZER}")
+            raise UsageError(f"chat_template {chat_template}: this engine has no {TOKENIZER}")
         return None
     try:
         backend = read_backend(folder / TOKENIZER)

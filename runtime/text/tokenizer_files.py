@@ -75,14 +75,14 @@ def read_template(path: Path) -> str:
         text = files.read_text(path)
     except OSError as error:
         why = error.strerror or str(error)
-        raise UsageError(f"--chat-template {path}: can't be read ({why})") from None
+        raise UsageError(f"chat_template {path}: can't be read ({why})") from None
     except ValueError as error:
-        raise UsageError(f"--chat-template {path}: not text in UTF-8 ({error})") from None
+        raise UsageError(f"chat_template {path}: not text in UTF-8 ({error})") from None
     given = {"tools": None, "documents": None, "add_generation_prompt": True}
     messages = [{"role": "user", "content": "x"}]
     kind, said = render_text(text, {**dict.fromkeys(NAMED, ""), **given, "messages": messages})
     if kind != DONE:
-        raise UsageError(f"--chat-template {path}: does not render a question: {said}")
+        raise UsageError(f"chat_template {path}: does not render a question: {said}")
     return text
 
 

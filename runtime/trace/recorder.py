@@ -3,6 +3,7 @@
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +20,15 @@ from mtpbuild.runtime.trace.page import Page
 
 
 class Trace(contextlib.AbstractContextManager["Trace", None]):
-    """A recorder of each step of an engine's requests.
+    """A recorder of each step of an engine's requests, which are given it as their observer.
 
         with Trace(engine, "out.jsonl", "out.html") as trace:
-            engine.stream(prompt, params, observer=trace.request()).result()
+            engine.generate(["def f(x):", "def g(x):"], observer=trace)
 
-    A JSONL file grows line by line and can be read at any time; its last line says that it is
-    complete. A page is written when the trace is closed, also after an error. Later steps are not
-    recorded. Raises UsageError for a file that cannot be written or has another suffix.
+    So do `chat`, `achat`, `stream` and `astream`. A JSONL file grows line by line and can be read
+    at any time; its last line says that it is complete. A page is written when the trace is closed,
+    also after an error. Later steps are not recorded. Raises UsageError for a file that cannot be
+    written or has another suffix. `manifest` is the engine's.
     """
 
     def __init__(self, engine: Engine, *paths: str | Path) -> None:
@@ -39,16 +41,30 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self._lock = threading.RLock()
         self._closed = False
         self._names: set[lines.TaskId] = set()
+        self._requests: weakref.WeakKeyDictionary[Request, RequestTrace] = (
+            weakref.WeakKeyDictionary()
+        )
         self._counts = {"requests": 0, "steps": 0, "output_tokens": 0}  # of the summary
         self._ended = 0
 
     def request(self, task_id: lines.TaskId | None = None) -> "RequestTrace":
-        """Return an observer for `engine.stream`; by default requests are numbered from 0."""
+        """Return an observer for one request by this name; others are numbered from 0."""
         name = len(self._names) if task_id is None else task_id
         if name in self._names:
             raise UsageError(f"two requests have task_id {name}: a trace needs one of its own each")
         self._names.add(name)
         return RequestTrace(name, self)
+
+    def step(self, request: Request, output: StepOutput, slot: int) -> None:
+        """Record a step of a request, which gets a number with its first one."""
+        if request not in self._requests:
+            self._requests[request] = self.request()
+        self._requests[request].step(request, output, slot)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """Record the end of a request that has had a step."""
+        if request in self._requests:
+            self._requests[request].end(request, reason)
 
     def close(self, *, complete: bool = True) -> None:
         """Complete the files; `complete` is False if the run was interrupted."""
@@ -189,12 +205,12 @@ def check_paths(paths: Sequence[str | Path]) -> None:
     """Raise UsageError for a trace file of an unknown kind, in no folder, or given twice."""
     for number, path in enumerate(map(Path, paths)):
         if path in map(Path, paths[:number]):
-            raise UsageError(f"--trace {path}: given twice")
+            raise UsageError(f"trace {path}: given twice")
         if path.suffix not in (".jsonl", ".html"):
-            raise UsageError(f"--trace {path}: the name must end in .jsonl or .html")
+            raise UsageError(f"trace {path}: the name must end in .jsonl or .html")
         if path.is_dir() or not path.parent.is_dir():
             reason = "it is a folder" if path.is_dir() else f"no folder {path.parent}"
-            raise UsageError(f"--trace {path}: can't be written ({reason})")
+            raise UsageError(f"trace {path}: can't be written ({reason})")
 
 
 def _numbers(row: Floats) -> list[Any]:

@@ -230,6 +230,6 @@ def test_compiled(
     with compiled_soon():
         built = build_engine(folder, nextn, drafter, **flags)
     asked = prompts(140, 1, 6, 11)
-    with Engine.load(built, threads=1) as engine:
+    with Engine.load(built, threads=1, prefix_cache=False) as engine:
         check(model, asked, run_prompts(engine, asked, [GREEDY] * len(asked)))
         check_logprobs(model, asked, run_prompts(engine, asked, [HOT] * len(asked)))

@@ -90,11 +90,11 @@ def test_a_bad_file(what: str, checkpoint: Path, tmp_path: Path) -> None:
     if text is not None:
         path.write_text(text, errors="surrogateescape")
     line = refusal("build", "--model", "nobody/Nothing", "--chat-template", path, code=2)
-    assert line.startswith(f"--chat-template {path}: ")
+    assert line.startswith(f"chat_template {path}: ")
     assert says in line
     assert invoke("build", "--model", checkpoint, "--nextn", "0", "--out", out)[0] == 0
     assert refusal("run", "--engine", out, "--chat", "a", "--chat-template", path, code=2) == line
-    with pytest.raises(UsageError, match=r"--chat-template .*bad\.jinja: "):
+    with pytest.raises(UsageError, match=r"chat_template .*bad\.jinja: "):
         Engine.load(out, chat_template=path)
 
 

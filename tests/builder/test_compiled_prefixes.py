@@ -55,7 +55,7 @@ def put(folder: Path, name: str, ids: list[int]) -> None:
 
 
 def load(folder: Path, **options: Any) -> Engine:
-    return Engine.load(folder, threads=1, **options)
+    return Engine.load(folder, **{"threads": 1, "prefix_cache": False} | options)
 
 
 def keeping(folder: Path, kept: Path, limit: int = 1 << 24) -> Engine:

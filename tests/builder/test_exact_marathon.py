@@ -28,9 +28,9 @@ def test_a_million_tokens(weights: str, tmp_path: Path) -> None:
     folders = [build(r)[0].folder for r in (alone, vanilla, replace(eagle, drafter="mtp-eagle"))]
     quota, compared, number = TOKENS // (len(FORMATS) * ENGINES), 0, 0
     with (
-        Engine.load(folders[0], threads=1) as one,
+        Engine.load(folders[0], threads=1, prefix_cache=False) as one,
         Engine.load(folders[1], threads=2, prefix_cache=True) as many,
-        Engine.load(folders[2], threads=1) as others,
+        Engine.load(folders[2], threads=1, prefix_cache=False) as others,
     ):
         while compared < quota:
             requests = [Case(number + i, LONGEST) for i in range(TOGETHER)]

@@ -106,7 +106,10 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
     opener = open_packages(engine, manifest)
     programs = CudaPrograms(manifest, gpu, opener)  # type: ignore[arg-type]
     asked = prompts(6, 11)
-    with Engine(programs, manifest) as pretended, Engine.load(engine, threads=1) as loaded:
+    with (
+        Engine(programs, manifest) as pretended,
+        Engine.load(engine, threads=1, prefix_cache=False) as loaded,
+    ):
         got, wanted = (e.generate(asked, params) for e in (pretended, loaded))
     assert [r.token_ids for r in got] == [r.token_ids for r in wanted]
     assert gpu.replays > 0
@@ -123,14 +126,14 @@ def test_new_weights(engine: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine, tmp_path / "engine")
     refit(copy, str(save_checkpoint(tmp_path / "other", other, **SHAPE)))
     asked = prompts(9)
-    with Engine.load(copy, threads=1) as loaded:
+    with Engine.load(copy, threads=1, prefix_cache=False) as loaded:
         (result,) = loaded.generate(asked, GREEDY)
     assert result.token_ids == greedy(other, asked[0], GREEDY.max_tokens)
 
 
 @pytest.mark.full
 def test_alternatives(engine: Path) -> None:
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
     assert result.logprobs is not None
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
@@ -141,7 +144,7 @@ def test_penalties(engine: Path, model: PlainDeepseek) -> None:
     (asked,) = prompts(11)
     penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
     penalised = replace(HOT, logit_bias={9: 2.0}, **penalties)
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         result = loaded.generate(asked, penalised)
     assert result.token_ids == plain_text(model, asked, penalised) != plain_text(model, asked, HOT)
 
@@ -199,7 +202,9 @@ def test_threads(engine: Path) -> None:
     programs.begin(0, 0, prompts(9)[0][0])
     programs.step(np.array([True]), 3)
     assert torch.get_num_threads() == 2
-    with Engine.load(engine, threads=2) as loaded:  # its sums are others: a near-tie may come
+    with Engine.load(
+        engine, threads=2, prefix_cache=False
+    ) as loaded:  # its sums are others: a near-tie may come
         assert loaded.generate(prompts(9)[0], replace(GREEDY, max_tokens=8)).token_ids == one[0]
     torch.set_num_threads(1)
 
@@ -320,7 +325,7 @@ def test_an_engine_says_which_gpu_it_is_for(
     assert info.hardware == "NVIDIA GPU of compute capability 9.0"
     assert info.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
-        Engine.load(built.folder)
+        Engine.load(built.folder, prefix_cache=False)
     shutil.rmtree(built.folder)
 
 
@@ -365,7 +370,7 @@ def test_every_step_equals_recomputation_full(
 def test_modes_share_a_batch(predictable_engine: EngineBuilder) -> None:
     params = [HOT, replace(HOT, acceptance="rejection"), replace(GREEDY, logprobs=2), GREEDY]
     engine = predictable_engine(3, target="inductor", max_batch=SLOTS)
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         check_alone(loaded, prompts(3, 5, 1, 9), params)
 
 
@@ -374,7 +379,7 @@ def test_the_same_tokens_as_onnxruntime(tiny_engine: Callable[..., Path]) -> Non
     """deepseek-tiny, the weights that the repository ships."""
     texts = []
     for name in ("onnxruntime", "inductor"):
-        with Engine.load(tiny_engine(3, target=name)) as engine:
+        with Engine.load(tiny_engine(3, target=name), prefix_cache=False) as engine:
             results = engine.generate(
                 ["def fibonacci(n):", "class Stack:\n"], SamplingParams(max_tokens=64)
             )

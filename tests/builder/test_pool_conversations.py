@@ -24,7 +24,7 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cold(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, threads=1) as engine:
+    with Engine.load(folder, threads=1, prefix_cache=False) as engine:
         assert engine.manifest.build.exact
         yield engine
 
@@ -60,7 +60,7 @@ def test_48_users_of_4_turns_over_8_slots(weights: str, build_engine: EngineBuil
         users.ask(engine)
         for _ in range(3):
             check_found(users.ask(engine), engine.manifest.lookahead)
-    with Engine.load(folder, threads=1) as cold:
+    with Engine.load(folder, threads=1, prefix_cache=False) as cold:
         assert cold.manifest.build.exact
         users.check(cold)
 
@@ -89,7 +89,9 @@ def test_users_behind_a_prefix_of_the_engine(folder: Path, cold: Engine, tmp_pat
     """Its tokens count for penalties as any others of a prompt."""
     beginning = cold.encode(TEXT)
     users = Users(5, beginning=beginning)
-    with Engine.load(with_prefix(folder, tmp_path / "own", beginning), threads=1) as engine:
+    with Engine.load(
+        with_prefix(folder, tmp_path / "own", beginning), threads=1, prefix_cache=False
+    ) as engine:
         check_found(users.ask(engine), engine.manifest.lookahead)
     users.check(cold)
 

@@ -57,7 +57,10 @@ def test_add_list_and_remove(
         [QUESTION, {"role": "assistant", "content": "132"}, {"role": "user", "content": "And 5?"}],
     ]
     params = SamplingParams(max_tokens=24, logprobs=2)
-    with Engine.load(tiny_engine(3)) as cold, Engine.load(engine) as warm:
+    with (
+        Engine.load(tiny_engine(3), prefix_cache=False) as cold,
+        Engine.load(engine, prefix_cache=False) as warm,
+    ):
         assert warm.manifest.build.exact
         for chat, name in zip(chats, counts, strict=True):
             one, other = warm.chat(chat, params), cold.chat(chat, params)
@@ -144,7 +147,7 @@ def test_a_build_computes_prefixes(engine: Path, tmp_path: Path) -> None:
     code, _, err = invoke(*command, "--out", engine, *flags)
     assert code == 0, err
     assert invoke(*command, "--out", engine)[0] == 0
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         text, chat = loaded.encode(SYSTEM), loaded.chat_ids([*few, QUESTION])
         ahead = loaded.manifest.lookahead
         params = SamplingParams(max_tokens=1)

@@ -52,7 +52,7 @@ def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
     assert {*log.read_text().split()} == {"prefill", "decode", "decode_mixed"}
     assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
-    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
+    with pytest.raises(UsageError, match=r"^provider cuda is for target onnxruntime, not toy$"):
         Engine.load(built.folder, provider="cuda")
     with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
         Engine.load(built.folder, colour="red")

@@ -10,7 +10,7 @@ import pytest
 from mtpbuild.runtime import ChatResult, EngineError, SamplingParams
 from mtpbuild.runtime.cli.conversation import COMMANDS, Conversation
 from mtpbuild.runtime.cli.input_file import read_requests
-from mtpbuild.runtime.engine.engine import Prompt
+from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -37,9 +37,7 @@ class Talk:
         assert tokenizer
         self.prompts.append(prompt if isinstance(prompt, str) else tokenizer.text(prompt))
         self.params.append(params)
-        with self.engine.stream(prompt, self.engine.split_thought(params)) as stream:
-            spans = [span for chunk in stream for span in chunk.spans]
-            return ChatResult.of(stream.result(), spans)
+        return self.engine.chat(prompt, params)
 
     def __call__(self, *lines: str) -> str:
         """Takes these lines; returns what was said since the last call."""

@@ -65,7 +65,8 @@ def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
 
 def test_exports() -> None:
     assert mtpbuild.runtime.__all__ == [
-        "ChatResult", "Chunk", "Engine", "EngineError", "EngineStats", "Manifest", "MtpbuildError",
+        "AsyncChatStream", "ChatChunk", "ChatResult", "ChatStream", "Chunk", "DeadlineError",
+        "Engine", "EngineError", "EngineStats", "Manifest", "MtpbuildError", "Observer",
         "RequestError", "RequestMetrics", "Result", "SamplingParams", "SpeculativeDecoding",
         "Stream", "StructuredOutputs", "TokenLogprobs", "Tokenizer", "Trace",
     ]  # fmt: skip

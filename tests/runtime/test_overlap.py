@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.engine.driver import Stream
+from mtpbuild.runtime.engine.streams import Stream
 from mtpbuild.runtime.requests.request import FinishReason, Request, Result
 from tests.support.fakes import (
     EOS,

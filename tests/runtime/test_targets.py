@@ -82,7 +82,7 @@ def test_an_option_that_a_target_lacks(tmp_path: Path) -> None:
     folder = engine_for("inductor", tmp_path / "engine")
     with pytest.raises(UsageError) as caught:
         Engine.load(folder, provider="cuda")
-    assert str(caught.value) == ("--provider cuda is for target onnxruntime, not inductor")
+    assert str(caught.value) == ("provider cuda is for target onnxruntime, not inductor")
 
 
 def test_graphs_that_are_not_there(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mtpbuild.runtime.sampling.defaults import generation_defaults
 from mtpbuild.runtime.server.command import serve
 from mtpbuild.runtime.server.options import ReplicaFlags, read_key
-from mtpbuild.runtime.server.tools import FORMS
+from mtpbuild.runtime.tool_calls import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest
 from tests.support.invoke import invoke, options

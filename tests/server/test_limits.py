@@ -20,7 +20,7 @@ import httpx2
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.engine.engine import Prompt
+from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json

@@ -68,7 +68,7 @@ def test_requests_that_are_cut_off_hear_of_it() -> None:
         told = [json.loads(error.removeprefix("data: ")), *(each.json() for each in others)]
         assert [each.status_code for each in others] == [503, 503]
         assert {each["error"]["message"] for each in told} == {"the server is shutting down"}
-        line = "4 requests were cut off after 0.5 s (--drain-timeout)\n"
+        line = "4 requests were cut off after 0.5 s (drain_timeout)\n"
         assert process.stderr.read() == line
 
 

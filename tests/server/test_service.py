@@ -478,7 +478,7 @@ def test_a_template_whose_calls_are_not_known_is_refused_by_name() -> None:
     template = TOOL_TEMPLATE.replace('{"name": "', '<call "')
     with served(**saying("x", template)) as (server, _), server.client() as client:
         response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
-        fails(response, 400, "in a form that is not known: start the server with --tool-c", "tools")
+        fails(response, 400, "in a form that is not known; tool_call_parser names", "tools")
 
 
 def test_metrics_have_vllms_names() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.server.tools import FORMS, ToolCalls
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import AnswerPiece
+from mtpbuild.runtime.tool_calls import FORMS, ToolCalls
 from tests.support.split_pieces import cut, fed, joined
 
 V3 = (

@@ -22,8 +22,8 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.tools import FORMS
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
+from mtpbuild.runtime.tool_calls import FORMS
 from tests.support.invoke import invoke
 from tests.support.live_server import live
 

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.server.tools import FORMS, ToolCalls, detect_form
-from mtpbuild.runtime.server.tools.json_reader import JsonReader
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.tool_calls import FORMS, ToolCalls, detect_form
+from mtpbuild.runtime.tool_calls.json_reader import JsonReader
 from tests.support.model_tokenizers import TEMPLATES
 from tests.support.split_pieces import cut, fed, joined
 

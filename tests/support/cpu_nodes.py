@@ -69,7 +69,7 @@ def calls(
             heard.extend(_case(node, values) for node in graph.node if node.domain == DOMAIN)
 
     patch.setattr(programs, "OnnxPrograms", Listening)
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         loaded.generate(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=1))
     return heard
 

@@ -13,7 +13,7 @@ EngineBuilder = Callable[..., Path]
 def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Returns the next `count` token ids of each prompt, not stopping at EOS."""
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         results = loaded.generate(prompts, params)
     return [list(result.token_ids) for result in results]
 

@@ -31,7 +31,7 @@ def plain_with_rounding(folder: Path) -> PlainLM:
 def played(engine: Path, prompts: list[list[int]], count: int = 40) -> list[TimedAnswer]:
     """Returns greedy texts with their log-probabilities."""
     params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=1)] * len(prompts)
-    with Engine.load(engine, threads=1) as loaded:
+    with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         return run_prompts(loaded, prompts, params)
 
 

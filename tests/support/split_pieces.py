@@ -4,8 +4,8 @@ import itertools
 
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.text.reasoning import AnswerPiece
+from mtpbuild.runtime.tool_calls import ToolCalls
 
 
 def joined(pieces: list[AnswerPiece]) -> tuple[dict[str, str], list[tuple[str, str]]]:

@@ -175,7 +175,7 @@ def main(args: argparse.Namespace) -> None:
     if args.engine:
         from mtpbuild.runtime import Engine
 
-        with Engine.load(args.engine) as engine:
+        with Engine.load(args.engine, prefix_cache=False) as engine:
             answers = engine_generate(engine, questions, 256)
             code = engine_generate(engine, prompts, args.tokens)
         report_engine("reasoning", answers)

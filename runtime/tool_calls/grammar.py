@@ -1,18 +1,16 @@
 """Lark grammars for answers that must be tool calls, as JSON or with their arguments in tags."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from mtpbuild.runtime.constraints.json_rules import json_rules
 from mtpbuild.runtime.constraints.json_schema import object_schema, prepare_schema
-from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
-from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import ChatBody, Tool
-from mtpbuild.runtime.server.tools.forms import INDEX_OF_CALL, Form, Tags
-from mtpbuild.runtime.server.tools.values import allowed_types, as_text
+from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.tokenizer import Tokenizer
+from mtpbuild.runtime.tool_calls.forms import INDEX_OF_CALL, Form, Tags
+from mtpbuild.runtime.tool_calls.values import allowed_types, as_text
 
 INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -20,77 +18,40 @@ PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "$defs",
 NOTES = {"description", "title", "default", "examples", "$schema", "$id", "$comment", "strict"}
 
 
-def forced_calls(
-    body: ChatBody, form: Form | None, tokenizer: Tokenizer | None
-) -> StructuredOutputs | None:
-    """Return the grammar of an answer that must be tool calls; None if tool_choice forces none.
-
-    A named function is called once; "required" allows any number of calls unless
-    parallel_tool_calls is false. Raises ApiError.
-    """
-    choice = body.tool_choice
-    if choice in (None, "none", "auto"):
-        return None
-    match choice:
-        case "required":
-            name = None
-        case {"type": "function", "function": {"name": str(name)}}:
-            pass
-        case _:
-            known = '"auto", "none", "required" or a function by its name'
-            raise ApiError(400, f"tool_choice must be {known}", "tool_choice")
-    tools = [tool for tool in body.tools or () if name in (None, tool.function.name)]
-    if not tools:
-        what = "tool_choice needs tools" if name is None else f"tool_choice: no tool {name!r:.60}"
-        raise ApiError(400, what, "tool_choice")
-    if form is None or tokenizer is None:
-        message = "tool_choice: no form of calls is known (--tool-call-parser)"
-        raise ApiError(400, message, "tool_choice")
-    single = name is not None or body.parallel_tool_calls is False
-    try:
-        return StructuredOutputs(grammar=write_calls_grammar(form, tools, tokenizer, single=single))
-    except ValueError as error:
-        message = f"tool_choice: with arguments in tags a call can't be held to {error}"
-        raise ApiError(400, f'{message}: say "auto"', "tool_choice") from None
-
-
 def write_calls_grammar(
-    form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, single: bool
+    form: Form, tools: Mapping[str, Any], tokenizer: Tokenizer, *, single: bool
 ) -> str:
     """Write a Lark grammar for calls of these tools: exactly one if `single`, else one or more.
 
-    Raises ValueError for a schema that the grammar can't express.
+    tools: function -> JSON schema of its arguments, or None. Raises ValueError for a schema that
+    the grammar can't express in tags, RequestError for one that is wrong.
     """
     before, between, after = form.spelled
     spell = partial(_literal, tokenizer=tokenizer)
     opening, closing = spell(form.begin + before), spell(after + form.end)
     inner = INDEX.join(map(spell, between.split(INDEX_OF_CALL)))
     rules = []
-    for number, tool in enumerate(tools):
-        name = tool.function.name
+    for number, (name, parameters) in enumerate(tools.items()):
+        schema = NO_PARAMETERS if parameters is None else parameters
         if form.tags is not None:
-            schema = NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
             rules += tagged_rules(f"call_{number}", form, name, schema, spell)
             continue
-        if form.head is None:  # the call is JSON
-            name = json.dumps(name, ensure_ascii=False)[1:-1]
-        parts = opening, json.dumps(name), inner, f"arguments_{number}", closing
+        spelled = json.dumps(name, ensure_ascii=False)[1:-1] if form.head is None else name
+        parts = opening, json.dumps(spelled), inner, f"arguments_{number}", closing
         rules.append(f"call_{number}: {' '.join(parts)}")
-        rules.append(_arguments(tool, f"arguments_{number}"))
+        rules.append(_arguments(name, schema, f"arguments_{number}"))
     first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     start = f"start: {first} call{'' if single else '+'} {last}"
     return "\n".join([start, f"call: {call}", *rules])
 
 
-def _arguments(tool: Tool, rule: str) -> str:
-    """Write the rules for a tool's arguments, a JSON object; raises ApiError."""
-    schema = tool.function.parameters
+def _arguments(name: str, schema: Mapping[str, Any], rule: str) -> str:
+    """Write the rules for a function's arguments, a JSON object; raise RequestError."""
     try:
-        arguments = NO_PARAMETERS if schema is None else object_schema(schema)
-        return json_rules(prepare_schema(json.dumps(arguments)), rule)
+        return json_rules(prepare_schema(json.dumps(object_schema(schema))), rule)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise ApiError(400, f"tools: {tool.function.name:.60}: {error}", "tools") from None
+        raise RequestError(f"tools: {name:.60}: {error}") from None
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:

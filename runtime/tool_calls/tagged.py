@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtpbuild.runtime.server.tools.forms import Call, CallPart, Form, Tags, call_parts
-from mtpbuild.runtime.server.tools.values import convert_argument, find_schema
+from mtpbuild.runtime.tool_calls.forms import Call, CallPart, Form, Tags, call_parts
+from mtpbuild.runtime.tool_calls.values import convert_argument, find_schema
 
 LONGEST_NAME = 256  # characters
 SPACE = re.compile(r"\s*")

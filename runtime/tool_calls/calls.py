@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.server.tools.forms import Call, Form
-from mtpbuild.runtime.server.tools.json_calls import JsonCall
-from mtpbuild.runtime.server.tools.tagged import TaggedCall
 from mtpbuild.runtime.text.detokenizer import marker_prefix_length
 from mtpbuild.runtime.text.reasoning import AnswerPiece
+from mtpbuild.runtime.tool_calls.forms import Call, Form
+from mtpbuild.runtime.tool_calls.json_calls import JsonCall
+from mtpbuild.runtime.tool_calls.tagged import TaggedCall
 
 MAX_TRUNCATED = 8  # unfinished calls at the answer's end before the rest becomes plain text
 

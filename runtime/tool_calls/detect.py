@@ -5,10 +5,10 @@ from functools import lru_cache
 from typing import Any
 
 from mtpbuild.runtime.errors import MtpbuildError
-from mtpbuild.runtime.server.tools.calls import ToolCalls
-from mtpbuild.runtime.server.tools.forms import FORMS, INDEX_OF_CALL, Form
-from mtpbuild.runtime.server.tools.values import as_text
 from mtpbuild.runtime.text.chat_template import ChatTemplates
+from mtpbuild.runtime.tool_calls.calls import ToolCalls
+from mtpbuild.runtime.tool_calls.forms import FORMS, INDEX_OF_CALL, Form
+from mtpbuild.runtime.tool_calls.values import as_text
 
 ASKED = "what-is-asked-5d1c"
 NAME = "probe_5d1c"

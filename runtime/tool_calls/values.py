@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtpbuild.runtime.constraints.json_schema import resolve_reference
-from mtpbuild.runtime.server.tools.json_reader import parse_strictly, repair_json
+from mtpbuild.runtime.tool_calls.json_reader import parse_strictly, repair_json
 
 NAMES = {"string", "number", "boolean", "null", "object", "array"}
 ANY = frozenset(NAMES)

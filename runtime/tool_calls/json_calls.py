@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mtpbuild.runtime.server.tools.forms import Call, CallPart, Form, call_parts
-from mtpbuild.runtime.server.tools.json_reader import JsonReader, parse_strictly, repair_json
+from mtpbuild.runtime.tool_calls.forms import Call, CallPart, Form, call_parts
+from mtpbuild.runtime.tool_calls.json_reader import JsonReader, parse_strictly, repair_json
 
 LEAD = re.compile(r"\s*(?:```(?:json)?\s*)?")
 FENCES = ("```json", "```")

@@ -1,0 +1,143 @@
+"""Prometheus' text of engines' counts, under vLLM's names, so that dashboards for vLLM work."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from mtpbuild.runtime.contract.manifest import BuildInfo
+from mtpbuild.runtime.requests.stats import EngineStats
+from mtpbuild.runtime.requests.totals import HISTOGRAMS, RequestTotals
+
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
+LABELS = ("model_name", "engine")
+CACHED = "Tokens of prompts whose cache rows were there already."
+GAUGES = {  # name: field of EngineStats, and help
+    "num_requests_running": ("requests_running", "Requests in slots."),
+    "num_requests_waiting": ("requests_waiting", "Requests that wait for a slot."),
+    "kv_cache_usage_perc": ("cache_usage", "Share of all cache rows that are in use."),
+    "prefix_pool_bytes": ("prefix_bytes", "Memory of rows of earlier prompts."),
+    "prefix_pool_limit_bytes": ("prefix_limit", "Memory that these may have."),
+}
+DRAFTS = "speculative_decoding.num"
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "generation_tokens": ("output_tokens", "Tokens that requests got."),
+    "prompt_tokens_cached": ("prefix_hits", CACHED),
+    "prefix_cache_queries": ("prefix_queries", "Tokens of prompts that were looked up."),
+    "prefix_cache_hits": ("prefix_hits", CACHED),
+    "spec_decode_num_drafts": ("num_drafts", "Times that a request's drafts were judged."),
+    "spec_decode_num_draft_tokens": (f"{DRAFTS}_draft_tokens", "Tokens drafted."),
+    "spec_decode_num_accepted_tokens": (f"{DRAFTS}_accepted_draft_tokens", "Drafts accepted."),
+}
+
+
+class MeteredModel(NamedTuple):
+    """A model's name to clients, its engine's counts, and those of its requests."""
+
+    name: str
+    build: BuildInfo
+    stats: EngineStats
+    totals: RequestTotals
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.name, "0"]
+
+
+def metrics_text(models: Sequence[MeteredModel]) -> str:
+    """Return Prometheus' text format, of type `CONTENT_TYPE_LATEST`, for one or more models."""
+    prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = prometheus.CollectorRegistry()
+    registry.register(ModelsCollector(models))
+    prometheus.ProcessCollector(registry=registry)
+    return prometheus.generate_latest(registry).decode()
+
+
+class ModelsCollector(Collector):
+    """A collector of several models' counts, each with its name as a label."""
+
+    def __init__(self, models: Sequence[MeteredModel]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Any]:
+        for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (field, about) in counts.items():
+                read = attrgetter(field)
+                each = [(model.labels, read(model.stats)) for model in self._models]
+                yield _filled(kind(f"vllm:{name}", about, labels=LABELS), each)
+        about = "Always 0: a request keeps its slot."
+        zeros = [(model.labels, 0) for model in self._models]
+        yield _filled(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
+        for name, (about, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"vllm:{name}", about, labels=LABELS)
+            for model in self._models:
+                found = model.totals.histograms[name]
+                _add_buckets(family, model, found.bounds, found.cumulative, found.sum)
+            yield family
+        yield self._steps()
+        yield self._positions()
+        yield self._ended()
+        yield self._caches()
+
+    def _steps(self) -> HistogramMetricFamily:
+        about = "Tokens that a step filled in and emitted."
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
+        for model in self._models:
+            steps = model.stats.step_tokens
+            counts = [
+                sum(count for tokens, count in steps.items() if tokens <= most)
+                for most in (*STEPS, inf)
+            ]
+            _add_buckets(family, model, STEPS, counts, sum(t * n for t, n in steps.items()))
+        return family
+
+    def _positions(self) -> CounterMetricFamily:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        labels = (*LABELS, "position")
+        family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
+        for model in self._models:
+            histogram = model.stats.speculative_decoding.acceptance_histogram
+            for position in range(len(histogram) - 1):
+                accepted = sum(histogram[position + 1 :])
+                family.add_metric([*model.labels, str(position)], accepted)
+        return family
+
+    def _ended(self) -> CounterMetricFamily:
+        about, labels = "Requests that ended, by finish reason.", (*LABELS, "finished_reason")
+        family = CounterMetricFamily("vllm:request_success", about, labels=labels)
+        for model in self._models:
+            for reason, count in sorted(model.totals.ended.items()):
+                family.add_metric([*model.labels, reason], count)
+        return family
+
+    def _caches(self) -> GaugeMetricFamily:
+        about = "The caches: a slot is what vLLM calls a block, with so many tokens."
+        labels = (*LABELS, "block_size", "num_gpu_blocks")
+        family = GaugeMetricFamily("vllm:cache_config_info", about, labels=labels)
+        for model in self._models:
+            sizes = str(model.build.max_seq_len), str(model.build.slots)
+            family.add_metric([*model.labels, *sizes], 1)
+        return family
+
+
+def _filled(family: Any, values: Iterable[tuple[list[str], float]]) -> Any:
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
+
+
+def _add_buckets(
+    family: HistogramMetricFamily,
+    model: MeteredModel,
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total: float,
+) -> None:
+    """Add a model's histogram; counts: of values up to each bound, and of all."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    family.add_metric(model.labels, [*zip(names, counts, strict=True)], total)

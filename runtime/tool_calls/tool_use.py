@@ -1,0 +1,114 @@
+"""What a chat's options say about tools: which may be called, which must be, in which form."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
+from mtpbuild.runtime.text.chat_template import ChatOptions
+from mtpbuild.runtime.text.tokenizer import Tokenizer
+from mtpbuild.runtime.tool_calls.calls import ToolCalls
+from mtpbuild.runtime.tool_calls.detect import detect_form
+from mtpbuild.runtime.tool_calls.forms import FORMS, Form
+from mtpbuild.runtime.tool_calls.grammar import write_calls_grammar
+
+
+class AnswerOptions(ChatOptions, total=False):
+    """The options of a conversation, and those of its answer's calls of tools."""
+
+    tool_choice: str | Mapping[str, Any] | None  # "auto", "none", "required" or one function
+    parallel_tool_calls: bool | None  # False: one call at most
+    tool_call_parser: str | None  # the form of calls; None: as the chat template; "none": no calls
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that an answer may call, and the form of the calls.
+
+    tools: function -> JSON schema of its arguments, or None. forced: the grammar of an answer that
+    must be calls.
+    """
+
+    form: Form
+    tools: Mapping[str, Any]
+    single: bool
+    forced: StructuredOutputs | None
+
+    def make_parser(self) -> ToolCalls:
+        """Return a parser of one answer."""
+        return ToolCalls(self.form, self.tools, single=self.single)
+
+
+def read_tool_use(
+    tokenizer: Tokenizer | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool | None = None,
+    tool_call_parser: str | None = None,
+) -> ToolUse | None:
+    """Return how an answer may use tools; None if it may not. Raises RequestError."""
+    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+        raise RequestError("tools is a list of JSON objects")
+    known = dict(_read_tool(number, tool) for number, tool in enumerate(tools or ()))
+    wanted = _wanted(tool_choice, known, given=tools is not None)
+    if not known or tool_choice == "none":
+        return None
+    if tool_call_parser == "none":
+        if wanted is not None:
+            raise RequestError("tool_choice: calls are not parsed (tool_call_parser none)")
+        return None
+    form = _find_form(tokenizer, tool_call_parser)
+    named = wanted is not None and len(wanted) == 1 and tool_choice != "required"
+    single = parallel_tool_calls is False
+    forced = None
+    if wanted is not None and tokenizer is not None:
+        try:
+            grammar = write_calls_grammar(form, wanted, tokenizer, single=single or named)
+        except ValueError as error:
+            wrong = f"tool_choice: with arguments in tags a call can't be held to {error}"
+            raise RequestError(f'{wrong}: say "auto"') from None
+        forced = StructuredOutputs(grammar=grammar)
+    return ToolUse(form, known, single, forced)
+
+
+def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
+    """Return a tool's function and the schema of its arguments."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        shape = '{"type": "function", "function": {"name": ...}}'
+        raise RequestError(f"tools.{number} is not {shape}: {tool!r:.60}")
+    return function["name"], function.get("parameters")
+
+
+def _wanted(choice: Any, known: Mapping[str, Any], *, given: bool) -> Mapping[str, Any] | None:
+    """Return the tools of which one must be called; None if the model may choose."""
+    match choice:
+        case None | "none":
+            return None
+        case "auto":
+            if given and not known:
+                raise RequestError("tool_choice needs tools")
+            return None
+        case "required":
+            if not known:
+                raise RequestError("tool_choice needs tools")
+            return known
+        case {"type": "function", "function": {"name": str(name)}}:
+            if name not in known:
+                raise RequestError(f"tool_choice: no tool {name!r:.60}")
+            return {name: known[name]}
+    one = '"auto", "none", "required" or a function by its name'
+    raise RequestError(f"tool_choice must be {one}")
+
+
+def _find_form(tokenizer: Tokenizer | None, name: str | None) -> Form:
+    """Return the form of that name, or the one that the model's chat template writes."""
+    templates = tokenizer.chat_template if tokenizer else None
+    found = name or (detect_form(templates) if templates else None)
+    if found not in FORMS:
+        why = "this model's chat template writes no calls of tools, or in a form that is not known"
+        wrong = why if name is None else f"there is no tool_call_parser {name!r:.60}"
+        raise RequestError(f"tools: {wrong}; tool_call_parser names one of {', '.join(FORMS)}")
+    return FORMS[found]
