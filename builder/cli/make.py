@@ -10,7 +10,6 @@ import typer
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.cli.engine_commands import confirm
-from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.rules import find_rule, rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
@@ -32,6 +31,7 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.cli.engines import ENGINES, describe_engine, list_folders
+    from mtpbuild.runtime.contract.manifest import read_manifest
 
     try:
         named = name_model(model)

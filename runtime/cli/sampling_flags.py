@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
@@ -31,12 +31,14 @@ from mtpbuild.runtime.configuration.settings import (
 )
 from mtpbuild.runtime.configuration.tables import MTP
 from mtpbuild.runtime.contract.drafters import check_offered
-from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.rules import all_rules
 from mtpbuild.runtime.contract.settings import Setting
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, SamplingParams, to_params_fields
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
 
 Field = tuple[str, Any, Any]
 GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict: nothing is drawn"
@@ -149,7 +151,7 @@ def read_flags(
 
 
 def sampling_params(
-    flags: Any, settings: Configuration, engine: Manifest | None = None, **others: Any
+    flags: Any, settings: Configuration, engine: "Manifest | None" = None, **others: Any
 ) -> SamplingParams:
     """Join the settings of flags, configuration and `others` for requests of an engine.
 

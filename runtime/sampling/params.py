@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mtpbuild.runtime.checks import (
     NEXTN_LIMIT,
@@ -22,7 +22,6 @@ from mtpbuild.runtime.checks import (
     parse_list,
     parse_object,
 )
-from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.rules import all_rules, find_rule, names, why_missing
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
@@ -39,6 +38,9 @@ from mtpbuild.runtime.contract.settings import (
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.sampling.synthetic import check_synthetic
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
 
 MAX_STOPS = 64  # stop strings; the text of each token is searched for all of them
 MAX_STOP = 1024  # characters of a stop string
@@ -280,7 +282,7 @@ def http_settings() -> dict[str, Setting]:
     return {name: each for name, each in SETTINGS.items() if each.http} | rules
 
 
-def to_params_fields(given: Mapping[str, Any], engine: Manifest | None = None) -> dict[str, Any]:
+def to_params_fields(given: Mapping[str, Any], engine: "Manifest | None" = None) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
     Settings of None are dropped. Raises RequestError for a rule that the engine of the request has

@@ -91,7 +91,7 @@ def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM
 def logits(model: CausalLM) -> list[Tensor]:
     """Compute those of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
-    kind = model.norm.weight.dtype
+    kind = model.embed(tokens).dtype
     width = family_of(model.config).cache_widths(model.config, ALONE)[0]
     caches = [torch.zeros(1, 1, 9, width, dtype=kind) for _ in range(3)]
     rows = model.rope(start, 5)
