@@ -1,8 +1,9 @@
 # Everything happens in .venv: no activation, no set-up beyond python3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
+PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_14_0_arm64 win_amd64
 
-.PHONY: venv run check fix test test-full test-tensorrt bench-check dist clean
+.PHONY: venv run check fix test test-full test-tensorrt bench-check dist dist-all clean
 
 venv: .venv/.installed
 
@@ -43,12 +44,25 @@ test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB i
 bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on a quiet machine
 	$(BIN)/python benchmarks/check.py
 
-dist: venv  ## a wheel of this machine's kind and a source archive, in dist/
+dist: .venv-dist/.installed  ## a wheel of this machine's kind and a source archive, in dist/
 	rm -rf build dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	.venv-dist/bin/python -m build --sdist --wheel > /dev/null
 	rm -rf build *.egg-info
 	ls -l dist
 
+dist-all: .venv-dist/.installed  ## wheels for Linux, macOS and Windows, and a source archive
+	rm -rf build dist
+	.venv-dist/bin/python -m build --sdist > /dev/null
+	for platform in $(PLATFORMS); do \
+	    rm -rf build && .venv-dist/bin/python -m build --wheel \
+	        --config-setting=--build-option=--plat-name=$$platform > /dev/null || exit 1; done
+	rm -rf build *.egg-info
+	ls -l dist
+
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build
+	touch $@
+
 clean:
-	rm -rf .venv .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info
+	rm -rf .venv .venv-dist .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info
