@@ -46,22 +46,22 @@ bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on
 
 dist: .venv-dist/.installed  ## a wheel of this machine's kind and a source archive, in dist/
 	rm -rf build dist
-	.venv-dist/bin/python -m build --sdist --wheel > /dev/null
+	.venv-dist/bin/python -m build --no-isolation --sdist --wheel > /dev/null
 	rm -rf build *.egg-info
 	ls -l dist
 
 dist-all: .venv-dist/.installed  ## wheels for Linux, macOS and Windows, and a source archive
 	rm -rf build dist
-	.venv-dist/bin/python -m build --sdist > /dev/null
+	.venv-dist/bin/python -m build --no-isolation --sdist > /dev/null
 	for platform in $(PLATFORMS); do \
-	    rm -rf build && .venv-dist/bin/python -m build --wheel \
+	    rm -rf build && .venv-dist/bin/python -m build --no-isolation --wheel \
 	        --config-setting=--build-option=--plat-name=$$platform > /dev/null || exit 1; done
 	rm -rf build *.egg-info
 	ls -l dist
 
 .venv-dist/.installed:
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet build
+	.venv-dist/bin/python -m pip install --quiet build 'setuptools>=77' 'ziglang==0.17.*'
 	touch $@
 
 clean:

@@ -38,9 +38,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return examples/other/generate.c, compiled."""
     needs("cc", ORT / "include/onnxruntime_c_api.h")
     path, library = tmp_path_factory.mktemp("c") / "generate", ORT / "lib"
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ORT / "include", "-L", library]
-    link = ["-lonnxruntime", f"-Wl,-rpath,{library}", "-o", path]
-    subprocess.run(["cc", "-O1", EXAMPLES / "generate.c", *flags, *link], check=True)
+    flags: Command = ["-O1", "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ORT / "include"]
+    link: Command = ["-L", library, "-lonnxruntime", f"-Wl,-rpath,{library}", "-o", path]
+    subprocess.run(["cc", *flags, EXAMPLES / "generate.c", *link], check=True)
     return path
 
 

@@ -60,7 +60,9 @@ def test_what_the_build_requires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_platforms_of_wheels() -> None:
     """The Makefile lists them; a library has the name that the run time looks for."""
     backend = load_backend()
-    [listed] = re.findall(r"(?m)^PLATFORMS = (.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [listed] = re.findall(r"(?m)^PLATFORMS = (.*)", makefile)
+    assert backend.ZIGLANG in makefile
     assert listed.split() == [*backend.PLATFORMS]
     names = {name: backend.library_name(name).partition(".")[2] for name in backend.PLATFORMS}
     assert [*names.values()] == ["so", "so", "dylib", "dll"]
