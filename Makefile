@@ -1,8 +1,9 @@
 # Everything happens in .venv: no activation, no set-up beyond python3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
+PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_14_0_arm64 win_amd64
 
-.PHONY: venv run check fix test test-full test-tensorrt bench-check api-docs dist clean
+.PHONY: venv run check fix test test-full test-tensorrt bench-check api-docs dist dist-all clean
 
 venv: .venv/.installed
 
@@ -46,12 +47,25 @@ bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on
 api-docs: venv  ## the reference of the Python API, from its docstrings: build/api/mtpbuild/runtime.html
 	$(BIN)/python tools/api_reference.py build/api
 
-dist: venv  ## a wheel of this machine's kind and a source archive, in dist/
+dist: .venv-dist/.installed  ## a wheel of this machine's kind and a source archive, in dist/
 	rm -rf build dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	.venv-dist/bin/python -m build --no-isolation --sdist --wheel > /dev/null
 	rm -rf build *.egg-info
 	ls -l dist
 
+dist-all: .venv-dist/.installed  ## wheels for Linux, macOS and Windows, and a source archive
+	rm -rf build dist
+	.venv-dist/bin/python -m build --no-isolation --sdist > /dev/null
+	for platform in $(PLATFORMS); do \
+	    rm -rf build && .venv-dist/bin/python -m build --no-isolation --wheel \
+	        --config-setting=--build-option=--plat-name=$$platform > /dev/null || exit 1; done
+	rm -rf build *.egg-info
+	ls -l dist
+
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build 'setuptools>=77' 'ziglang==0.17.*'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info
+	rm -rf .venv .venv-dist .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info

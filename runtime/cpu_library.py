@@ -3,11 +3,15 @@
 The installation compiles it from plugins/cpu/source.
 """
 
+import logging
+import platform
+import sys
+from functools import cache
 from pathlib import Path
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
-FILE = "libmtpbuild_cpu.so"
+FILE = "libmtpbuild_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 # The layout of packed weights (docs/cpu-kernels.md), and the version of the operators, which grows
 # when an operator is added or its operands change. A manifest has the LAYOUT of its build.
 LAYOUT = "panels32.5"
@@ -15,6 +19,7 @@ ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with t
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of the library's operators
 REMEDY = "install mtpbuild again with pip"
+log = logging.getLogger(__name__)
 
 
 def find_library() -> Path | None:
@@ -26,8 +31,8 @@ def find_library() -> Path | None:
 def library_for(layout: str, engine: Path) -> Path:
     """Return the library for an engine whose weights are packed in this layout.
 
-    Raises EngineError for another layout than this version's, and MissingDependencyError if the
-    library is missing.
+    The first call says whether the library was never tried on this system. Raises EngineError for
+    another layout than this version's, and MissingDependencyError if the library is missing.
     """
     if layout != LAYOUT:
         raise EngineError(
@@ -38,4 +43,17 @@ def library_for(layout: str, engine: Path) -> Path:
         raise MissingDependencyError(
             f"{engine}: needs the library of CPU kernels, which is not built here: {REMEDY}"
         )
+    _say_where_untried()
     return path
+
+
+@cache
+def _say_where_untried() -> None:
+    system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
+    if system != "Linux":
+        tried = f"have never run on {system}"
+    elif platform.machine() == "aarch64":
+        tried = "have run on an emulated ARM processor alone"
+    else:
+        return
+    log.warning("mtpbuild's CPU kernels %s; `mtpbuild verify` checks an engine", tried)

@@ -121,6 +121,8 @@ def check(command: str) -> None:
                 assert not flag.startswith("--") or f'"{flag.partition("=")[0]}"' in code, flag
         case ["torchrun", "--nproc-per-node", _, *rest]:
             check(shlex.join(["python", *rest]))
+        case ["node", script, *_]:
+            assert (ROOT / script).is_file()
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case (
@@ -129,6 +131,7 @@ def check(command: str) -> None:
             | ["pip", "install", *_]
             | ["serve", "run", _]
             | ["curl" | "rsync" | "hf" | "lm_eval", *_]
+            | ["cc" | "npm" | "./generate", *_]
         ):
             pass
         case [script, *_] if script.startswith("tools/"):

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import re
 import runpy
 import shlex
@@ -492,7 +493,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "absent from the `packages` configuration" not in done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = tmp_path.glob("*-py3-none-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     recipes = ROOT / "recipes"
@@ -511,6 +512,61 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compiled = ["setup.py", "tools/compile_kernels.py"]
     compiled += [str(p.relative_to(ROOT)) for p in ROOT.glob("plugins/cpu/source/*.[ch]*")]
     assert files >= set(compiled)
+
+
+def wheel_for(platform: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build a wheel for a platform, with a stand-in for zig that tells its arguments."""
+    (zig := folder / "zig" / "ziglang").mkdir(parents=True)
+    code = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').write(' '.join(sys.argv))"
+    (zig / "__main__.py").write_text(code, encoding="utf-8")
+    (copy := folder / "source").mkdir()  # setuptools writes build/ and *.egg-info there
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "tools", "mtpbuild", *PARTS):
+        (copy / name).symlink_to(ROOT / name)
+    code = "import sys; sys.path.insert(0, 'tools'); import compile_kernels as backend; "
+    code += f"how = {{'--build-option': ['--plat-name={platform}']}}; "
+    code += "print(backend.get_requires_for_build_wheel(how)); backend.build_wheel('..', how)"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(zig.parent), "CXX": "not-this-one"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("platform", "library", "target"),
+    [
+        ("manylinux_2_28_x86_64", "libmtpbuild_cpu.so", "x86_64-linux-gnu.2.28"),
+        ("manylinux_2_28_aarch64", "libmtpbuild_cpu.so", "aarch64-linux-gnu.2.28"),
+        ("macosx_14_0_arm64", "libmtpbuild_cpu.dylib", "aarch64-macos.14.0"),
+        ("win_amd64", "libmtpbuild_cpu.dll", "x86_64-windows-gnu"),
+    ],
+)
+def test_a_wheel_for_another_platform(
+    platform: str, library: str, target: str, tmp_path: Path
+) -> None:
+    """It is compiled by zig for that platform, for any Python 3, as `make dist-all` asks."""
+    done = wheel_for(platform, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'ziglang==" in done.stdout
+    (wheel,) = tmp_path.glob(f"mtpbuild-*-py3-none-{platform}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert [n for n in archive.namelist() if "mtpbuild_cpu." in n] == [
+            f"mtpbuild/runtime/{library}"
+        ]
+        told = archive.read(f"mtpbuild/runtime/{library}").decode()
+    assert f" -target {target} " in told
+    assert ("neon.cpp.o" in told) is target.startswith("aarch64")
+
+
+@pytest.mark.full
+def test_a_wheel_for_a_platform_that_nobody_knows(tmp_path: Path) -> None:
+    done = wheel_for("win_arm64", tmp_path)
+    assert done.returncode == 1
+    assert "--plat-name win_arm64 is none of manylinux_2_28_x86_64, " in done.stderr
 
 
 @pytest.mark.full

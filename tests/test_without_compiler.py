@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def test_what_the_build_requires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CXX", "ccache my-c++")
     assert backend.find_compiler() == ["ccache", "my-c++"]
     assert [each() for each in asked] == [[], []]
+    elsewhere = {"--build-option": "--plat-name=win_amd64"}
+    assert backend.get_requires_for_build_wheel(elsewhere) == [backend.ZIGLANG]
+
+
+def test_the_platforms_of_wheels() -> None:
+    """The Makefile lists them; a library has the name that the run time looks for."""
+    backend = load_backend()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [listed] = re.findall(r"(?m)^PLATFORMS = (.*)", makefile)
+    assert backend.ZIGLANG in makefile
+    assert listed.split() == [*backend.PLATFORMS]
+    names = {name: backend.library_name(name).partition(".")[2] for name in backend.PLATFORMS}
+    assert [*names.values()] == ["so", "so", "dylib", "dll"]
+    machines = [backend.compiler_for(name)[1] for name in backend.PLATFORMS]
+    assert all(machine in backend.FLAGS for machine in machines)
+    assert backend.library_name(sysconfig.get_platform()) == cpu_library.FILE
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ from setuptools.build_meta import (  # noqa: F401  (hooks that stay as they are)
 SOURCE = Path(__file__).parents[1] / "plugins/cpu/source"
 ZIGLANG = "ziglang==0.17.*"
 ZIG = (sys.executable, "-m", "ziglang", "c++")
+# Platforms of the wheels that `make dist-all` compiles on one machine, and zig's names for them.
+PLATFORMS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_14_0_arm64": "aarch64-macos.14.0",
+    "win_amd64": "x86_64-windows-gnu",
+}
+SUFFIXES = {"macosx": ".dylib", "win": ".dll"}
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 # With AVX-512, GCC warns about one of its own headers (GCC bug 105593).
 QUIET = ["-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -51,6 +59,17 @@ def find_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     return list(ZIG) if find_spec("ziglang") else []
+
+
+def compiler_for(platform: str) -> tuple[list[str], str]:
+    """Return the command that compiles for one of PLATFORMS, and the kind of its processors."""
+    target = PLATFORMS[platform]
+    return [*ZIG, "-target", target], target.partition("-")[0]
+
+
+def library_name(platform: str) -> str:
+    """Return the name that runtime/cpu_library.py looks for on this platform."""
+    return "libmtpbuild_cpu" + SUFFIXES.get(platform.replace("-", "_").partition("_")[0], ".so")
 
 
 def list_files(source: Path, machine: str) -> dict[str, list[str]]:
@@ -81,13 +100,11 @@ def compile_library(
     subprocess.run([*common, "-shared", *flags, *objects, "-o", str(library)], check=True)
 
 
-def _and_compiler(requirements: list[str]) -> list[str]:
-    return requirements if find_compiler() else [*requirements, ZIGLANG]
-
-
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    return _and_compiler(build_meta.get_requires_for_build_wheel(config_settings))
+    elsewhere = "--plat-name" in str(config_settings)
+    needed = [ZIGLANG] if elsewhere or not find_compiler() else []
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *needed]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    return _and_compiler(build_meta.get_requires_for_build_editable(config_settings))
+    return get_requires_for_build_wheel()

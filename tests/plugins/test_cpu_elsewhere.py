@@ -22,7 +22,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from tests.support.cpu_fuzz import damaged
 from tests.support.cpu_host import RECORD, Case, differences, recorded, replay
-from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled
+from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled, load_backend
 from tests.support.cpu_nodes import calls
 from tests.support.exact_engines import save
 from tests.support.isas import isas
@@ -77,10 +77,16 @@ def needs(*tools: str) -> None:
             )
 
 
-@pytest.fixture(scope="module")
-def arm(place: Path) -> Machine:
+@pytest.fixture(scope="module", params=["g++", "the wheel's compiler"])
+def arm(request: pytest.FixtureRequest, place: Path) -> Machine:
     needs(ARM, "qemu-aarch64-static")
-    library = compiled(SOURCE, place / "arm.so", compiler=[ARM], machine="aarch64")
+    compiler = [ARM]
+    if request.param != "g++":
+        pytest.importorskip("ziglang", reason="ziglang is not installed: pip install ziglang")
+        compiler, _ = load_backend().compiler_for("manylinux_2_28_aarch64")
+    (folder := place / request.param).mkdir()
+    library = folder / "arm.so"
+    load_backend().compile_library(library, compiler, machine="aarch64")
     return Machine(
         ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"], host(place, ARM), library
     )
@@ -124,6 +130,26 @@ def test_the_other_compiler(own: Command, zig_library: Path, cases: list[Case]) 
     for isa in isas():
         found = replay([own[0], str(zig_library)], cases, isa)
         assert not differences(cases, found, replay(own, cases, isa))
+
+
+@pytest.mark.parametrize(
+    ("platform", "begins"),
+    [
+        ("manylinux_2_28_x86_64", b"\x7fELF"),
+        ("macosx_14_0_arm64", b"\xcf\xfa\xed\xfe"),
+        ("win_amd64", b"MZ"),
+    ],
+)
+def test_other_systems(platform: str, begins: bytes, tmp_path: Path) -> None:
+    """The library for a wheel of each is compiled, and onnxruntime finds its beginning."""
+    pytest.importorskip("ziglang", reason="ziglang is not installed: pip install ziglang")
+    backend = load_backend()
+    compiler, machine = backend.compiler_for(platform)
+    library = tmp_path / backend.library_name(platform)
+    backend.compile_library(library, compiler, machine=machine, flags=("-Werror",))
+    found = library.read_bytes()
+    assert found.startswith(begins)
+    assert b"RegisterCustomOps\0" in found
 
 
 @pytest.mark.parametrize("isa", ["plain", "neon"])

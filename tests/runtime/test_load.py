@@ -1,6 +1,7 @@
 """Engine directories that can't be run: always a typed error, whatever the damage."""
 
 import json
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
+from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, read_manifest
 from mtpbuild.runtime.errors import (
     ContextLengthError,
@@ -68,6 +69,33 @@ def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("INFO", "mtpbuild"):
         Engine.load(engine_dir).close()
     assert caplog.messages[0] == f"loaded {engine_dir}: onnxruntime, nextn 3"
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "said"),
+    [
+        ("Linux", "x86_64", ""),
+        ("Linux", "aarch64", "kernels have run on an emulated ARM processor alone; `mtpbuild ver"),
+        ("Darwin", "arm64", "kernels have never run on macOS; `mtpbuild verify` checks an engine"),
+        ("Windows", "AMD64", "kernels have never run on Windows; "),
+    ],
+)
+def test_where_kernels_were_not_tried(
+    system: str,
+    machine: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first engine that is loaded there says so, once."""
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    cpu_library._say_where_untried.cache_clear()
+    for _ in range(2):
+        assert cpu_library.library_for(cpu_library.LAYOUT, Path("engine")).is_file()
+    cpu_library._say_where_untried.cache_clear()
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
