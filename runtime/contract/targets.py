@@ -65,6 +65,7 @@ class TargetRecord:
 @dataclass(frozen=True)
 class OnnxLoadOptions:
     provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda.")
+    huge_pages: bool = flag(False, "Copy the weights into memory of huge pages, on Linux.")
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.programs.mapped_weights import allocate
 from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, result_specs
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
 LARGE = 1 << 24  # bytes from which a cache returns unused memory to the system
 FILLING = (PREFILL, SCORE)  # programs that run on a chunk of a prompt
-HUGE_PAGES = 1 << 22  # bytes from which a cache asks for huge pages, as NumPy does
 
 
 class HostMemory:
@@ -107,11 +107,7 @@ class Pages:
     def __init__(self, shape: tuple[int, int], dtype: str) -> None:
         kind = np.dtype(host_type(dtype))
         self._row = shape[1] * kind.itemsize
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, shape[0] * self._row, flags=private)
-        if len(self._memory) >= HUGE_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = allocate(shape[0] * self._row)
         self.array = np.frombuffer(self._memory, kind).reshape(shape)
 
     def give_back(self, start: int, end: int) -> None:

@@ -1,5 +1,7 @@
-"""Memory-mapped weights of an engine: only used pages are read, and nothing is copied."""
+"""Weights of an engine in memory: mapped from their file, or copied to huge pages."""
 
+import contextlib
+import mmap
 import os
 from pathlib import Path
 from threading import Thread
@@ -14,21 +16,43 @@ from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.files import check_regular
 from mtpbuild.runtime.safetensors_header import read_header, view_tensors
 
+HUGE_PAGES = 1 << 22  # bytes from which memory asks for huge pages, as NumPy does
 
-def mapped(path: Path) -> dict[str, NDArray[Any]]:
+
+def mapped(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]:
     """Map the tensors of a safetensors file; bfloat16 is returned as its bits, in uint16.
 
-    Raises EngineFileError if the file does not fit its header.
+    Only used pages are read. huge_pages: copy the whole file instead. Raises EngineFileError if the
+    file does not fit its header.
     """
     try:
         check_regular(path)
         with safe_open(path, "np"):
             pass  # opening checks that the tensors fill the file, without gaps
         header, _, start = read_header(path)
-        return view_tensors(header, np.memmap(path, mode="r")[start:])
+        data = _copied(path) if huge_pages else np.memmap(path, mode="r")
+        return view_tensors(header, data[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raise EngineFileError(f"{path}: not readable ({why}); {COPY_AGAIN}") from None
+
+
+def _copied(path: Path) -> NDArray[np.uint8]:
+    memory = allocate(path.stat().st_size)
+    with path.open("rb", buffering=0) as file, memoryview(memory) as left:
+        while left and (count := file.readinto(left)):
+            left = left[count:]
+    return np.frombuffer(memory, np.uint8)
+
+
+def allocate(size: int) -> mmap.mmap:
+    """Return private memory of zeros, which asks for huge pages if it is large."""
+    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    memory = mmap.mmap(-1, size, **private)
+    if size >= HUGE_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def fetch_ahead(path: Path) -> None:

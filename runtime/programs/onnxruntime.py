@@ -92,6 +92,7 @@ class OnnxPrograms(HostSlots):
         caches: PackedCaches,
         threads: int | None,
         provider: str = "cpu",
+        huge_pages: bool = False,
     ) -> None:
         super().__init__(manifest, caches, copies=2)
         self._folder, self._provider = folder, provider
@@ -99,7 +100,7 @@ class OnnxPrograms(HostSlots):
         layout = manifest.build.cpu_layout
         self._library = None if layout is None else library_for(layout, folder)
         # All sessions share one mapping; onnxruntime itself would map the file for each session.
-        self._weights = {} if layout is None else _weights(folder / WEIGHTS)
+        self._weights = {} if layout is None else _weights(folder / WEIGHTS, huge_pages)
         names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
         with ThreadPoolExecutor() as pool:  # onnxruntime uses one core to prepare a graph
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
@@ -205,17 +206,24 @@ class OnnxPrograms(HostSlots):
         return session
 
 
-def _weights(path: Path) -> dict[str, Any]:
-    """Map an engine's weights; return them by their names in the graphs."""
+def _weights(path: Path, huge_pages: bool) -> dict[str, Any]:
+    """Map or copy an engine's weights; return them by their names in the graphs."""
     fetch_ahead(path)
-    arrays = mapped(path).items()
+    arrays = mapped(path, huge_pages).items()
     return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
 
 
 def load(
-    folder: Path, manifest: Manifest, threads: int | None, provider: str | None = None
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    provider: str | None = None,
+    huge_pages: bool = False,
 ) -> OnnxPrograms:
-    """Load the programs of a checked engine; provider: a key of PROVIDERS, by default cpu."""
+    """Load the programs of a checked engine; provider: a key of PROVIDERS, by default cpu.
+
+    huge_pages: copy the weights into memory that asks for huge pages.
+    """
     provider = provider or "cpu"
     if provider not in PROVIDERS:
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")
@@ -234,5 +242,7 @@ def load(
             f"{folder}: its {build.weights} products are by operators of onnxruntime, which this "
             "mtpbuild does not use: build it again"
         )
+    if huge_pages and build.cpu_layout is None:
+        raise UsageError(f"{folder}: huge_pages is for engines on our CPU kernels: it is portable")
     caches = PackedCaches(state) if on_host else DeviceCaches(state, provider)
-    return OnnxPrograms(folder, manifest, caches, threads, provider)
+    return OnnxPrograms(folder, manifest, caches, threads, provider, huge_pages)

@@ -73,8 +73,8 @@ FLAGS = {
     "run": None,
     "serve": None,
     "study": "--json --out",
-    "verify": "--against --engine --exact --json --model --no-cuda-graphs --output-len --prompts "
-    "--provider --seeds --threads",
+    "verify": "--against --engine --exact --huge-pages --json --model --no-cuda-graphs "
+    "--output-len --prompts --provider --seeds --threads",
 }
 
 
