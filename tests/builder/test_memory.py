@@ -116,4 +116,4 @@ def test_quantising_on_the_way(tmp_path: Path) -> None:
     checkpoint = holes(tmp_path / "model", SHAPE | {"vocab_size": 8 * SHAPE["vocab_size"]})
     taken, written = peak(checkpoint, tmp_path, 1, 0, "int4", "int8")
     assert written > 7 * LARGEST
-    assert 0 < taken < 6 * LARGEST
+    assert 0 < taken < 5.5 * LARGEST
