@@ -51,6 +51,7 @@ export async function answer(call, conversation, settings, signal, changed) {
       take(turn, event, performance.now() / 1000);
       changed();
     }
+    if (!textOf(turn).trim()) turn.note ||= "the answer is empty";
   } catch (error) {
     if (signal.aborted) turn.note = "stopped";
     else turn.error = error instanceof TypeError ? `no answer from the server (${error.message})` : error.message;

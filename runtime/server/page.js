@@ -96,11 +96,11 @@ function viewAnswer(turn) {
     if (drawing || text === drawn) return;
     drawing = true;
     const spans = turn.spans.filter((span) => span[2] === "content");
-    const response = await call("markdown", { text }).catch(() => null);
-    const html = response?.ok ? (await response.json()).html : null;
+    const told = call("markdown", { text }).then((response) => (response.ok ? response.json() : {}));
+    const { html } = await told.catch(() => ({}));
     keepingPlace(() => {
-      content.classList.toggle("plain", html === null);
-      if (html === null) content.textContent = text.trim();
+      content.classList.toggle("plain", html === undefined);
+      if (html === undefined) content.textContent = text.trim();
       else content.innerHTML = html; // the server escapes all of the text's own HTML
       shade(content, spans);
       addCopyButtons(content);
@@ -216,7 +216,7 @@ function open(conversation) {
   stop();
   current = conversation;
   sessionStorage.setItem("chat", current.id);
-  edit(null);
+  if (editing !== null) edit(null);
   draw();
   document.body.classList.remove("menu");
 }
@@ -293,7 +293,10 @@ $("system").addEventListener("input", () => {
 $("shade").addEventListener("change", () => document.body.classList.toggle("plain-text", !$("shade").checked));
 $("model").addEventListener("change", update);
 $("cancel").addEventListener("click", () => edit(null));
-$("new").addEventListener("click", () => open(newConversation()));
+$("new").addEventListener("click", () => {
+  open(newConversation());
+  $("text").focus();
+});
 $("menu").addEventListener("click", () => {
   $("menu").setAttribute("aria-expanded", document.body.classList.toggle("menu"));
 });

@@ -145,16 +145,25 @@ def test_a_new_chat_gets_nothing_of_the_answer_that_runs(play: Any) -> None:
         await idle();
         const second = turns();
         await click("hi");
-        return {empty, stored, note: kept.turns[0].note, second, first: turns(), sent};
+        const first = turns(), {server_load} = await (await fetch("load")).json();
+        $("new").click();
+        begin("left");
+        await until(() => turns()[0]?.html?.includes("long"));
+        await open();
+        const note = kept.turns[0].note;
+        return {empty, stored, note, second, first, sent, server_load, left: turns()};
     """
     with served(**saying("a long answer "), step_s=0.01) as (server, _):
         told = play(server, scenario)
     assert told["empty"] == []
-    assert told["stored"].startswith("a long answer")
+    assert told["stored"].startswith("a long")
     assert told["note"] == "stopped"
     (second,) = told["second"]
     assert (second["question"], second["note"]) == ("ho", "stopped")
-    assert [len(each["messages"]) for each in told["sent"]] == [1, 1]
+    assert [len(each["messages"]) for each in told["sent"]] == [1, 1, 1]
+    assert told["server_load"] == 0
+    (left,) = told["left"]
+    assert "a long" in left["html"]
     (first,) = told["first"]
     assert first["html"] == render_markdown(told["stored"])
 
@@ -249,6 +258,14 @@ def test_what_goes_wrong_is_shown_in_the_answers_place(play: Any) -> None:
     assert "error" not in after
     assert after["html"] == "<p>so</p>\n"
     assert told["notice"].startswith("The browser's storage is full")
+
+
+@needs_node
+def test_an_empty_answer_is_said_and_not_sent(play: Any) -> None:
+    with served(**ending("")) as (server, _):
+        told = play(server, 'await say("hi"); await say("ho"); return {turns: turns(), sent};')
+    assert [turn["note"] for turn in told["turns"]] == ["the answer is empty"] * 2
+    assert [len(each["messages"]) for each in told["sent"]] == [1, 1]
 
 
 @needs_node

@@ -193,4 +193,4 @@ const user = {
 await user.open();
 const AsyncFunction = (async () => {}).constructor;
 const result = await new AsyncFunction(...Object.keys(user), scenario)(...Object.values(user));
-console.log(JSON.stringify(result));
+process.stdout.write(JSON.stringify(result), () => process.exit());
