@@ -62,6 +62,7 @@ ONLY_HERE = {
     **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("architectures", "container", "mapped")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.builder.eval.study": {"numpy"},
+    "mtpbuild.runtime.engine.metrics": {"prometheus_client"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
     "mtpbuild.runtime.cli.chat_terminal": {"prompt_toolkit", "rich"},
     "mtpbuild.builder.compiler.hub": {"filelock", "httpx2", "huggingface_hub"},
