@@ -146,7 +146,7 @@ def test_other_systems(platform: str, begins: bytes, tmp_path: Path) -> None:
     backend = load_backend()
     compiler, machine = backend.compiler_for(platform)
     library = tmp_path / backend.library_name(platform)
-    backend.compile_library(library, compiler, machine=machine, flags=("-Werror",))
+    backend.compile_library(library, compiler, machine=machine)
     found = library.read_bytes()
     assert found.startswith(begins)
     assert b"RegisterCustomOps\0" in found
