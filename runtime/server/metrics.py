@@ -48,12 +48,14 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: help and buckets
 class Metrics:
     """Counters and histograms of requests; the engine's own counts are read on demand."""
 
-    def __init__(self, model: str, build: BuildInfo, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, model: str, build: BuildInfo, stats: Callable[[], EngineStats | None]
+    ) -> None:
+        """stats: returns the engine's own counts; None while it is not loaded."""
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = prometheus.CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._registry.register(EngineCollector(stats, [model, "0"]))
-        prometheus.ProcessCollector(registry=self._registry)
         sizes = [float(factor * 10**power) for power in range(9) for factor in (1, 2, 5)]
         sizes = [size for size in sizes if size <= build.max_seq_len]
         own: dict[str, Any] = {"labelnames": LABELS, "registry": self._registry}
@@ -73,9 +75,9 @@ class Metrics:
         prometheus.Gauge(
             "vllm:cache_config_info",
             "The caches: a slot is what vLLM calls a block, with so many tokens.",
-            ("engine", *capacity),
+            (*LABELS, *capacity),
             registry=self._registry,
-        ).labels(engine="0", **capacity).set(1)
+        ).labels(**self._labels, **capacity).set(1)
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to one of HISTOGRAMS."""
@@ -99,19 +101,42 @@ class Metrics:
     def count_finished(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
-    def text(self) -> bytes:
-        """Return Prometheus's text format, of type `CONTENT_TYPE_LATEST`."""
-        return prometheus.generate_latest(self._registry)
+    def text(self, *others: "Metrics") -> bytes:
+        """Return Prometheus's text format, of type `CONTENT_TYPE_LATEST`.
+
+        others: of other models, with other labels.
+        """
+        registry = prometheus.CollectorRegistry()
+        registry.register(MergedCollector([each._registry for each in (self, *others)]))
+        prometheus.ProcessCollector(registry=registry)
+        return prometheus.generate_latest(registry)
+
+
+class MergedCollector(Collector):
+    """A collector that joins what several registries have under one name, as Prometheus demands."""
+
+    def __init__(self, registries: Sequence[prometheus.CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Any]:
+        merged: dict[str, Any] = {}
+        for family in (family for registry in self._registries for family in registry.collect()):
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+        yield from merged.values()
 
 
 class EngineCollector(Collector):
-    """A collector that reads the engine's own counts."""
+    """A collector that reads the engine's own counts, if it is loaded."""
 
-    def __init__(self, stats: Callable[[], EngineStats], labels: list[str]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats | None], labels: list[str]) -> None:
         self._stats, self._labels = stats, labels
 
     def collect(self) -> Iterator[Any]:
-        s = self._stats()
+        if (s := self._stats()) is None:
+            return
         drafts = s.speculative_decoding
         cached = "Tokens of prompts whose cache rows were there already."
         gauges = {
