@@ -60,7 +60,7 @@ def test_an_effort_reaches_templates_that_ask_for_it(template: str, more: str) -
     response = {"input": "hi", "reasoning": {"effort": "low"}, "max_output_tokens": 3}
     with served(**saying("x", template)) as (server, _), server.client() as client:
         plain = client.post("/tokenize", json={"messages": [said]}).json()["count"]
-        count = plain + len(server.service.admit(0).encode(more, add_special_tokens=False))
+        count = plain + len(server.service.engine.encode(more, add_special_tokens=False))
         usage = client.post("/v1/messages", json=message).json()["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
         usage = client.post("/v1/responses", json=response).json()["usage"]

@@ -233,7 +233,12 @@ def test_metrics_of_requests_and_steps() -> None:
     assert found["request_params_max_tokens_sum"] == "18.0"
     emitted, filled = found["generation_tokens_total"], found["iteration_tokens_total_sum"]
     assert float(filled) > float(emitted), "prompts' tokens are filled in too"
-    assert found['cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'] == "1.0"
+    assert (
+        found[
+            'cache_config_info{block_size="5000",engine="0",model_name="fake",num_gpu_blocks="2"}'
+        ]
+        == "1.0"
+    )
     assert float(found["process_resident_memory_bytes"]) > 0
     helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP")]
     assert not [name for _, _, name, about in helps if not about.endswith(".")]
