@@ -14,7 +14,7 @@ from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.contract.target_options import changed
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, parse_keep, read_key
+from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest
@@ -55,6 +55,7 @@ def serve(
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.programs.follow import follow
+    from mtpbuild.runtime.server.options import parse_keep
     from mtpbuild.runtime.server.tools import FORMS
 
     forms = [*FORMS, "none"]

@@ -87,7 +87,8 @@ def test_flags() -> None:
         "--engine", "--host", "--keep", "--log-requests", "--max-body", "--max-queue",
         "--max-seq-len", "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache",
         "--no-thinking-split", "--port", "--prefix-cache-bytes", "--prefix-cache-dir", "--provider",
-        "--request-timeout", "--served-model-name", "--threads", "--tool-call-parser", "--verify-hashes",
+        "--request-timeout", "--served-model-name", "--threads", "--tool-call-parser",
+        "--verify-hashes",
     ]  # fmt: skip
 
 
