@@ -156,7 +156,7 @@ def forecast_engine(
     file = count_file_bytes(model.classes)
     caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
     memory = [round(MAPPED * file) + cache for cache in caches]
-    load = StepLoad(request.max_batch, request.context_len, "fp32")
+    load = StepLoad(request.max_batch, request.context_len, "float32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     limit, most = model.config.max_position_embeddings, max(request.nextn)

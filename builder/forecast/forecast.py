@@ -279,4 +279,4 @@ def fit_published_latency() -> Latency:
     speeds = {nextn: PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
     lengths = dict(enumerate(PUBLISHED_ACCEPTANCE))
     source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
-    return fit_to_speeds(model, StepLoad(batch, context, "bf16"), speeds, lengths, source)
+    return fit_to_speeds(model, StepLoad(batch, context, "bfloat16"), speeds, lengths, source)

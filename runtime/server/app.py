@@ -74,6 +74,11 @@ def make_app(services: Services) -> FastAPI:
     convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
     convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
     app.include_router(bodies)
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def embed() -> Response:
+        raise ApiError(400, "/v1/embeddings is not supported: these engines only generate text")
+
     _add_status_routes(app, services)
     app.add_middleware(RequestGate, settings=services.settings)
     if services.settings.allow_origin:

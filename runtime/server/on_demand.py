@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -120,16 +121,16 @@ class OnDemandService(Service):
     async def unload(self) -> None:
         """Close the engine; only within the memory's turn, and while nobody uses it."""
         log.info("gave back %s", self.model)
-        await asyncio.to_thread(self._take_engine().close)
+        await _close([self._take_engine()])
 
     def fail(self, error: EngineError) -> None:
         """Give the failed engine back."""
         log.warning("%s has failed, the next request loads it again: %s", self.model, error)
-        self._closing = asyncio.create_task(self._close(self._take_engine()))
+        self._closing = asyncio.create_task(self._close_in_turn([self._take_engine()]))
 
-    async def _close(self, engine: Engine) -> None:
+    async def _close_in_turn(self, engines: list[Engine]) -> None:
         async with self.memory.turn:
-            await asyncio.to_thread(engine.close)
+            await _close(engines)
 
     async def _load(self) -> None:
         """Load the engine in a thread; raises ApiError."""
@@ -149,3 +150,10 @@ class OnDemandService(Service):
     def _take_engine(self) -> Engine:
         engine, self._engine = self.engine, None
         return engine
+
+
+async def _close(engines: list[Engine]) -> None:
+    """Close engines, and free the memory of their objects, which refer to each other."""
+    while engines:
+        await asyncio.to_thread(engines.pop().close)
+    await asyncio.to_thread(gc.collect)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -145,6 +146,14 @@ def test_an_engine_is_given_back_when_idle_and_no_request_is_cut() -> None:
         assert statuses(client) == {"a": "unloaded", "b": "unloaded"}
         text(ask(client, "a"))
         until(lambda: shelf.events[2:] == ["a loaded", "a closed"])
+
+
+def test_its_memory_is_given_back() -> None:
+    shelf = Shelf(keep=0)
+    with served_shelf(shelf) as (_, client):
+        text(ask(client, "a"))
+        programs = weakref.ref(shelf.programs.pop("a"))
+        until(lambda: programs() is None)
 
 
 def test_it_is_kept_as_long_as_asked() -> None:
