@@ -159,7 +159,7 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
         services.cards()  # raises while the engine is being loaded
         return Response(services.metrics_text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
