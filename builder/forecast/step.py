@@ -118,8 +118,7 @@ class CostModel:
                     read = count_distinct_experts(c, tokens) / c.experts
                     chosen = c.chosen / c.experts
                 bytes += weights.per_rank * share * read
-                parameters = weights.parameters * weights.per_rank / weights.bytes
-                work = 2 * parameters * share * chosen * tokens
+                work = 2 * weights.parameters_per_rank * share * chosen * tokens
                 operations += work
                 compute += work / self.gpu.peak(weights.format)
         return self._part(name, bytes, operations, compute)

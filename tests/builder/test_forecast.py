@@ -1,6 +1,7 @@
 """`mtpbuild plan`: sizes that were counted by hand, published speeds, refusals."""
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ from mtpbuild.builder.forecast.forecast import (
     PUBLISHED_SPEED,
     Forecast,
     ForecastRequest,
+    count_gpu_classes,
     fit_latency,
     forecast,
 )
 from mtpbuild.builder.forecast.step import count_distinct_experts
+from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.recipe import find_recipe
+from mtpbuild.builder.program.opened_model import make_model
+from mtpbuild.builder.targets.tensorrt import TARGET
+from mtpbuild.builder.weights.table import choose_formats, family_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.invoke import invoke, refusal
@@ -93,6 +99,30 @@ def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
     assert fp4.cache_bytes == 71424
     plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, kv_cache="float32"))
     assert plain.cache_bytes == 2 * 70272
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("deepseek-r1", EIGHT),
+        ("deepseek-r1", Ranks(8, ep=4)),
+        ("deepseek-r1-fp4", EIGHT),
+        ("deepseek-r1-fp4", Ranks(8, ep=8, attention_dp=True)),
+        ("deepseek-v3.2", EIGHT),
+        ("glm-4.5-air", Ranks(2)),
+        ("mimo-7b-rl", Ranks()),
+    ],
+)
+def test_a_rank_holds_what_a_dry_run_counts(model: str, ranks: Ranks) -> None:
+    """A build counts the parameters of the model that it exports."""
+    found = find_layout(model, None)
+    layout = replace(found, config=replace(found.config, num_hidden_layers=4))
+    style = TARGET.style(TARGET.Options(), layout.config)
+    table = choose_formats(family_table(layout.config, ranks), layout.format, style)
+    held = make_model(table, style, "meta").parameters()
+    wanted = sum(weight.numel() * weight.element_size() for weight in held)
+    counted = sum(c.per_rank for c in count_gpu_classes(layout, ranks))
+    assert counted == pytest.approx(wanted, abs=64)  # ids of a rank's experts
 
 
 def test_speed_is_predicted(fp4: Forecast) -> None:
