@@ -88,11 +88,11 @@ def test_sizes_in_nvfp4(fp4: Forecast) -> None:
 
 
 def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
-    for one, main, modules in ((fp8, 85.1, 1.5), (fp4, 51.4, 2.9)):
+    for one, main, modules in ((fp8, 88.1, 1.53), (fp4, 52.06, 2.94)):
         shares = [(c.module, c.per_rank / 1e9) for c in one.model.classes]
         assert sum(size for module, size in shares if not module) == pytest.approx(main, rel=1e-3)
         assert sum(size for module, size in shares if module) == pytest.approx(modules, abs=0.05)
-    for name, main in (("deepseek-r1", 100.8), ("deepseek-r1-fp4", 74.8)):
+    for name, main in (("deepseek-r1", 105.05), ("deepseek-r1-fp4", 75.13)):
         ranks = Ranks(8, ep=8, attention_dp=True)
         one = forecast(ForecastRequest(name, (0,), ranks=ranks))
         assert one.weight_bytes / 1e9 == pytest.approx(main, rel=1e-3)
@@ -149,8 +149,9 @@ def test_a_step_by_hand(fp4: Forecast) -> None:
     """Bytes of nextn 3 on one of 8 ranks: weights once per pass, 4 tokens' experts."""
     parts = {part.name: part for part in fp4.steps[3].parts}
     four = 256 * (1 - (248 / 256) ** 4)
-    expert = 3 * 2048 * 7168 * 4.5 / 8
-    assert parts["experts"].bytes == pytest.approx(58 * four * expert / 8, rel=1e-4)
+    second_scales = 4 * (2 * 2048 / 8 + 7168)  # of a rank's outputs: gate and up, down
+    expert = 3 * 2048 * 7168 * 4.5 / 8 / 8 + second_scales
+    assert parts["experts"].bytes == pytest.approx(58 * four * expert, rel=1e-4)
     assert parts["caches"].bytes == 2048 * 70272
     assert parts["head"].bytes == 129280 * 7168 * 2 / 8
     assert parts["head of drafts"].bytes == 3 * parts["head"].bytes
@@ -192,7 +193,8 @@ def test_a_folder_is_read(smallest: Path) -> None:
     tensors = load_file(smallest / "model.safetensors").values()
     assert found.checkpoint_bytes == sum(tensor.nbytes for tensor in tensors)
     assert sum(one.parameters for one in found.model.classes) == sum(prod(t.shape) for t in tensors)
-    assert found.weight_bytes == found.checkpoint_bytes
+    halves = found.checkpoint_bytes / 2  # an engine's floats are bfloat16, but for routers
+    assert halves < found.weight_bytes < 1.02 * halves
 
 
 def test_calibration() -> None:
@@ -217,7 +219,7 @@ def test_json() -> None:
     found: dict[str, Any] = json.loads(out)
     assert found["nextn"] == [0, 1, 2, 3, 4, 5]
     assert found["checkpoint_bytes"] == pytest.approx(423.6e9, rel=1e-3)
-    assert found["weights_bytes_per_rank"] == pytest.approx(51.39e9 + 2.93e9, rel=1e-3)
+    assert found["weights_bytes_per_rank"] == pytest.approx(52.06e9 + 2.94e9, rel=1e-3)
     assert found["tensorrt_weights_bytes_per_rank"] == pytest.approx(64.9e9, rel=1e-2)
     assert found["kv_bytes_per_token_per_rank"] == 71424
     assert found["fits"]

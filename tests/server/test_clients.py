@@ -199,7 +199,7 @@ def test_a_schema_of_another_type(kind: str, name: str, client: httpx2.Client) -
 
 # A template that shows all roles and calls; its model says SAID after the prompt of each request.
 AGENT = KNOWS.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
-READ = {"name": "weather", "description": "w", "input_schema": {"type": "object"}}
+READ: dict[str, Any] = {"name": "weather", "description": "w", "input_schema": {"type": "object"}}
 CLAUDE_CODE: dict[str, Any] = {  # the fields of its requests, docs/clients.md has the version
     "model": "fake",
     "max_tokens": 300,

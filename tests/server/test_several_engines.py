@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -22,7 +23,7 @@ from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 from tests.support.live_server import Live, live_services, until
 from tests.support.served import ASK, HELLO, LONG, events, fails
 
-SIZES = {"max_batch": 2, "max_seq_len": 5000}
+SIZES: dict[str, Any] = {"max_batch": 2, "max_seq_len": 5000}
 
 
 @dataclass
@@ -68,9 +69,8 @@ class Shelf:
         for name in self.names:
             own = ServerOptions(served_model_name=name, max_queue=self.max_queue)
             manifest = fake_manifest(**SIZES)
-            service = OnDemandService(
-                own, lambda name=name: self.load(name), manifest, memory, self.keep
-            )
+            load = partial(self.load, name)
+            service = OnDemandService(own, load, manifest, memory, self.keep)
             service.size = self.size
             services.append(service)
         return Services(*services)
