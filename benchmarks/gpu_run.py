@@ -12,7 +12,7 @@
 
 Each writes OUT/N-NAME.json (its status, command and rows) and OUT/N-NAME.txt (its output), even if
 it is cut short. A status is `passed` only if all checks of the command ran on a GPU and were right.
-The exit code is 1 if a command failed.
+The exit code is 1 if a command failed; after a failed preflight no other command is run.
 """
 
 import argparse
@@ -242,6 +242,9 @@ def main() -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
         console.print(table_of(number, found), markup=False)
         ended[found["status"]] += 1
+        if command.name == "preflight" and found["status"] == FAILED:
+            console.print("preflight failed: nothing after it was run")
+            break
     console.print(", ".join(f"{n} {status}" for status, n in ended.items()), markup=False)
     if ended[FAILED]:
         sys.exit(1)

@@ -54,7 +54,7 @@ def bound(
     for one in found:
         one.bytes = one.parameters * FP32
         one.per_rank, one.formats = float(one.bytes), Counter(fp32=one.bytes)
-    load = StepLoad(1, context, "fp32")
+    load = StepLoad(1, context, "float32")
     unknown = GpuSpec("", 0.0, 1.0, {"bf16": 1.0})
     shape = CostModel(layout.config, found, Ranks(), unknown)
     gpu = measure(sum(part.bytes for part in shape.step(nextn, load)))

@@ -50,7 +50,7 @@ class PlanFlags:
     max_batch: int = flag(1, "Requests that run at once.")
     bandwidth: float | None = flag(None, "GB/s of memory, with --cpu. Default: measured now.")
     context_len: int = flag(2048, "Cached tokens that a step reads per request.")
-    kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8.")
+    kv_cache: str = flag("bfloat16", "Type of the caches: bfloat16 or float32.")
     prefill_chunk: int = flag(256, "Prompt tokens per prefill call.")
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights.")
 

@@ -74,7 +74,7 @@ class Counted:
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
         """Count the operations of products, and those of attention."""
-        parts = self.model.step(nextn, StepLoad(batch, context, "fp32"))
+        parts = self.model.step(nextn, StepLoad(batch, context, "float32"))
         attention = sum(part.operations for part in parts if part.name.endswith("caches"))
         return sum(part.operations for part in parts) - attention, attention
 
@@ -88,7 +88,7 @@ class Counted:
 
     def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
         """Turn `length` requests' cost into a prompt's: one state, and the head for one token."""
-        parts = self.model.step(0, StepLoad(length, 0, "fp32"))
+        parts = self.model.step(0, StepLoad(length, 0, "float32"))
         heads = sum(part.operations for part in parts if part.name == "head")
         products = cost.products - heads * (length - 1) / length
         others = (length - 1) * states * self.model.state_bytes

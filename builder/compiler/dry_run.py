@@ -53,12 +53,12 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
         # Ranks of one expert group have equal shapes; the first `ep` ranks are in different groups.
-        weightless.check_slices(model, job.ranks[: request.ranks.ep])
+        weightless.check_slices(model, job.ranks[: request.ranks.ep], stages.watch)
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
     todo = {out: plan for out, plan in job.plans.items() if job.lacking(out)}
     with stages("export"):
-        graphs = weightless.export(model, todo.values(), job.target.trace)
+        graphs = weightless.export(model, todo.values(), job.target.trace, stages.watch)
     exported = dict(zip(todo, graphs, strict=True))
     engines = []
     for out, plan in job.plans.items():

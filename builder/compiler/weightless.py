@@ -1,7 +1,9 @@
 """A model without weights in memory, for the checks of `build --dry-run` that need its graphs."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +13,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls, temporary_bytes
 from mtpbuild.builder.formats import Shape
 from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
 
@@ -39,10 +43,10 @@ class WeightlessCheckpoint(Checkpoint):
         }
 
 
-def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
+def check_slices(model: OpenedModel, ranks: Iterable[int], watch: Watch) -> None:
     """Cut and join the weights' shapes for each rank; raise BuildError if the programs' differ.
 
-    The error names the first weight that differs.
+    The error names the first weight that differs. watch: is told of each weight.
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
@@ -52,24 +56,49 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     )
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
-        for name, weight in join_slices(convert_weights(checkpoint, table, share)):
+        joined = join_slices(convert_weights(checkpoint, table, share))
+        for number, (name, weight) in enumerate(joined, 1):
+            watch(f"check checkpoint: rank {rank}, weight {number:,} of {len(wanted):,}")
             if weight.shape != wanted[name]:
                 differs = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
                 raise BuildError(f"rank {rank}: {differs}")
 
 
 def export(
-    model: OpenedModel, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
+    model: OpenedModel,
+    plans: Iterable[Plan],
+    trace: Callable[[Program, Plan], Traced],
+    watch: Watch,
 ) -> list[dict[str, StepCounts]]:
     """Export each plan's programs on tensors that only have shapes; return each graph's counts.
 
-    The model must be on the meta device, and can't be used afterwards.
+    The model must be on the meta device, and can't be used afterwards. watch: is told of each layer
+    that is traced.
     """
 
     def count(plan: Plan) -> dict[str, StepCounts]:
-        traced = (trace(program, plan) for program in make_programs(plan, model.model))
-        return {each.name: count_step_calls(each, temporary_bytes(each)) for each in traced}
+        counts = dict[str, StepCounts]()
+        for program in make_programs(plan, model.model):
+            with watch_layers(model.model, f"export {program.name}", watch):
+                traced = trace(program, plan)
+            watch(f"count {program.name}")
+            counts[program.name] = count_step_calls(traced, temporary_bytes(traced))
+        return counts
 
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
         model.model.to_empty(device="cpu")
         return [count(plan) for plan in plans]
+
+
+@contextlib.contextmanager
+def watch_layers(model: CausalLM, stage: str, watch: Watch) -> Iterator[None]:
+    """Tell `watch` of each layer and module as it runs in the block."""
+    layers = [*model.layers, *model.mtp]
+
+    def tell(number: int, *of: object) -> None:
+        watch(f"{stage}, layer {number} of {len(layers)}")
+
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers, 1):
+            stack.enter_context(layer.register_forward_pre_hook(partial(tell, number)))
+        yield

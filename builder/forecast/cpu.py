@@ -156,7 +156,7 @@ def forecast_engine(
     file = count_file_bytes(model.classes)
     caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
     memory = [round(MAPPED * file) + cache for cache in caches]
-    load = StepLoad(request.max_batch, request.context_len, "fp32")
+    load = StepLoad(request.max_batch, request.context_len, "float32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     limit, most = model.config.max_position_embeddings, max(request.nextn)
@@ -175,7 +175,7 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
     Recurrent states count twice: a step reads one copy and writes the other.
     """
     rows = request.max_seq_len + nextn + 1
-    return request.max_batch * (rows * model.cache_bytes(nextn, "fp32") + 2 * model.state_bytes)
+    return request.max_batch * (rows * model.cache_bytes(nextn, "float32") + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
         "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
         "bandwidth_bytes_per_s": f.bandwidth,
         "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
-        "kv_bytes_per_token": [model.cache_bytes(nextn, "fp32") for nextn in request.nextn],
+        "kv_bytes_per_token": [model.cache_bytes(nextn, "float32") for nextn in request.nextn],
         "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
@@ -271,7 +271,7 @@ def _print_room(f: CpuForecast) -> None:
     print_lines(
         f"memory: {MAPPED:g} times the engine, as "
         f"measured (docs/plan.md), and caches: "
-        f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
+        f"{f.model.cache_bytes(most, 'float32'):,} bytes per token in fp32, "
         f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
         f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
         f"of ended requests besides, in at most 1/{SHARE} of what is then free "

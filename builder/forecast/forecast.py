@@ -14,13 +14,14 @@ from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, CostModel, StepLoad, StepPart
 from mtpbuild.builder.forecast.weights import (
     CheckpointLayout,
+    WeightClass,
     count_classes,
     find_layout,
     sum_portions,
 )
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import choose_drafter
-from mtpbuild.builder.targets.tensorrt import PROGRAMS
+from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
@@ -189,7 +190,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
     lengths = choose_acceptance_lengths(request)
-    found = count_classes(layout, request.ranks)
+    found = count_gpu_classes(layout, request.ranks)
     formats = {weights.name: weights.format for weights in found if not weights.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
@@ -213,6 +214,12 @@ def forecast(request: ForecastRequest) -> Forecast:
         ],
         without=StepForecast(0, 1.0, model.step(0, load), latency.seconds(0)),
     )
+
+
+def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
+    """Count the weights as the engines of the targets for GPUs hold them."""
+    style = TARGET.style(TARGET.Options(), layout.config)
+    return count_classes(layout, ranks, style)
 
 
 def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, CheckpointLayout]:
@@ -275,8 +282,8 @@ def fit_published_latency() -> Latency:
     """Fit nextn 0 and 1 of the published series; the rest of it checks the prediction."""
     name, gpu, ranks, batch, context = PUBLISHED
     layout = find_layout(name, None)
-    model = CostModel(layout.config, count_classes(layout, ranks), ranks, find_gpu(gpu))
+    model = CostModel(layout.config, count_gpu_classes(layout, ranks), ranks, find_gpu(gpu))
     speeds = {nextn: PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
     lengths = dict(enumerate(PUBLISHED_ACCEPTANCE))
     source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
-    return fit_to_speeds(model, StepLoad(batch, context, "bf16"), speeds, lengths, source)
+    return fit_to_speeds(model, StepLoad(batch, context, "bfloat16"), speeds, lengths, source)

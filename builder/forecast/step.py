@@ -17,7 +17,7 @@ from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.plan.plan import DrafterName, choose_drafter, modules_in_use
 from mtpbuild.runtime.ranks import Ranks
 
-CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
+CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # the types that `build` makes caches of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CostModel:
     def state_bytes(self) -> int:
         """Return the bytes of a request's recurrent states, which are always fp32."""
         found = family_of(self.config).recurrent(self.config, self.ranks)
-        return sum(CACHE_BYTES["fp32"] * prod(state.sizes.values()) for state in found)
+        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in found)
 
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
@@ -118,8 +118,7 @@ class CostModel:
                     read = count_distinct_experts(c, tokens) / c.experts
                     chosen = c.chosen / c.experts
                 bytes += weights.per_rank * share * read
-                parameters = weights.parameters * weights.per_rank / weights.bytes
-                work = 2 * parameters * share * chosen * tokens
+                work = 2 * weights.parameters_per_rank * share * chosen * tokens
                 operations += work
                 compute += work / self.gpu.peak(weights.format)
         return self._part(name, bytes, operations, compute)

@@ -10,15 +10,16 @@ from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import stored_as
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
+from mtpbuild.builder.formats.format import NAMES, SIZES
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
 from mtpbuild.builder.weights.stored import open_checkpoint
-from mtpbuild.builder.weights.table import FormatOf, choose_formats, family_table
+from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 TIED = "embedding, head"  # one tensor is both
@@ -29,7 +30,7 @@ MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 class WeightClass:
     """A class of weights, of the main model or (`module`) of the MTP modules.
 
-    bytes: as stored. per_rank: the bytes that one rank holds.
+    bytes: as stored. per_rank: the bytes that one rank holds, and parameters_per_rank its values.
     """
 
     name: str
@@ -37,6 +38,7 @@ class WeightClass:
     parameters: int = 0
     bytes: int = 0
     per_rank: float = 0.0
+    parameters_per_rank: float = 0.0
     formats: Counter[str] = field(default_factory=Counter)  # bytes in each
 
     @property
@@ -105,19 +107,49 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     )
 
 
-def count_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
-    """Count the weights of every class, the main model's first."""
+def count_classes(
+    layout: CheckpointLayout, ranks: Ranks, style: GraphStyle | None = None
+) -> list[WeightClass]:
+    """Count the weights of every class, the main model's first.
+
+    style: of the engines for GPUs whose bytes `per_rank` counts. None: tensors are held as stored.
+    """
     found: dict[tuple[str, bool], WeightClass] = {}
-    for stored in family_table(layout.config).stored.values():
+    table = family_table(layout.config, ranks)
+    held = None if style is None else count_held_bytes(layout, table, style)
+    for stored in table.stored.values():
         key = classify(layout.config, stored.name)
         weights = found.setdefault(key, WeightClass(*key))
-        weights.parameters += prod(stored.shape)
+        weights.parameters += (values := prod(stored.shape))
+        weights.parameters_per_rank += values * fraction_per_rank(stored, stored.shape, ranks)
         format = layout.format(stored)
         for entry in layout.parts(stored, format).values():
             weights.bytes += entry.nbytes
-            weights.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
             weights.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
+            if held is None:
+                weights.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
+        if held is not None:
+            weights.per_rank += held[stored.name]
     return sorted(found.values(), key=lambda weights: weights.module)
+
+
+def count_held_bytes(
+    layout: CheckpointLayout, table: WeightTable, style: GraphStyle
+) -> dict[str, float]:
+    """Return the bytes that a rank of an engine for GPUs holds of each stored weight."""
+    share, found = Share(table.ranks), dict[str, float]()
+    for weight in choose_formats(table, layout.format, style):
+        floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
+        group = 0 if weight.format is None else weight.scale_group(share)
+        for stored, format in weight.held:
+            shape = share.shape(stored)
+            if format is None:
+                size = prod(shape) * floats
+            else:
+                parts = format.held(shape, group, weight.joined)
+                size = sum(entry.nbytes for entry in parts)
+            found[stored.name] = size / (table.ranks.ep if stored.routed else 1)
+    return found
 
 
 def count_engine_classes(

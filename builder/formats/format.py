@@ -3,7 +3,7 @@
 from __future__ import annotations  # Tensor is imported for types alone
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING
@@ -101,6 +101,13 @@ class Format(ABC):
     @abstractmethod
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
+
+    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+        """Return the tensors that an engine for GPUs holds of a weight [out, in] of this format.
+
+        group: the number of inputs that share a scale. joined: as for `finish`.
+        """
+        return self.parts(shape).values()
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         """Return what is wrong with a weight's numbers, None if nothing is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
@@ -44,6 +44,10 @@ class Fp8(Format):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // BLOCK) for size in shape)
         return {"": Entry("F8_E4M3", shape), self.suffixes[1]: Entry(self._scales, scales)}
+
+    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+        rows, columns = shape
+        return Entry("F8_E4M3", shape), Entry("F32", (rows, columns // group))
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = parts[""].float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
@@ -48,6 +48,11 @@ class Nvfp4(Format):
             "_scale_2": Entry("F32", ()),
         }
 
+    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+        parts = NVFP4.parts(shape)
+        second = self.second_scales((shape[1], shape[0]), joined)
+        return parts[""], parts["_scale"], Entry("F32", second)
+
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = unpack(parts[""]).unflatten(1, (-1, GROUP))
         scaled = values * parts["_scale"].float()[..., None]  # exact: 2 times 4 bits
@@ -75,7 +80,7 @@ class Nvfp4(Format):
             return part
         return part[..., :1] if joined == 1 else part[..., :1, :]
 
-    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
+    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int]:
         return (shape[-2] // GROUP, 1) if joined == 1 else (1, shape[-1])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -18,6 +18,11 @@ from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
 # Of a model; True: without asking. The tuple names the rules of other packages that it must have.
 MakeEngine: TypeAlias = Callable[[str, bool, tuple[str, ...]], Path]
 ENGINES = Path("engines")  # of the current folder, where `mtpbuild build` puts them
+COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (  # of `mtpbuild list`; the last go first
+    *((name, "left") for name in ("engine", "model", "nextn", "weights")),
+    *(("size", "right"), ("context", "right"), ("last use", "left")),
+)
+WIDEST = 10_000  # columns of what is no terminal
 
 
 @dataclass(frozen=True)
@@ -102,22 +107,32 @@ def _count_bytes(folder: Path, manifest: Manifest) -> int:
     return sum(spec.size for spec in manifest.files.values())
 
 
-def print_engine_list(engines: Iterable[ListedEngine]) -> None:
-    """Print a line per engine."""
-    right = [Column(name, justify="right", no_wrap=True) for name in ("size", "context")]
-    names = [Column(name, no_wrap=True) for name in ("engine", "model", "nextn", "weights")]
-    table = Table(*names, *right, Column("last use", no_wrap=True))
-    console, broken = Console(highlight=False, soft_wrap=True), list[str]()
-    for e in engines:
-        if e.fault is None:
-            values = (e.name, e.model, e.nextn, e.weights, f"{(e.size or 0) / 1e6:,.1f} MB")
-            table.add_row(*map(str, values), f"{e.context:,}", describe_time(e.last_use or 0))
-        else:
-            broken.append(f"{escape(e.name)}: [red]broken[/red]: {escape(e.fault)}")
-    if table.rows:
-        console.print(table)
-    for line in broken:
-        console.print(line)
+def print_engine_list(engines: Iterable[ListedEngine], console: Console | None = None) -> None:
+    """Print a line per engine; a narrow terminal gets fewer columns, and whole names."""
+    console = console or Console(highlight=False)
+    found = list(engines)
+    whole = [e for e in found if e.fault is None]
+    # Text that is piped on has no width.
+    options = console.options.update(max_width=WIDEST)
+    width = console.width if console.is_terminal else WIDEST
+    for count in range(len(COLUMNS), 0, -1):
+        table = Table(*(Column(name, no_wrap=True, justify=j) for name, j in COLUMNS[:count]))
+        for each in whole:
+            table.add_row(*_cells(each)[:count])
+        if (needed := console.measure(table, options=options).maximum) <= width:
+            break
+    if whole:
+        console.width = max(width, needed)  # else the name alone may be cut
+        console.print(table, soft_wrap=True)
+    for e in found:
+        if e.fault is not None:
+            line = f"{escape(e.name)}: [red]broken[/red]: {escape(e.fault)}"
+            console.print(line, soft_wrap=True)
+
+
+def _cells(e: ListedEngine) -> list[str]:
+    size, used = f"{(e.size or 0) / 1e6:,.1f} MB", describe_time(e.last_use or 0)
+    return [e.name, str(e.model), str(e.nextn), str(e.weights), size, f"{e.context:,}", used]
 
 
 def describe_time(then: float, now: float | None = None) -> str:

@@ -51,7 +51,7 @@ def make_app(
         defaults: sampling where a request says nothing; None: the model's own, else temperature 1.
     """
     with needing("make_app needs", "serve"):
-        from mtpbuild.runtime.server import app, service
+        from mtpbuild.runtime.server import app, service, services
     from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, sampling_defaults
     from mtpbuild.runtime.server.options import ServerOptions
 
@@ -71,4 +71,4 @@ def make_app(
     )
     served = service.Service(settings)
     served.start(engine)
-    return app.make_app(served)
+    return app.make_app(services.Services(served))

@@ -37,7 +37,11 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.admitted(self._body.count):
-            await _race(self._begin(scope, receive, send), receive)
+            await _race(self._run(scope, receive, send), receive)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._service.loaded():
+            await self._begin(scope, receive, send)
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create the engine requests and send their answer.

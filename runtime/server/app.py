@@ -28,6 +28,7 @@ from mtpbuild.runtime.server.messages import (
 from mtpbuild.runtime.server.page import FILES, read_page, render_body
 from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.services import Services
 from mtpbuild.runtime.server.tokens import detokenize_body, tokenize_body
 
 EVENTS = {
@@ -50,8 +51,8 @@ ERRORS: Statuses = {
 FEW: Statuses = {status: ERRORS[status] for status in (401, 503)}
 
 
-def make_app(service: Service) -> FastAPI:
-    """Return the server's application, which answers 503 until the service has an engine."""
+def make_app(services: Services) -> FastAPI:
+    """Return the server's application, which answers 503 until its engine is loaded."""
     app = FastAPI(
         title="mtpbuild",
         version=version("mtpbuild"),
@@ -59,26 +60,31 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
-    bodies = APIRouter(route_class=make_route_class(service.reading))
+    bodies = APIRouter(route_class=make_route_class(services.reading))
     chat = "Continue a conversation"
-    generate = partial(_add_generation_route, bodies, service)
+    generate = partial(_add_generation_route, bodies, services)
     generate("/v1/chat/completions", protocol.ChatBody, read_chat, f"{chat}.")
     generate("/v1/completions", protocol.CompletionBody, read_completion, "Continue texts.")
     generate("/v1/responses", ResponsesBody, read_response, f"{chat}, by OpenAI's newer API.")
     generate("/v1/messages", MessagesBody, read_message, f"{chat}, by Anthropic's API.")
-    convert = partial(_add_token_routes, bodies, service)
+    convert = partial(_add_token_routes, bodies, services)
     convert("/v1/messages/count_tokens", MessagesPrompt, count_prompt_tokens, "Count tokens.")
     prompt = protocol.TextTokensBody | protocol.ChatTokensBody
     convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
     convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
     convert("/markdown", protocol.MarkdownBody, render_body, "Render markdown, for the page.")
     app.include_router(bodies)
-    _add_status_routes(app, service)
-    app.add_middleware(RequestGate, settings=service.settings)
-    if service.settings.allow_origin:
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def embed() -> Response:
+        raise ApiError(400, "/v1/embeddings is not supported: these engines only generate text")
+
+    _add_status_routes(app, services)
+    app.add_middleware(RequestGate, settings=services.settings)
+    if services.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=service.settings.allow_origin,
+            allow_origins=services.settings.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
         )
@@ -86,52 +92,45 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_generation_route(
-    bodies: APIRouter, service: Service, path: str, kind: Any, read: Read, about: str
+    bodies: APIRouter, services: Services, path: str, kind: Any, read: Read, about: str
 ) -> None:
     """Add a route whose response reads the body's prompts and runs them when it is sent."""
 
     @bodies.post(path, name=path, description=about, responses={200: EVENTS, **ERRORS})
     async def generate(body: kind, request: Request) -> Response:
+        service = services.find(body.model)
         service.admit(body.count)
         response = EventStream if body.stream else AnswerResponse
         return response(service, read, body, long=request.state.long)
 
 
 def _add_token_routes(
-    bodies: APIRouter, service: Service, path: str, kind: Any, convert: Convert, about: str
+    bodies: APIRouter, services: Services, path: str, kind: Any, convert: Convert, about: str
 ) -> None:
     @bodies.post(path, name=path, description=about, responses=ERRORS)
     async def convert_tokens(body: kind, request: Request) -> Response:
-        return JsonResponse(await service.reading.run(object(), convert, service, body))
+        service = services.find(body.model)
+        service.admit(0)
+        async with service.loaded():
+            return JsonResponse(await service.reading.run(object(), convert, service, body))
 
 
-def _add_status_routes(app: FastAPI, service: Service) -> None:
-    def card() -> dict[str, Any]:
-        engine = service.engine  # raises while it is being loaded
-        return {
-            "id": service.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "mtpbuild",
-            "max_model_len": engine.manifest.build.max_seq_len,
-        }
-
+def _add_status_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models", responses=FEW)
     async def models() -> dict[str, Any]:
-        """List the one model."""
-        return {"object": "list", "data": [card()]}
+        """List the models."""
+        return {"object": "list", "data": services.cards()}
 
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404], **FEW})
     async def model(name: str) -> dict[str, Any]:
-        """Describe the one model."""
-        found = card()
-        service.check_model(name)
-        return found
+        """Describe one model."""
+        found = services.find(name)
+        return next(card for card in services.cards() if card["id"] == found.model)
 
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> Response:
         """Answer 200 if the server takes requests."""
-        return Response(status_code=200 if service.ready else 503)
+        return Response(status_code=200 if services.ready else 503)
 
     app.head("/health", include_in_schema=False)(health)
     app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(health)
@@ -139,12 +138,15 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         """Count the answers that are under way or wait."""
-        return {"server_load": service.open}
+        return {"server_load": services.open}
 
     @app.post("/reset_prefix_cache", responses=FEW)
     async def reset_prefix_cache() -> Response:
         """Let the next prompts be filled in from their beginning."""
-        await asyncio.to_thread(service.admit(0).reset_prefix_cache)
+        for service in services.each:
+            service.admit(0)
+            if service.is_loaded:
+                await asyncio.to_thread(service.engine.reset_prefix_cache)
         return Response()
 
     @app.get("/version")
@@ -154,10 +156,8 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=FEW)
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
-        card()  # raises while the engine is being loaded
-        return Response(
-            service.engine.metrics(service.model), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+        services.cards()  # raises while the engine is being loaded
+        return Response(services.metrics_text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     for path in FILES:
         app.get(path, include_in_schema=False)(partial(read_page, path))

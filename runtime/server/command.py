@@ -1,8 +1,12 @@
 """The command `serve`."""
 
 import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from typer import Option
 
@@ -12,29 +16,46 @@ from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
+    from mtpbuild.runtime.engine.engine import Engine
+    from mtpbuild.runtime.server.services import Services
+
+    NamedEngines: TypeAlias = Mapping[str, tuple[Path, Manifest]]
+    Load: TypeAlias = Callable[[ServerOptions, Path], Engine]
+
 
 @error_line
 @grouped
 def serve(
-    engine: Annotated[Path, Option(help="Engine directory.")],
+    engine: Annotated[
+        list[str],
+        Option(
+            metavar="[NAME=]FOLDER",
+            help="Engine, by folder or by name under engines/. Several: a request's `model` "
+            "chooses.",
+        ),
+    ],
     own: ReplicaFlags,
     load_flags: LoadFlags,
     host: str = flag("127.0.0.1", "Address to listen on."),
     port: int = flag(8000, "Port to listen on; 0: any."),
+    keep: str | None = flag(
+        None,
+        "How long an idle engine stays loaded: 90s, 10m, 1h, 0, -1 (for ever). Default: 10m if "
+        "there are several engines.",
+    ),
     drain_timeout: float = flag(60.0, "Seconds for running requests after SIGTERM."),
     log_requests: bool = flag(False, "Log prompts."),
     no_access_log: bool = flag(False, "Log no line for each request."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
-    """Serve an engine over HTTP, as OpenAI's API (docs/serving.md)."""
+    """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
     with needing("`mtpbuild serve` needs", "serve"):
         from mtpbuild.runtime.server import server
-    from mtpbuild.runtime import SamplingParams, StructuredOutputs
-    from mtpbuild.runtime.contract.manifest import read_manifest
-    from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.programs.follow import follow
-    from mtpbuild.runtime.sampling.defaults import sampling_defaults
+    from mtpbuild.runtime.server.options import parse_keep
     from mtpbuild.runtime.tool_calls import FORMS
 
     forms = [*FORMS, "none"]
@@ -44,32 +65,100 @@ def serve(
     _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
     _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
-    manifest = read_manifest(engine)  # fails before listening if the folder is not an engine
+    # Reading the manifests fails before listening if a folder is not an engine.
+    engines = read_engines(engine, own.served_model_name)
+    on_demand = len(engines) > 1 or keep is not None
+    seconds = parse_keep(keep or "10m")
     settings = ServerOptions(
-        **vars(own),
-        defaults=sampling_defaults(engine, manifest),
+        **vars(own) | {"allowed_hosts": [*(own.allowed_hosts or ()), host]},
         key=read_key(own.api_key),
         log_requests=log_requests,
         access_log=not no_access_log,
     )
-
-    def load() -> Engine:
-        options = changed(load_flags)
-        loaded = settings.load_engine(engine, verify_hashes=verify_hashes, **options)
-        # The first grammar reads the vocabulary, up to a second: do it before the first request.
-        with contextlib.suppress(MtpbuildError):
-            loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
-        return loaded
-
+    load = partial(_load, verify_hashes=verify_hashes, **changed(load_flags))
     address = server.Address(host, port, drain_timeout)
+    folder, manifest = next(iter(engines.values()))
     with contextlib.ExitStack() as stack:
-        if manifest.split and not ranks.in_group():
-            stack.enter_context(ranks.start_ranks(engine, manifest, own.threads))
-        elif manifest.split and ranks.own_rank(engine, manifest):
+        if manifest.split and not on_demand and not ranks.in_group():
+            stack.enter_context(ranks.start_ranks(folder, manifest, own.threads))
+        elif manifest.split and not on_demand and ranks.own_rank(folder, manifest):
             server.ignore_signals()
-            follow(engine, own.threads)
+            follow(folder, own.threads)
             return
-        server.serve(load, settings, address)
+        server.serve(
+            make_services(engines, settings, load, seconds if on_demand else None), address
+        )
+
+
+def read_engines(given: Sequence[str], served_name: str | None) -> "NamedEngines":
+    """Return folders and manifests by the names that clients use; raise MtpbuildError."""
+    from mtpbuild.runtime.cli.engines import find_engine
+    from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
+
+    found = dict[str, tuple[Path, "Manifest"]]()
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or (Path(text) / MANIFEST).is_file():
+            name, folder = "", text
+        path = find_engine(Path(folder))
+        manifest = read_manifest(path)
+        name = name or served_name or manifest.model.name
+        if name in found:
+            raise UsageError(f"two engines are called {name}: give --engine NAME=FOLDER")
+        found[name] = path, manifest
+    return found
+
+
+def make_services(
+    engines: "NamedEngines", settings: ServerOptions, load: "Load", keep: float | None
+) -> "Services":
+    """Return the engines' services; keep: seconds that an idle engine stays loaded, None: all."""
+    from mtpbuild.runtime.limits import measure_limits
+    from mtpbuild.runtime.sampling.defaults import sampling_defaults
+    from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
+    from mtpbuild.runtime.server.service import Service
+    from mtpbuild.runtime.server.services import Services
+
+    memory, services = EngineMemory(measure_limits().memory), list[Service]()
+    if len(engines) > 1 and settings.chat_template is not None:
+        raise UsageError("--chat-template is for one engine: build the others with theirs")
+    for name, (folder, manifest) in engines.items():
+        own = replace(
+            settings,
+            served_model_name=name,
+            defaults=sampling_defaults(folder, manifest),
+            prefix_cache_dir=_own_folder(settings.prefix_cache_dir, name, engines),
+        )
+        if keep is None:
+            services.append(Service(own, partial(load, own, folder)))
+        elif manifest.split:
+            raise UsageError(
+                f"{folder}: an engine of several ranks is served alone, without --keep"
+            )
+        else:
+            services.append(
+                OnDemandService(own, partial(load, own, folder), manifest, memory, keep)
+            )
+    if keep is not None:
+        print(memory.describe(), file=sys.stderr, flush=True)
+    return Services(*services)
+
+
+def _own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
+    """Return the folder of an engine's prefix cache, as each belongs to one engine alone."""
+    return shared / name.replace("/", "_") if shared and len(engines) > 1 else shared
+
+
+def _load(
+    settings: ServerOptions, folder: Path, *, verify_hashes: bool, **options: object
+) -> "Engine":
+    from mtpbuild.runtime import SamplingParams, StructuredOutputs
+
+    loaded = settings.load_engine(folder, verify_hashes=verify_hashes, **options)
+    # The first grammar reads the vocabulary, up to a second: do it before the first request.
+    with contextlib.suppress(MtpbuildError):
+        loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
+    return loaded
 
 
 def _check(most: int, **given: float | None) -> None:

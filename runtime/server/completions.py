@@ -25,8 +25,6 @@ from mtpbuild.runtime.server.service import Service
 def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
     engine = service.engine
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported", "suffix")
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[AnswerChoice] = []

@@ -120,10 +120,8 @@ def read_message(service: Service, body: MessagesBody) -> "MessagesAnswer":
 
 def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
     """Count a prompt's tokens; raises ApiError."""
-    engine = service.admit(0)
-    service.check_model(body.model)
     with body.errors_in_own_fields():
-        return {"input_tokens": len(encode_prompt(engine, body.chat_body()))}
+        return {"input_tokens": len(encode_prompt(service.engine, body.chat_body()))}
 
 
 def _chat_messages(number: int, turn: Turn) -> list[Json]:

@@ -1,6 +1,8 @@
 """The options of a server: flags that concern its requests, and values without flags."""
 
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,3 +90,12 @@ def read_key(file: Path | None) -> str | None:
     if not key or not key.isascii():
         raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
     return key
+
+
+def parse_keep(text: str) -> float:
+    """Read --keep, in ollama's words: 90s, 10m, 1h, a number of seconds; negative: for ever."""
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None:
+        raise UsageError(f"--keep {text}: a time such as 90s, 10m, 1h, 0 or -1 (for ever)")
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return math.inf if seconds < 0 else seconds

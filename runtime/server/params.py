@@ -26,7 +26,6 @@ def read_params(
     own: further fields of SamplingParams, which clients can't set.
     """
     engine = service.engine
-    service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)

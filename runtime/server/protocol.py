@@ -289,7 +289,6 @@ class CompletionBody(GenerationBody):
     ]
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
 
     usual_tokens = 16

@@ -17,6 +17,7 @@ from mtpbuild.runtime.sampling.defaults import sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.services import Services
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Replica:
         self._service.start(own.load_engine(folder, **options))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = make_app(self._service)
+        app = make_app(Services(self._service))
         app.add_middleware(ReplicaNameHeader, name=f"{socket.gethostname()}:{os.getpid()}")
         return app
 

@@ -8,17 +8,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import uvicorn
 
-from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limit_time
-from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.threads import start_daemon
+from mtpbuild.runtime.server.services import Services
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130
@@ -66,26 +63,25 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-def serve(load: Callable[[], Engine], settings: ServerOptions, address: Address) -> None:
+def serve(services: Services, address: Address) -> None:
     """Serve until a signal; raises what loading raised, or EngineError if the engine fails."""
-    hosts = [*(settings.allowed_hosts or ()), address.host]
-    settings = replace(settings, allowed_hosts=hosts)
+    settings = services.settings
     sock = listen(address)
     if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
     try:
-        asyncio.run(_serve(load, settings, address, sock))
+        asyncio.run(_serve(services, address, sock))
     finally:
         sock.close()
 
 
-def configuration(service: Service) -> uvicorn.Config:
+def configuration(services: Services) -> uvicorn.Config:
     """Return uvicorn's configuration with this server's limits; warnings go to stderr."""
     return uvicorn.Config(
-        make_app(service),
-        http=limit_time(service.settings),
+        make_app(services),
+        http=limit_time(services.settings),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -97,15 +93,12 @@ def configuration(service: Service) -> uvicorn.Config:
     )
 
 
-async def _serve(
-    load: Callable[[], Engine], settings: ServerOptions, address: Address, sock: socket.socket
-) -> None:
-    service = Service(settings)
-    listener = Listener(configuration(service))
+async def _serve(services: Services, address: Address, sock: socket.socket) -> None:
+    listener = Listener(configuration(services))
     endings: list[asyncio.Task[None]] = []
 
     async def end() -> None:
-        if not await service.drain(address.drain):
+        if not await services.drain(address.drain):
             listener.drop()
         listener.stop()
 
@@ -116,9 +109,10 @@ async def _serve(
         endings.append(asyncio.create_task(end()))
 
     on_signals(asyncio.get_running_loop(), signalled)
-    service.on_failure = listener.stop
+    for service in services.each:
+        service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([sock]))
-    loading = asyncio.wrap_future(start_daemon(load))
+    loading = asyncio.create_task(services.load())
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():  # a signal came while the engine was loading
         await serving
@@ -126,14 +120,15 @@ async def _serve(
     if loading.exception():
         listener.stop()
         await serving
-    with loading.result() as engine:
-        service.start(engine)
-        print(f"serving {service.model} on {_url(sock)}", file=sys.stderr, flush=True)
-        watching = asyncio.create_task(service.watch())
+    with contextlib.closing(services):
+        loading.result()
+        names = ", ".join(service.model for service in services.each)
+        print(f"serving {names} on {_url(sock)}", file=sys.stderr, flush=True)
+        watching = asyncio.create_task(services.watch())
         await serving
         watching.cancel()
-    if service.failed is not None:
-        raise service.failed
+    if services.failed is not None:
+        raise services.failed
 
 
 def _url(sock: socket.socket) -> str:

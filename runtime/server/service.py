@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from typing import Any, ParamSpec, Self, TypeVar
 
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import (
     DeadlineError,
     EngineError,
@@ -23,6 +25,7 @@ from mtpbuild.runtime.requests.request import Chunk, Request
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.threads import start_daemon
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,8 +68,12 @@ class Service:
     The service is ready once the engine is loaded, until it drains or the engine fails.
     """
 
-    def __init__(self, settings: ServerOptions) -> None:
+    def __init__(
+        self, settings: ServerOptions, load_engine: Callable[[], Engine] | None = None
+    ) -> None:
+        """load_engine: what `load` calls; None if `start` is given an engine."""
         self.settings = settings
+        self._load_engine = load_engine
         self._engine: Engine | None = None
         self.draining = False
         self.failed: EngineError | None = None  # why the engine can't continue
@@ -78,10 +85,24 @@ class Service:
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
         self._trial: asyncio.Task[None] | None = None  # tries the engine after a failed step
 
+    async def load(self) -> None:
+        """Load the engine in a thread and start serving it."""
+        assert self._load_engine is not None
+        self.start(await asyncio.wrap_future(start_daemon(self._load_engine)))
+
     def start(self, engine: Engine) -> None:
         """Start serving a loaded engine."""
-        self.model = self.settings.served_model_name or engine.manifest.model.name
         self._engine = engine
+
+    def close(self) -> None:
+        """Close the engine, if it is loaded."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def metered(self) -> MeteredModel:
+        """Return the counts of the engine, which is loaded."""
+        engine = self.engine
+        return MeteredModel(self.model, engine.manifest.build, engine.stats, engine.totals)
 
     @property
     def engine(self) -> Engine:
@@ -91,29 +112,40 @@ class Service:
         return self._engine
 
     @property
-    def ready(self) -> bool:
-        return self._engine is not None and not self.draining and self.failed is None
+    def manifest(self) -> Manifest:
+        return self.engine.manifest
 
-    def admit(self, count: int) -> Engine:
-        """Return the engine if it can take `count` more choices; raises ApiError if not."""
-        engine = self.engine
+    @property
+    def model(self) -> str:
+        """The model's name to clients."""
+        return self.settings.served_model_name or self.manifest.model.name
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def ready(self) -> bool:
+        return self.is_loaded and not self.draining and self.failed is None
+
+    def admit(self, count: int) -> None:
+        """Raise ApiError if the engine can't take `count` more choices."""
+        slots = self.manifest.build.slots
         if self.failed is not None:
             raise ApiError(503, f"the engine has failed: {self.failed}")
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN)
-        slots = engine.manifest.build.slots
         if count > (most := slots + self.settings.max_queue):
             much = f"the request has {count} choices, {most} may run and wait (max_queue)"
             raise ApiError(429, much, retry=False)
         if self.open + count > most:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (max_queue)")
-        return engine
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names another model."""
-        if name not in (None, self.model):
-            raise ApiError(404, f"The model `{name}` does not exist.", "model")
+    @contextlib.asynccontextmanager
+    async def loaded(self) -> AsyncIterator[None]:
+        """Keep the engine loaded while the block runs."""
+        yield
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:
@@ -142,11 +174,6 @@ class Service:
                     yield chunk
         except DeadlineError as error:
             raise ApiError(408, str(error), retry=False) from None
-        except TimeoutError:
-            if self._cut_off:
-                raise ApiError(503, SHUTTING_DOWN) from None
-            message = "the request took too long (request_timeout)"
-            raise ApiError(408, message, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         except (NotFiniteError, RequestFailedError) as error:  # only this request failed
@@ -157,15 +184,27 @@ class Service:
             raise ApiError(500, f"the engine failed: {error}") from None
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
-        """Return the next chunk, or None after the last; TimeoutError if the time is over."""
+        """Return the next chunk, or None after the last; raises ApiError if the time is over."""
+        async with self._limit_time(began):
+            return await anext(chunks, None)
+
+    @contextlib.asynccontextmanager
+    async def _limit_time(self, began: float) -> AsyncIterator[None]:
+        """Limit the time of a request that began then; raises ApiError if it is over."""
         most = self.settings.request_timeout
         left = None if not most else began + most - time.perf_counter()
-        async with asyncio.timeout(0 if self._cut_off else left) as limit:
-            self._limits.add(limit)
-            try:
-                return await anext(chunks, None)
-            finally:
-                self._limits.discard(limit)
+        try:
+            async with asyncio.timeout(0 if self._cut_off else left) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if self._cut_off:
+                raise ApiError(503, SHUTTING_DOWN) from None
+            message = "the request took too long (request_timeout)"
+            raise ApiError(408, message, retry=False) from None
 
     async def drain(self, timeout: float) -> bool:
         """Stop admitting requests and wait until all open requests are answered.
@@ -194,8 +233,9 @@ class Service:
         """Test the engine with a small request."""
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:
-            async for _ in self.engine.astream([0], params):
-                pass
+            async with self.loaded():
+                async for _ in self.engine.astream([0], params):
+                    pass
         except (StepError, RankError) as error:
             self.fail(error)
         except Exception:  # such as out of memory: only a failed step means that the engine failed
@@ -204,11 +244,15 @@ class Service:
             log.warning("the engine goes on: %s", failure)
 
     async def watch(self, every: float = 1.0) -> None:
-        """Check every `every` seconds whether the engine has failed while idle."""
+        """Look after the engine every `every` seconds, until it has failed."""
         while self.failed is None:
-            if reason := self.engine.failure:
-                self.fail(EngineError(reason))
+            await self.look_after()
             await asyncio.sleep(every)
+
+    async def look_after(self) -> None:
+        """Find out whether the engine has failed while idle."""
+        if reason := self.engine.failure:
+            self.fail(EngineError(reason))
 
     def fail(self, error: EngineError) -> None:
         """Record that the engine has failed for good."""

@@ -7,17 +7,21 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.compiler.weightless import check_slices
+from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, install
@@ -48,6 +52,24 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert again.unchanged
     assert (bool(foreseen.graphs), again.graphs) == (True, {})
     assert dry_run(replace(request, force=True), Stages()).engines == done.engines
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_tells_of_each_weight(smallest: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    dry_run(build_request(smallest, nextn=(1,), out=tmp_path / "engine"), Stages(told.append))
+    weights = [line for line in told if line.startswith("check checkpoint: rank 0, weight ")]
+    assert weights[-1].endswith(f"weight {len(weights)} of {len(weights)}")
+
+
+def test_it_tells_of_each_layer() -> None:
+    told: list[str] = []
+    first, second, module = (nn.Linear(2, 2) for _ in range(3))
+    model: Any = SimpleNamespace(layers=[first, second], mtp=[module])
+    with watch_layers(model, "export step", told.append):
+        torch.export.export(nn.Sequential(first, second, module), (torch.zeros(1, 2),))
+    assert told == [f"export step, layer {number} of 3" for number in (1, 2, 3)]
+    assert not first._forward_pre_hooks
 
 
 @pytest.mark.usefixtures("quick")
@@ -153,10 +175,10 @@ def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **EVEN)
     model = opened(folder, device="meta", ranks=Ranks(2))
-    check_slices(model, [0, 1])
+    check_slices(model, [0, 1], ignore)
     model = replace(model, ranks=Ranks(4))
     with pytest.raises(BuildError, match=r"rank 3: embed_tokens is \[16, 32\], the program's \[32"):
-        check_slices(model, [3])
+        check_slices(model, [3], ignore)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ for plan in {plans}:
     [
         ("--gpu b200", "--cpu does not go with --gpu: they are for plans of GPUs"),
         ("--tp 1 --ep 1 --attention-dp", "--cpu does not go with --tp, --ep, --attention-dp: "),
-        ("--kv-cache fp8 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
+        ("--kv-cache float32 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
         ("--bandwidth 0", "--bandwidth 0 must be above 0"),
         ("--measured 0=1,1=2", "does not go with --measured: "),
         ("--picture x.png", "does not go with --picture: "),

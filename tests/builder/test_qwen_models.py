@@ -115,7 +115,7 @@ def test_states_of_the_9b() -> None:
     assert states["conv.30"] == (2, 3, 8192)
     model = CostModel(config, [], ALONE, UNKNOWN)
     assert model.state_bytes == 24 * 4 * (32 * 128 * 128 + 3 * 8192)
-    step = model.step(0, StepLoad(2, 100, "fp32"))
+    step = model.step(0, StepLoad(2, 100, "float32"))
     parts = {part.name: part.bytes for part in step}
     assert parts["recurrent states"] == 3 * 2 * model.state_bytes
     assert parts["caches"] == 2 * 100 * 8 * 2048 * 4

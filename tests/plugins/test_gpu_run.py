@@ -1,5 +1,6 @@
 """`tools/gpu_run.sh`: what it walks through without a GPU, and what it never calls passed."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -146,3 +147,22 @@ def test_an_unknown_name() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"speed: expected any of {', '.join(NAMES)}\n"
+
+
+@pytest.mark.parametrize(("status", "run"), [("failed", 1), ("passed", 6)])
+def test_a_failed_preflight_ends_the_run(
+    status: str, run: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(command: Any, *of: Any) -> dict[str, Any]:
+        asked.append(command.name)
+        found = status if command.name == "preflight" else "passed"
+        return {"name": command.name, "status": found, "seconds": 0.0, "rows": []}
+
+    monkeypatch.setattr(script, "run", answer)
+    monkeypatch.setattr(sys, "argv", ["gpu_run.py", "--out", str(tmp_path)])
+    ended = pytest.raises(SystemExit, match="1") if status == "failed" else contextlib.nullcontext()
+    with ended:
+        script.main()
+    assert asked == NAMES[:run]

@@ -1,15 +1,22 @@
 """`mtpbuild list` and `rm`: engines under engines/, whole and broken ones, by name and by path."""
 
+import io
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mtpbuild.builder.cli import app
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.cli.engines import describe_time, find_engine
+from mtpbuild.runtime.cli.engines import (
+    ListedEngine,
+    describe_time,
+    find_engine,
+    print_engine_list,
+)
 from tests.support.invoke import invoke, refusal
 from tests.support.run_command import TerminalRunner
 
@@ -46,6 +53,26 @@ def test_a_line_per_engine(engines: Path) -> None:
     assert code == 0
     assert len([line for line in out.splitlines() if "tiny_n" in line]) == 2
     assert "cut_n3: broken: " in out
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(120, 7), (100, 6), (80, 5), (60, 3), (40, 1), (20, 1)],
+)
+def test_a_narrow_terminal_gets_whole_names_and_fewer_columns(width: int, columns: int) -> None:
+    name = "qwen3.5_4b_n3_int4_with_a_long_name"
+    engine = ListedEngine(name, "qwen", "3", "int4", size=10**9, context=4096, last_use=0)
+    file = io.StringIO()
+    print_engine_list([engine], Console(file=file, width=width, force_terminal=True))
+    (head, line) = (
+        line for line in file.getvalue().splitlines() if "engine" in line or "_" in line
+    )
+    assert name in line
+    assert len(head.split("┃")) - 2 == len(line.split("│")) - 2 == columns
+    assert columns == 1 or len(line) <= width
+    file = io.StringIO()
+    print_engine_list([engine], Console(file=file, width=20))
+    assert "days ago" in file.getvalue(), "a pipe gets all"
 
 
 def test_no_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """What clients send, and what they look for in answers and errors."""
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -8,8 +10,18 @@ import pytest
 from mtpbuild.runtime.server.messages import MessagesBody
 from mtpbuild.runtime.server.protocol import NEUTRAL_VALUES, REFUSED
 from mtpbuild.runtime.server.responses import ResponsesBody
-from tests.support.fakes import TEMPLATE
-from tests.support.served import HELLO, TOOL_TEMPLATE, fails, saying, served
+from tests.support.fakes import EOS, TEMPLATE
+from tests.support.served import (
+    CALLS,
+    HELLO,
+    SAID,
+    TOOL_TEMPLATE,
+    TOOLS,
+    events,
+    fails,
+    saying,
+    served,
+)
 
 USER: Any = {"role": "user", "content": "hi"}
 DROPS = (
@@ -60,7 +72,7 @@ def test_an_effort_reaches_templates_that_ask_for_it(template: str, more: str) -
     response = {"input": "hi", "reasoning": {"effort": "low"}, "max_output_tokens": 3}
     with served(**saying("x", template)) as (server, _), server.client() as client:
         plain = client.post("/tokenize", json={"messages": [said]}).json()["count"]
-        count = plain + len(server.service.admit(0).encode(more, add_special_tokens=False))
+        count = plain + len(server.service.engine.encode(more, add_special_tokens=False))
         usage = client.post("/v1/messages", json=message).json()["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
         usage = client.post("/v1/responses", json=response).json()["usage"]
@@ -183,3 +195,116 @@ def test_a_schema_of_another_type(kind: str, name: str, client: httpx2.Client) -
     form = {"type": kind, name: {}}
     response = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
     fails(response, 400, f"response_format.{name} is not supported", "response_format")
+
+
+# A template that shows all roles and calls; its model says SAID after the prompt of each request.
+AGENT = KNOWS.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+READ: dict[str, Any] = {"name": "weather", "description": "w", "input_schema": {"type": "object"}}
+CLAUDE_CODE: dict[str, Any] = {  # the fields of its requests, docs/clients.md has the version
+    "model": "fake",
+    "max_tokens": 300,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Be brief."},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Weather in Ulm?"}]},
+        {"role": "system", "content": "Available agent types: none"},
+    ],
+    "tools": [READ | {"cache_control": {"type": "ephemeral"}}],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u"},
+}
+
+
+@contextlib.contextmanager
+def agent() -> Iterator[httpx2.Client]:
+    """Ask a model that says SAID after its first prompt, whatever its length."""
+    begins: list[int] = []
+    says = saying(SAID, AGENT)
+    said = says["tokenizer"].encode(SAID.removesuffix("｜end｜"), add_special_tokens=False)
+
+    def next_token(history: Sequence[int]) -> int:
+        if not begins:
+            begins.append(len(history))
+        return [*said, EOS][(len(history) - begins[0]) % (len(said) + 1)]
+
+    says["next_token"] = next_token
+    with served(**says, max_batch=1) as (server, _), server.client() as client:
+        yield client
+
+
+def test_requests_of_claude_code() -> None:
+    with agent() as client:
+        counted = {k: CLAUDE_CODE[k] for k in ("model", "system", "messages", "tools", "thinking")}
+        count = client.post("/v1/messages/count_tokens", json=counted).json()["input_tokens"]
+        told = events(client.post("/v1/messages?beta=true", json=CLAUDE_CODE))
+        kinds = [event["type"] for event in told]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        blocks = [event["content_block"] for event in told if "content_block" in event]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        assert (blocks[-1]["name"], told[-2]["delta"]["stop_reason"]) == ("weather", "tool_use")
+        usage = told[0]["message"]["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+        assert client.head("/").status_code == 200
+
+
+CLINE: dict[str, Any] = {
+    "model": "fake",
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "tools": [
+        {
+            "type": "function",
+            "function": {**cast(dict[str, Any], TOOLS[0]["function"]), "strict": False},
+        }
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "max_tokens": 300,
+    "messages": [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+    ],
+}
+CONTINUE = {k: CLINE[k] for k in ("model", "messages", "stream", "tools", "max_tokens")}
+OPEN_WEBUI: dict[str, Any] = {
+    "model": "fake",
+    "stream": True,
+    "max_completion_tokens": 300,
+    "messages": [{"role": "user", "content": "hi"}],
+    "metadata": {"chat_id": "c"},
+}
+
+
+@pytest.mark.parametrize("body", [CLINE, CONTINUE, OPEN_WEBUI], ids=["Cline", "Continue", "WebUI"])
+def test_requests_of_openais_shape(body: dict[str, Any]) -> None:
+    with agent() as client:
+        models = client.get("/v1/models", headers={"Authorization": "Bearer none"}).json()
+        assert [model["id"] for model in models["data"]] == ["fake"]
+        *told, done = events(client.post("/v1/chat/completions", json=body))
+        assert done == "[DONE]"
+        assert not any("error" in event for event in told)
+        assert bool(told[-1].get("usage")) == ("stream_options" in body)
+        deltas = [choice["delta"] for event in told for choice in event["choices"]]
+        assert "I look." in "".join(delta.get("content") or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [c["function"]["name"] for c in calls if "id" in c] == ["weather"] * (
+            "tools" in body
+        )

@@ -3,12 +3,14 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtpbuild.runtime.sampling.defaults import generation_defaults
-from mtpbuild.runtime.server.command import serve
-from mtpbuild.runtime.server.options import ReplicaFlags, read_key
+from mtpbuild.runtime.server.command import make_services, read_engines, serve
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.tool_calls import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest
@@ -27,6 +29,10 @@ from tests.support.invoke import invoke, options
         ),
         ("--api-key nowhere", "--api-key nowhere: can't be read"),
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
+        ("--keep soon", "--keep soon: a time such as 90s, 10m, 1h, 0 or -1"),
+        ("--engine {engine}", "two engines are called fake: give --engine NAME=FOLDER"),
+        ("--engine b=nowhere", "nowhere: no such engine directory"),
+        ("--engine b={engine} --chat-template x", "--chat-template is for one engine"),
         ("", "not an engine"),
     ],
 )
@@ -35,10 +41,38 @@ def test_one_line(flags: str, says: str, tmp_path: Path) -> None:
     engine.mkdir()
     if flags:
         write_manifest(engine, fake_manifest())
-    code, out, err = invoke("serve", "--engine", engine, *flags.split())
+    code, out, err = invoke("serve", "--engine", engine, *flags.format(engine=engine).split())
     assert (code != 0, out) == (True, "")
     assert re.fullmatch(r"error: .*\n", err), err
     assert says in err
+
+
+def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> None:
+    for folder, kept in (("a", 0), ("b", 0.5)):
+        (tmp_path / folder).mkdir()
+        write_manifest(tmp_path / folder, fake_manifest())
+        (tmp_path / folder / "generation_config.json").write_text(f'{{"min_p": {kept}}}')
+    given = [f"small={tmp_path}/a", f"large={tmp_path}/b"]
+    engines = read_engines(given, None)
+    assert {name: folder.name for name, (folder, _) in engines.items()} == {
+        "small": "a",
+        "large": "b",
+    }
+    assert list(read_engines([f"{tmp_path}/a"], "x")) == ["x"]
+    settings = ServerOptions(prefix_cache_dir=tmp_path / "rows")
+    loaded: list[Any] = []
+
+    def load(*of: Any) -> Any:
+        loaded.append(of)
+
+    small, large = make_services(engines, settings, load, 0.0).each
+    assert (small.settings.defaults["min_p"], large.settings.defaults["min_p"]) == (0, 0.5)
+    assert large.settings.prefix_cache_dir == tmp_path / "rows" / "large"
+    assert (small.model, small.is_loaded, small.ready) == ("small", False, True)
+    (only,) = make_services(read_engines(given[:1], None), settings, load, None).each
+    assert only.settings.prefix_cache_dir == tmp_path / "rows"
+    with pytest.raises(ApiError, match="being loaded"):
+        _ = only.engine
 
 
 def test_the_flag_names_every_form_of_tool_calls() -> None:
@@ -50,10 +84,11 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template", "--drain-timeout",
-        "--engine", "--host", "--log-requests", "--max-body", "--max-queue", "--max-seq-len",
-        "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
-        "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
-        "--served-model-name", "--threads", "--tool-call-parser", "--verify-hashes",
+        "--engine", "--host", "--keep", "--log-requests", "--max-body", "--max-queue",
+        "--max-seq-len", "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache",
+        "--no-thinking-split", "--port", "--prefix-cache-bytes", "--prefix-cache-dir", "--provider",
+        "--request-timeout", "--served-model-name", "--threads", "--tool-call-parser",
+        "--verify-hashes",
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def server() -> Iterator[Live]:
 
 @pytest.mark.parametrize("count", CASES)
 def test_no_request_makes_the_server_fail(server: Live, count: int) -> None:
-    schema = schemathesis.openapi.from_dict(make_app(server.service).openapi())
+    schema = schemathesis.openapi.from_dict(make_app(server.services).openapi())
     cases = [
         operation.as_strategy(generation_mode=mode)
         for operation in operations(schema)
@@ -92,7 +92,7 @@ def check(response: Any, anthropic: bool = False) -> None:
 
 
 def test_the_schema_names_what_is_there(server: Live) -> None:
-    paths = make_app(server.service).openapi()["paths"]
+    paths = make_app(server.services).openapi()["paths"]
     assert sorted(paths) == [
         "/detokenize", "/health", "/load", "/metrics", "/reset_prefix_cache", "/tokenize",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",

@@ -80,7 +80,7 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": [5], "stream_options": {}}, "needs stream", "stream_options"),
         ({"prompt": [5], "echo": True, "logprobs": 1}, "with score for", "echo"),
         ({"prompt": [5], "prompt_logprobs": 21}, "prompt_logprobs must", "prompt_logprobs"),
-        ({"prompt": [5], "suffix": "x"}, "suffix is not supported", "suffix"),
+        ({"prompt": [5], "suffix": "x"}, "suffix is not supported: a model continues", "suffix"),
         ({"prompt": [5], "best_of": 2}, "best_of above n is not supported", "best_of"),
         ({"prompt": [5], "presence_penalty": 2.5}, "presence_penalty", "presence_penalty"),
         ({"prompt": [5], "frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty"),
@@ -135,6 +135,8 @@ def test_messages_that_can_not_be(client: httpx2.Client) -> None:
     assert client.post("/v1/chat/completions", content=b"{").status_code == 400
     fails(client.post("/v1/completions", json=ASK | {"model": "x"}), 404, "`x`", "model")
     fails(client.get("/nothing"), 404, "Not Found")
+    asked = {"model": "fake", "input": "hello"}
+    fails(client.post("/v1/embeddings", json=asked), 400, "/v1/embeddings is not supported: these")
     fails(client.get("/v1/completions"), 405, "Method Not Allowed")
 
 

@@ -10,6 +10,8 @@ import time
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, serve
+from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.services import Services
 from tests.support.fakes import fake_engine
 
 LOADING, STEP, DRAIN = map(float, sys.argv[1:4])
@@ -24,4 +26,5 @@ def load() -> Engine:
 
 
 if __name__ == "__main__":
-    serve(load, ServerOptions(log_requests=not QUIET), Address("127.0.0.1", 0, DRAIN))
+    service = Service(ServerOptions(log_requests=not QUIET), load)
+    serve(Services(service), Address("127.0.0.1", 0, DRAIN))

@@ -16,6 +16,7 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.services import Services
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Live:
-    """Is a running server: its address, and the objects behind it."""
+    """A running server: its address, and the objects behind it."""
 
     url: str
-    service: Service
+    services: Services
     loop: asyncio.AbstractEventLoop
+
+    @property
+    def service(self) -> Service:
+        """The first service."""
+        return self.services.each[0]
 
     def client(self, **settings: object) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **settings)  # type: ignore[arg-type]
@@ -46,14 +52,21 @@ def live(engine: Engine | None, settings: ServerOptions | None = None) -> Iterat
     service = Service(settings or ServerOptions())
     if engine is not None:
         service.start(engine)
+    with live_services(Services(service)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def live_services(services: Services) -> Iterator[Live]:
+    """Serve until the block ends."""
     own = listen(Address("127.0.0.1", 0, 0.0))
-    config = configuration(service)
+    config = configuration(services)
     config.timeout_graceful_shutdown = 1
     listener, loop = Listener(config), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(listener.serve([own]),))
     thread.start()
     try:
-        yield Live(f"http://127.0.0.1:{own.getsockname()[1]}", service, loop)
+        yield Live(f"http://127.0.0.1:{own.getsockname()[1]}", services, loop)
     finally:
         listener.should_exit = True
         thread.join(20)

@@ -9,14 +9,10 @@ fp32 on a CPU and bfloat16 on a GPU.
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.weight import stays_wide
 from mtpbuild.runtime.contract.manifest import FloatType
 
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-# Exponents of a delta rule: their rounding error adds up over tokens.
-EXPONENTS = (".decay_rate", ".decay_bias")
-ROUTERS = (".gate.", ".weights_proj")  # parts of names
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -30,10 +26,8 @@ def set_dtype(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> No
     A CPU has no product of bfloat16 that returns its fp32 sums unrounded (`matmul_wide`).
     """
     for name, weight in model.named_parameters():
-        head = name.endswith(("lm_head", "draft_head"))
-        router = any(part in name for part in ROUTERS)
-        stays_wide = (head and not for_gpu) or router or name.endswith(EXPONENTS)
-        if weight.is_floating_point() and weight.dtype != dtype and not stays_wide:
+        wide = stays_wide(name, for_gpu)
+        if weight.is_floating_point() and weight.dtype != dtype and not wide:
             weight.data = torch.empty_like(weight, dtype=dtype)
 
 

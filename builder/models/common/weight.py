@@ -31,6 +31,9 @@ PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engi
 # takes a few percent of a step's time in fp32; a stack of 2^18 took a sixth of a step (int8, 0.95
 # billion parameters).
 WIDE = 1 << 18
+# Exponents of a delta rule: their rounding error adds up over tokens.
+EXPONENTS = (".decay_rate", ".decay_bias")
+ROUTERS = (".gate.", ".weights_proj")  # parts of names
 
 
 def stack_rows(*w: Tensor) -> Tensor:
@@ -41,6 +44,12 @@ def stack_rows(*w: Tensor) -> Tensor:
 def in_turn(*w: Tensor) -> Tensor:
     """Interleave the outputs of projections: [out, ..] each -> [1, out * number, ..]."""
     return torch.stack(w, dim=1).flatten(0, 1)[None]
+
+
+def stays_wide(name: str, for_gpu: bool) -> bool:
+    """Return whether a weight is fp32 in engines of any dtype; a head is on CPUs alone."""
+    head = name.endswith(("lm_head", "draft_head")) and not for_gpu
+    return head or any(part in name for part in ROUTERS) or name.endswith(EXPONENTS)
 
 
 class Layout(Enum):

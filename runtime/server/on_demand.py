@@ -1,0 +1,162 @@
+"""Engines that are loaded at their first request, and given back when nobody uses them."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from math import prod
+
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.errors import EngineError, MtpbuildError
+from mtpbuild.runtime.requests.totals import RequestTotals
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.threads import start_daemon
+
+log = logging.getLogger("mtpbuild")
+WAIT = 60.0  # seconds for running requests of other engines, if memory does not hold another engine
+
+
+class EngineMemory:
+    """The memory that engines share, of which one at a time is loaded or given back."""
+
+    def __init__(self, limit: int | None) -> None:
+        """limit: bytes; None: unknown, all engines may be loaded at once."""
+        self.limit = limit
+        self.services: list[OnDemandService] = []
+        self.turn = asyncio.Lock()
+
+    def describe(self) -> str:
+        """Say in a line what the engines take."""
+        sizes = ", ".join(f"{s.model} {s.size / 1e9:,.1f} GB" for s in self.services)
+        if self.limit is None:
+            return f"engines: {sizes}"
+        fits = sum(service.size for service in self.services) <= self.limit
+        rule = "all fit" if fits else "idle ones make room for others"
+        return f"engines: {sizes}; memory: {self.limit / 1e9:,.1f} GB, {rule}"
+
+    async def make_room(self, wanted: "OnDemandService") -> None:
+        """Give back idle engines, the longest idle first, until there is room for another one.
+
+        Running requests are waited for; raises ApiError if that takes too long.
+        """
+        deadline = time.monotonic() + WAIT
+        while loaded := [service for service in self.services if service.is_loaded]:
+            size = sum(service.size for service in loaded) + wanted.size
+            if self.limit is None or size <= self.limit:
+                return
+            if idle := [service for service in loaded if not service.users]:
+                await min(idle, key=lambda service: service.last_use).unload()
+            elif time.monotonic() > deadline:
+                names = " and ".join(service.model for service in loaded)
+                what = f"no memory for {wanted.model} while {names} is in use"
+                raise ApiError(503, f"{what}: {size / 1e9:,.1f} of {self.limit / 1e9:,.1f} GB")
+            else:
+                await asyncio.sleep(0.05)
+
+
+class OnDemandService(Service):
+    """The service of an engine that is loaded at its first request and given back when idle.
+
+    An engine that fails is given back, too: the next request loads it again.
+    """
+
+    def __init__(
+        self,
+        settings: ServerOptions,
+        load_engine: Callable[[], Engine],
+        manifest: Manifest,
+        memory: EngineMemory,
+        keep: float,
+    ) -> None:
+        """keep: seconds that an idle engine stays loaded."""
+        super().__init__(settings, load_engine)
+        self._manifest, self.memory, self._keep = manifest, memory, keep
+        states = (prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
+        self.size = sum(file.size for file in manifest.files.values()) + sum(states)
+        self.users = 0  # blocks that `loaded` runs
+        self.last_use = 0.0
+        self._loading: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._totals: RequestTotals | None = None  # go on when the engine is loaded again
+        memory.services.append(self)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining
+
+    async def load(self) -> None:
+        """Do nothing: the first request loads the engine."""
+
+    @contextlib.asynccontextmanager
+    async def loaded(self) -> AsyncIterator[None]:
+        self.users += 1
+        try:
+            async with self._limit_time(time.perf_counter()):
+                while self._engine is None:
+                    if self._loading is None or self._loading.done():
+                        self._loading = asyncio.create_task(self._load())
+                    await asyncio.shield(self._loading)  # others may wait for it, too
+            yield
+        finally:
+            self.users -= 1
+            self.last_use = time.monotonic()
+
+    async def look_after(self) -> None:
+        if self._engine is not None and (reason := self._engine.failure):
+            self.fail(EngineError(reason))
+        if self._is_idle():
+            async with self.memory.turn:
+                if self._is_idle():
+                    await self.unload()
+
+    async def unload(self) -> None:
+        """Close the engine; only within the memory's turn, and while nobody uses it."""
+        log.info("gave back %s", self.model)
+        await _close([self._take_engine()])
+
+    def fail(self, error: EngineError) -> None:
+        """Give the failed engine back."""
+        log.warning("%s has failed, the next request loads it again: %s", self.model, error)
+        self._closing = asyncio.create_task(self._close_in_turn([self._take_engine()]))
+
+    async def _close_in_turn(self, engines: list[Engine]) -> None:
+        async with self.memory.turn:
+            await _close(engines)
+
+    async def _load(self) -> None:
+        """Load the engine in a thread; raises ApiError."""
+        assert self._load_engine is not None
+        async with self.memory.turn:
+            await self.memory.make_room(self)
+            try:
+                engine = await asyncio.wrap_future(start_daemon(self._load_engine))
+            except MtpbuildError as error:
+                log.warning("%s can't be loaded: %s", self.model, error)
+                raise ApiError(500, f"{self.model} can't be loaded: {error}", retry=False) from None
+            engine.totals = self._totals = self._totals or engine.totals
+            self._engine = engine
+
+    def _is_idle(self) -> bool:
+        idle = time.monotonic() - self.last_use
+        return self.is_loaded and not self.users and idle >= self._keep
+
+    def _take_engine(self) -> Engine:
+        engine, self._engine = self.engine, None
+        return engine
+
+
+async def _close(engines: list[Engine]) -> None:
+    """Close engines, and free the memory of their objects, which refer to each other."""
+    while engines:
+        await asyncio.to_thread(engines.pop().close)
+    await asyncio.to_thread(gc.collect)
